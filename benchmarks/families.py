@@ -1,16 +1,19 @@
 """Every preset planned for several numbers of GPUs: seconds that it takes, and what is predicted.
 
-    python benchmarks/families.py [--models NAME ...] [--gpus 8 64 512] [--samples 100000]
-                                  [--cluster h100-80g] [--timeout 600] [--json FILE]
+    taskset -c 0 python benchmarks/families.py [--models NAME ...] [--gpus 8 64 512]
+                     [--samples 100000] [--cluster h100-80g] [--timeout 600] [--json FILE]
 
-Each plan is `omnibal plan --gpus N --lengths L` in a process of its own, so that seconds are those
-that a user waits, imports and writing included. Lengths are the mixture `internvl` of
-`tools/make_lengths.py`: as tiles for models of tiles, as image tokens, 256 for a tile, for models
-of native-resolution images, and as text alone for others. What cannot be planned is listed with the
-command's own error. Predictions are simulated, by counted costs: nothing here ran on a GPU.
+Each plan is `omnibal plan --gpus N --lengths L` in a process of its own: seconds are those that a
+user waits, imports and writing included, and CPU seconds what they cost whatever else runs. Those
+of workers are not counted, so that CPU seconds are whole on one core alone, as here. Lengths are
+the mixture `internvl` of `tools/make_lengths.py`: as tiles for models of tiles, as image tokens,
+256 for a tile, for models of native-resolution images, and as text alone for others. What cannot be
+planned is listed with the command's own error. Predictions are simulated, by counted costs: nothing
+here ran on a GPU.
 """
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -41,6 +44,8 @@ class Planned:
     model: str
     gpus: int
     seconds: float
+    cpu_seconds: float
+    """Of the command's own process."""
     sizes: str = ""
     caps: str = ""
     peak_gib: float = 0.0
@@ -62,7 +67,7 @@ def planned(model: str, gpus: int, lengths: Path, cluster: str, timeout: float) 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "omnibal", "plan", "--model", model, "--json"]
         command += ["--cluster", cluster, "--gpus", str(gpus), "--lengths", str(lengths)]
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), _cpu_seconds()
         try:
             done = subprocess.run(
                 [*command, "-o", f"{folder}/plan"],
@@ -71,21 +76,20 @@ def planned(model: str, gpus: int, lengths: Path, cluster: str, timeout: float) 
                 timeout=timeout,
                 check=False,
             )
+            error = (done.stderr.strip().splitlines() or ["no message"])[-1]
         except subprocess.TimeoutExpired:
-            return Planned(model=model, gpus=gpus, seconds=timeout, error="out of time")
-        seconds = time.perf_counter() - started
-    if done.returncode:
-        error = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return Planned(model=model, gpus=gpus, seconds=seconds, error=error)
+            done, error = None, "out of time"
+        seconds, cpu_seconds = time.perf_counter() - started, _cpu_seconds() - cpu_started
+    row = Planned(model=model, gpus=gpus, seconds=seconds, cpu_seconds=cpu_seconds)
+    if done is None or done.returncode:
+        return replace(row, error=error)
     plan = json.loads(done.stdout)
     best = plan["strategies"][0]
     parallel = best["parallel"]
     names = {"TP": "tensor", "PP": "pipeline", "DP": "data", "EP": "expert"}
     sizes = (f"{short} {parallel.get(name, 1)}" for short, name in names.items())
-    return Planned(
-        model=model,
-        gpus=gpus,
-        seconds=seconds,
+    return replace(
+        row,
         sizes=" ".join(sizes),
         caps=", ".join(f"{cap:,} {name[4:]}" for name, cap in best["caps"].items()),
         peak_gib=max(stage["peak_gib"] for stage in plan["stages"]),
@@ -94,13 +98,20 @@ def planned(model: str, gpus: int, lengths: Path, cluster: str, timeout: float) 
     )
 
 
+def _cpu_seconds() -> float:
+    """User and system time of the processes that have ended."""
+    of_ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return of_ended.ru_utime + of_ended.ru_stime
+
+
 def table_of(rows: Sequence[Planned]) -> Table:
     """The plans, a line each."""
     table = Table(title="Plans by model and GPUs, simulated")
-    for name in ("model", "GPUs", "seconds", "sizes", "caps", "peak GiB", "samples/s", "gap"):
+    names = "model", "GPUs", "s", "CPU s", "sizes", "caps", "peak GiB", "samples/s", "gap"
+    for name in names:
         table.add_column(name, justify="left" if name in ("model", "sizes", "caps") else "right")
     for row in rows:
-        start = row.model, str(row.gpus), f"{row.seconds:.1f}"
+        start = row.model, str(row.gpus), f"{row.seconds:.1f}", f"{row.cpu_seconds:.1f}"
         if row.error:
             table.add_row(*start, row.error)
             continue

@@ -35,7 +35,7 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.targets import FREE, TARGETS, Sharding, StageRules, TargetName
+from omnibal.targets import FREE, TARGETS, Padding, Sharding, StageRules, TargetName
 from omnibal.units import feature_names_at, frozen_mistake
 
 
@@ -68,8 +68,7 @@ class JobSpec:
     """What stages may hold and recompute: what the trainer can be told, or less of its limits."""
     sharding: Sharding = Sharding.OPTIMIZER
     """What data-parallel ranks divide."""
-    padded: bool = False
-    """Whether the trainer computes every pack as if it had as many tokens as the largest."""
+    padded: Padding = Padding.NOWHERE
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -177,7 +176,10 @@ class JobSpec:
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
         features = trained_features(
-            features, names, padded=self.padded, whole_loss=self.rules.head_on_all_tokens
+            features,
+            names,
+            padded=self.padded.applies(self.parallel.pipeline),
+            whole_loss=self.rules.head_on_all_tokens,
         )
         workload = Workload.of_shares(shares, features, self.parallel.data)
         workload = workload.in_groups_of(self.in_step)
@@ -200,7 +202,7 @@ class JobSpec:
             profile=profile,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
-            **_limits_of(plan.made_for),
+            **limits_of(plan.made_for),
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -234,7 +236,7 @@ class JobSpec:
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
 
 
-def _limits_of(name: TargetName | None) -> dict[str, Any]:
+def limits_of(name: TargetName | None) -> dict[str, Any]:
     """Fields of a job that is planned for a trainer."""
     if name is None:
         return {}

@@ -70,6 +70,19 @@ FREE = StageRules()
 """No limits: what this project's trainer can be told."""
 
 
+class Padding(StrEnum):
+    """Where a trainer pads every pack to the tokens of the longest, and computes the padding."""
+
+    NOWHERE = "nowhere"
+    PIPELINES = "pipelines"
+    """Where there are several stages, which then exchange micro-batches of one length."""
+    EVERYWHERE = "everywhere"
+
+    def applies(self, pipeline: int) -> bool:
+        """Whether packs are padded on so many stages."""
+        return self is Padding.EVERYWHERE or (self is Padding.PIPELINES and pipeline > 1)
+
+
 class PackRules(Frozen):
     """What packs may be."""
 
@@ -80,8 +93,7 @@ class PackRules(Frozen):
     sample would not fit. A plan's packs are then what that makes of the plan's order."""
     one_medium: bool = False
     """Whether samples of text alone and samples with images (or other items) must not share one."""
-    padded: bool = False
-    """Whether the trainer pads every pack to the cap of tokens, and computes the padding."""
+    padded: Padding = Padding.NOWHERE
     full_steps: bool = False
     """Whether every step has as many packs as any other: the trainer leaves out what is over."""
 
@@ -136,10 +148,7 @@ class Target(Frozen):
 
 
 _MEGATRON = StageRules(
-    encoders_on_first=True,
-    head_on_all_tokens=True,
-    language_everywhere=True,
-    recompute=RecomputeFreedom.LANGUAGE,
+    encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _GIVEN = PackRules(full_steps=True)
@@ -171,7 +180,7 @@ TARGETS = {
             title="XTuner v1",
             version="5cda4fb",
             stages=_SHARDED,
-            packs=_GIVEN.model_copy(update={"padded": True}),
+            packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
             sharding=Sharding.ALL,
             most_pipeline=1,
             most_tensor=1,
@@ -181,7 +190,9 @@ TARGETS = {
             name=TargetName.LOONGFORGE,
             title="LoongForge",
             version="130ff79",
-            stages=_MEGATRON.model_copy(update={"recompute": RecomputeFreedom.STAGES}),
+            stages=_MEGATRON.model_copy(
+                update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
+            ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
         ),
         Target(
@@ -189,14 +200,14 @@ TARGETS = {
             title="Megatron-LM",
             version="core 0.16.1",
             stages=_MEGATRON,
-            packs=_GIVEN,
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
-            packs=_GIVEN,
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(
             name=TargetName.MINDSPEED_MM,

@@ -62,4 +62,4 @@ for command in (
 ):
     app.command()(with_groups(command))
 # A launch line of flags alone begins as an option does.
-app.command(context_settings={"ignore_unknown_options": True})(lint.lint)
+app.command(context_settings={"ignore_unknown_options": True})(with_groups(lint.lint))

@@ -1,4 +1,4 @@
-"""`omnibal lint`: refuse a launch line of a Megatron trainer that cannot start."""
+"""`omnibal lint`: refuse a launch line that cannot start, and predict one that can."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from omnibal.cli.console import print_notes, print_result
+from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import JsonOption, ModelOption
 from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.families.named import named_model
+from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.parallel import MAX_DEVICES
 
@@ -48,13 +49,14 @@ SetOption = Annotated[
 def lint(
     line: LineArgument,
     model: ModelOption,
+    cost: CostOptions,
     launcher: LauncherOption = None,
     gpus: GpusOption = None,
     variables: SetOption = None,
     line_number: LineNumberOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say of a launch line of a Megatron trainer whether it can start, and if not, why.
+    """Say of a launch line of a Megatron trainer whether it can start, and what it will cost.
 
     The exit status is 2 if it cannot. Nothing of the line is executed.
     """
@@ -69,11 +71,14 @@ def lint(
     starts = not any(finding.is_refusal for finding in findings)
     checked = line_of(launch, sizes)
     layers = layers_by_chunk(checked) if starts else None
+    costed = cost.told(checked, sizes) if starts else NO_COST
+    findings = [*findings, *costed.findings]
     result = {
         "starts": starts,
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "launch": launch.model_dump(mode="json"),
         "layers_by_chunk": layers,
+        **costed.result,
     }
     parts = [f"TP {launch.tensor}", f"PP {launch.pipeline}", f"CP {launch.context}"]
     parts += [f"DP {checked.data}"] if checked.data is not None else []
@@ -86,9 +91,11 @@ def lint(
         f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
         *_shown_layers(layers),
         *_shown(findings),
+        *costed.shown,
     )
-    if launch.unknown:
-        print_notes([f"not known, and not needed: {', '.join(launch.unknown)}"])
+    names = ", ".join(launch.unknown)
+    unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
+    print_notes([*model_notes(model), *costed.notes, *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
 

@@ -47,7 +47,7 @@ from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import MAX_EPOCHS, Plan
-from omnibal.targets import ANY_PACKS, PackRules
+from omnibal.targets import ANY_PACKS, PackRules, Sharding
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
@@ -337,7 +337,7 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    strategy.refuse_others(context, sizes, levels=data.levels, encoder=partition.encoder)
+    strategy.refuse_others(context, levels=data.levels, encoder=partition.encoder)
     _refuse_overruled(context, data, strategy)
     asked = _Asked(
         given=given,
@@ -355,19 +355,36 @@ def plan(
 
 def _compared(asked: _Asked, planned: _Planned) -> dict[str, Any]:
     """What the limits of a trainer cost, for JSON; a sentence on it goes to stderr."""
-    from omnibal.search.limits import Limits
-
     strategy, result = asked.strategy, planned.result
 
     def plan_freely() -> tuple["PlanResult", float]:
         print_notes(["planning without the trainer's limits, to compare"])
-        free = _planned_as(replace(asked, limits=Limits()), EncoderPlacement.PIPELINE)
+        free = _planned_as(_without_limits(asked, result), EncoderPlacement.PIPELINE)
         return free.result, free.gap
 
     cost = None
     if strategy.target is not None and strategy.compare:
         cost = cost_of_limits(asked.limits, result, asked.data.packing, plan_freely)
     return summary_of(strategy, cost, has_samples=result.data is not None)
+
+
+def _without_limits(asked: _Asked, result: "PlanResult") -> _Asked:
+    """The same job without limits.
+
+    A trainer that divides weights over all ranks has no other sizes; without that limit any sizes
+    on as many devices are searched for, at as many samples per step.
+    """
+    from omnibal.search.limits import Limits, samples_per_step
+
+    free = replace(asked, limits=Limits())
+    if asked.limits.sharding is Sharding.OPTIMIZER or asked.strategy.gpus is not None:
+        return free
+    strategy = replace(
+        asked.strategy,
+        gpus=result.plan.parallel.world_size,
+        samples_per_step=samples_per_step(result),
+    )
+    return replace(free, strategy=strategy, sizes=SizeOptions())
 
 
 def _planned(asked: _Asked) -> tuple[_Planned, "PlacementChoice"]:

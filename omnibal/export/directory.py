@@ -176,7 +176,9 @@ def _unlike_predicted(given: Given) -> Iterator[str]:
     planned = None if plan.made_for is None else TARGETS[plan.made_for]
     stages = FREE if planned is None else planned.stages
     left_out = "which the prediction of this plan, not made for it, leaves out"
-    if target.packs.padded and not (planned and planned.packs.padded):
+    stages_of_plan = plan.parallel.pipeline
+    foreseen = planned is not None and planned.packs.padded.applies(stages_of_plan)
+    if target.packs.padded.applies(stages_of_plan) and not foreseen:
         yield (
             f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
             "expect less speed and more memory."

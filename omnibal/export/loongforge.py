@@ -95,6 +95,11 @@ def recompute_flags(plan: Plan) -> Flags:
     return full | {"custom-pipeline-recompute-layers": _listed(counts)}
 
 
+def layer_flags(plan: Plan) -> list[str]:
+    """Flags of the split and of recomputed layers alone."""
+    return flag_lines(split_flags(plan), recompute_flags(plan))
+
+
 def _listed(numbers: list[int] | tuple[int, ...]) -> str:
     return ",".join(map(str, numbers))
 

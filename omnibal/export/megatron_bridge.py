@@ -36,7 +36,7 @@ def export(given: Given) -> Exported:
     plan, batch = given.files.plan, Batch.of(given)
     layout, files = plan_layout(plan), energon_files(given)
     values = overrides(plan, batch, layout)
-    lines = [f"{name}={_hydra(value)}" for name, value in values.items()]
+    lines = _lines(values)
     return Exported(
         files=files,
         command=command([torchrun(plan, _RUNNER), *lines]),
@@ -52,9 +52,7 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
     return {
         **_sizes(plan),
         **_split(layout),
-        "model.recompute_granularity": "full" if number else None,
-        "model.recompute_method": "block" if number else None,
-        "model.recompute_num_layers": number or None,
+        **_recompute(number),
         "model.seq_length": batch.sequence_length,
         "dataset.seq_length": batch.sequence_length,
         "train.micro_batch_size": 1,
@@ -66,6 +64,23 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
         "ddp.overlap_grad_reduce": overlaps,
         "ddp.overlap_param_gather": overlaps,
         **{_FROZEN[part]: True for part in plan.frozen if part in _FROZEN},
+    }
+
+
+def layer_flags(plan: Plan) -> list[str]:
+    """Overrides of the split and of recomputed layers alone."""
+    return _lines({**_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={_hydra(value)}" for name, value in values.items()]
+
+
+def _recompute(number: int) -> Mapping[str, Any]:
+    return {
+        "model.recompute_granularity": "full" if number else None,
+        "model.recompute_method": "block" if number else None,
+        "model.recompute_num_layers": number or None,
     }
 
 

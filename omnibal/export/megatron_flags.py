@@ -155,7 +155,4 @@ def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
     if batch.fullness == 1:
         return
     filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"
-    yield (
-        f"{why}: the plan's packs fill {filled} "
-        "tokens on the mean, and the prediction is of packs without the padding."
-    )
+    yield f"{why}: the plan's packs fill {filled} tokens on the mean."

@@ -56,6 +56,15 @@ def export(given: Given) -> Exported:
     )
 
 
+def layer_flags(plan: Plan) -> list[str]:
+    """Flags of the split and of recomputed layers alone."""
+    flags = {**split_flags(plan_layout(plan)), **recompute_flags(language_recompute(plan))}
+    encoders: dict[str, str | None] = dict.fromkeys(
+        ["recompute-vision"] if recomputed_encoders(plan) else []
+    )
+    return flag_lines(flags, encoders)
+
+
 def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
     if plan.parallel.pipeline > 1:
         yield from padding_sentences(

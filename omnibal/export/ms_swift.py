@@ -14,6 +14,7 @@ from omnibal.export.exported import Exported, Given, Writer
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
+    flag_lines,
     language_recompute,
     parallel_flags,
     plan_layout,
@@ -145,10 +146,19 @@ def _data_flags(given: Given) -> Flags:
     }
 
 
+def layer_flags(plan: Plan) -> list[str]:
+    """Flags of the split and of recomputed layers alone."""
+    flags = {**_as_ms_swifts(_split(plan)), **_recompute_flags(plan)}
+    return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
+
+
+def _split(plan: Plan) -> Flags:
+    return split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
+
+
 def _parallel_flags(plan: Plan) -> Flags:
-    split = split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
     predicted = plan.model.language.prediction_layers
-    flags = _as_ms_swifts({**parallel_flags(plan), **split})
+    flags = _as_ms_swifts({**parallel_flags(plan), **_split(plan)})
     return {**flags, "mtp_num_layers": str(predicted)} if predicted else flags
 
 

@@ -24,7 +24,7 @@ COLUMNS = {
     "source": "name of the sample's source",
     "sample": "number of the sample in all of the data, from 0",
     "record": "number of the sample's record in its file, from 0, or without --data its row among "
-    "those of its source",
+    "those of its source; left out where nothing tells it",
     "file": "file of the record, with --data",
     "tokens": "language tokens; behind it, columns of the items that encoders take",
 }
@@ -35,6 +35,22 @@ def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
     """Number of every row's sample in the data, as `Annotations` counts them. int64 [rows]"""
     rows = order.packs.samples
     return rows if lengths.sample is None else lengths.sample[rows]
+
+
+def record_numbers(
+    order: ReadingOrder, lengths: Lengths, annotations: Annotations | None
+) -> np.ndarray | None:
+    """Number of every row's record in its file, int64 [rows].
+
+    Without the samples, its place among those of its source; None where a scan has skipped some of
+    several sources, so that nothing tells it.
+    """
+    numbers = sample_numbers(order, lengths)
+    if annotations is not None:
+        return annotations.number[numbers]
+    if lengths.sample is None:
+        return _rows_of_sources(lengths.source)[order.packs.samples]
+    return numbers if len(lengths.source_names) == 1 else None
 
 
 def write_order(
@@ -53,10 +69,10 @@ def write_order(
         ),
         "sample": pa.array(sample),
     }
-    if annotations is None:
-        columns["record"] = pa.array(_rows_of_sources(lengths.source)[rows])
-    else:
-        columns["record"] = pa.array(annotations.number[sample])
+    record = record_numbers(order, lengths, annotations)
+    if record is not None:
+        columns["record"] = pa.array(record)
+    if annotations is not None:
         columns["file"] = pa.DictionaryArray.from_arrays(
             pa.array(annotations.file[sample]), [str(path) for path in annotations.files]
         )

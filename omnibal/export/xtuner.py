@@ -12,18 +12,19 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
 from omnibal.data.record_files import is_array
 from omnibal.errors import UserError
 from omnibal.export.exported import Exported, Given, Writer
 from omnibal.export.megatron_flags import torchrun
-from omnibal.export.order_file import sample_numbers
+from omnibal.export.order_file import record_numbers, sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recompute import all_or_none
 from omnibal.export.writers import array_file, json_file, script_file
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE
 
-_PACKS, _ORDER, _SCRIPT = "packs", "sampler_order.npy", "xtuner_packs.py"
+_ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
 _PLAIN = -1
 """Characters of a row that is no part of a long text."""
 
@@ -61,12 +62,19 @@ def _files(given: Given) -> dict[str, Writer]:
     if order is None:
         return {}
     files = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(_sampler_order(given, order))}
-    if annotations is None:
+    lengths = given.files.steps[1]
+    record = record_numbers(order, lengths, annotations)
+    if record is None:
         return files
+    if annotations is None:
+        file, paths = lengths.source[order.packs.samples], list(lengths.source_names)
+    else:
+        file = annotations.file[sample_numbers(order, lengths)]
+        paths = [str(path) for path in _paths(annotations)]
     return files | {
-        f"{_PACKS}/boundaries.npy": array_file(order.packs.offsets.astype(np.int64)),
-        f"{_PACKS}/samples.npy": array_file(_rows(given, order, annotations)),
-        f"{_PACKS}/paths.json": json_file([str(path) for path in _paths(annotations)]),
+        "boundaries.npy": array_file(order.packs.offsets.astype(np.int64)),
+        "samples.npy": array_file(_rows(order, lengths, file, record)),
+        "paths.json": json_file(paths),
     }
 
 
@@ -87,24 +95,16 @@ def _paths(annotations: Annotations) -> list[Path]:
     return [path.absolute() for path in annotations.files]
 
 
-def _rows(given: Given, order: ReadingOrder, annotations: Annotations) -> np.ndarray:
+def _rows(
+    order: ReadingOrder, lengths: Lengths, file: np.ndarray, record: np.ndarray
+) -> np.ndarray:
     """File, line, characters and tokens of every sample in reading order. int64 [samples, 6]
 
     Samples are whole: their tokens are 0 to all, and they have no characters.
     """
-    lengths = given.files.steps[1]
-    sample = sample_numbers(order, lengths)
     tokens = lengths.tokens[order.packs.samples]
-    plain = np.full(len(sample), _PLAIN)
-    columns = (
-        annotations.file[sample],
-        annotations.number[sample],
-        plain,
-        plain,
-        np.zeros(len(sample)),
-        tokens,
-    )
-    return np.stack(columns, axis=1).astype(np.int64)
+    plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
+    return np.stack([file, record, plain, plain, start, tokens], axis=1).astype(np.int64)
 
 
 def _pack_length(given: Given) -> int:
@@ -138,7 +138,7 @@ def _settings(given: Given) -> str:
         "dataloader_config = DataloaderConfig(",
         "    dataset_config_list=dataset_config,",
         '    pack_level="preset",',
-        f"    pack_config_path={str(folder / _PACKS)!r},",
+        f"    pack_config_path={str(folder)!r},",
         '    sampler_type="preset",',
         f"    sampler_config_path={str(folder / _ORDER)!r},",
         f"    pack_max_length={_pack_length(given)},",
@@ -153,7 +153,7 @@ def _settings(given: Given) -> str:
 
 def _datasets(given: Given) -> Iterator[str]:
     if given.annotations is None:
-        yield "    # every file of the data, by the path that packs/paths.json names"
+        yield "    # every file of the data, by the path that paths.json names"
         return
     has_images = bool(given.files.plan.model.encoders)
     for path, root in _roots(given.annotations).items():
@@ -212,10 +212,7 @@ def _notes(given: Given) -> Iterator[str]:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return
     if given.annotations is None:
-        yield (
-            "No --data was given, so packs/ is left out, which names lines of files; give the data "
-            "that the lengths were scanned from, or write packs/ by order.parquet."
-        )
+        yield from _without_data(given.order, given.files.steps[1])
     yield (
         "xtuner_packs.py has not run with XTuner itself, but with a stand-in that has its fields. "
         "It ends a run at the first sample whose tokens are not as many as the plan counted."
@@ -223,4 +220,19 @@ def _notes(given: Given) -> Iterator[str]:
     yield (
         "Lines are counted as XTuner counts them where nothing is filtered, which pack_level "
         '"preset" sees to; sample_ratio stays 1.'
+    )
+
+
+def _without_data(order: ReadingOrder, lengths: Lengths) -> Iterator[str]:
+    if record_numbers(order, lengths, None) is None:
+        yield (
+            "No --data was given, and samples of several sources were skipped by their scan, so "
+            "that lines of files are unknown: boundaries.npy, samples.npy and paths.json are left "
+            "out. Give the data that the lengths were scanned from."
+        )
+        return
+    yield (
+        "No --data was given: paths.json names the sources of the lengths, "
+        f"{', '.join(map(repr, lengths.source_names))}. Put the path of each one's JSONL in its "
+        "place, as DatasetConfig has it; row k of a source is taken to be its line k."
     )

@@ -3,6 +3,7 @@
 from math import lcm, prod
 
 from omnibal.lint.flags import whole_number, words_of
+from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, MEGATRON_LM, Broken, Rule
 
@@ -14,6 +15,16 @@ def _gpus_known(line: Line) -> Broken | None:
     return Broken(
         "the line does not say how many GPUs it runs on",
         f"give --gpus; {least:,} is the least that its sizes allow, and every multiple of it",
+    )
+
+
+def _recipe(line: Line) -> Broken | None:
+    given = [name for name in ("recipe", "model-recipe-name", "mr") if line.text(name)]
+    if not given:
+        return None
+    return Broken(
+        f"the recipe {line.text(given[0])} has settings of its own",
+        "add to the line what the recipe sets of parallel sizes, split and recomputation",
     )
 
 
@@ -121,6 +132,14 @@ GRID_RULES = (
         source="this command, --gpus",
         broken=_gpus_known,
         severity="warning",
+    ),
+    Rule(
+        name="recipe-settings",
+        holds="what a recipe sets is not read, and is judged as if it were not set",
+        source="this command",
+        broken=_recipe,
+        severity="warning",
+        launchers=frozenset((Launcher.MEGATRON_BRIDGE,)),
     ),
     Rule(
         name="gpus-divide-grid",

@@ -381,9 +381,14 @@ def _infeasible(problem: SearchProblem, least_peak: float) -> str:
     """The smallest cap that some split would fit, and what else would help."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     stages = f"{problem.stages} pipeline stages{limits_in_words(problem.rules)}"
+    # The first stage has more micro-batches in flight the more stages there are.
+    fixed = problem.rules.encoders_on_first
+    sizes = (
+        "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"
+    )
     return (
         f"{problem.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
         f"recomputation where it helps: {need - cap:.2f} GiB more than the memory cap of "
-        f"{cap:.2f} GiB, which must hold every stage; raise the memory cap, use more pipeline "
-        "stages or tensor parallelism, or pack to smaller caps"
+        f"{cap:.2f} GiB, which must hold every stage; raise the memory cap, use {sizes}, or pack "
+        "to smaller caps"
     )

@@ -4,7 +4,8 @@ Whether a change fits is decided by the least peak over all splits, with all rec
 helps, on packs as a plan would have them. Tried are, each alone: smaller caps in round numbers,
 every larger tensor size that the model allows, every pipeline size up to twice the given or 16 and
 then doubles, data sizes of two to four times, and preset devices with more memory; where none of
-the sizes is enough, tensor and pipeline sizes together.
+the sizes is enough, tensor and pipeline sizes together. Where a trainer's first stage holds all
+encoders, fewer stages on the same devices too.
 """
 
 import math
@@ -143,6 +144,10 @@ def _try_all(changes: "_Changes") -> None:
     _try_smaller_caps(changes)
     experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
     changes.first("a larger --ep", experts)
+    if request.job.rules.encoders_on_first:
+        # The first stage holds encoders' activations of as many micro-batches as there are stages.
+        fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
+        changes.first("a smaller --pp with a larger --dp", fewer)
     same_devices = len(changes.found)
     tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
     data = request.job.parallel.data
@@ -268,6 +273,16 @@ def _larger_pipelines(job: JobSpec) -> list[int]:
     while (dense := 2 * dense) <= layers:
         sizes.append(dense)
     return sizes
+
+
+def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
+    """Sizes with fewer pipeline stages on the same devices, the most stages first."""
+    size = parallel.pipeline
+    return [
+        {"pipeline": fewer, "data": parallel.data * size // fewer}
+        for fewer in range(size - 1, 0, -1)
+        if parallel.data * size % fewer == 0
+    ]
 
 
 def _roomier(request: PlanRequest) -> list[Candidate]:

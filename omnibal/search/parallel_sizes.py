@@ -27,6 +27,7 @@ depend neither on the machine nor on the number of processes.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 
 from omnibal.config import ClusterConfig
 from omnibal.data.scan_pool import map_unordered
@@ -349,9 +350,11 @@ class _StrategyTrials:
             for sizes, choice in first.items()
             if choice in self.estimated_ms
         }
-        usual = min(above.values(), default=1.0)
+        # What is short of memory recomputes much, which is less with other expert sizes.
+        usual = median(above.values()) if above else 1.0
         likely_ms = {
-            choice: self.bounds[choice].about_ms * above.get(_without_experts(choice), usual)
+            choice: self.bounds[choice].about_ms
+            * min(above.get(_without_experts(choice), usual), usual)
             for choice in choices
             if choice not in first.values()
         }

@@ -68,7 +68,8 @@ FLAGS = {
     "check": "--json",
     "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
-    "lint": "--model --launcher --gpus --set --line-number --json",
+    "lint": "--model --launcher --gpus --set --line-number --cluster --memory-gib --lengths "
+    "--image-share --cost --json",
 }
 PRESETS = Path(omnibal.__file__).parent / "presets"
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"

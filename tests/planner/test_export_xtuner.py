@@ -108,7 +108,7 @@ def test_xtuner_reads_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
     assert f"pack_max_length={length}," in made.exported.settings
     assert f"global_batch_size={batch}," in made.exported.settings
     tokens = case.lengths.tokens
-    packs = PresetPacks([Lines(data.absolute(), tokens)], folder / "packs", length, "padding")
+    packs = PresetPacks([Lines(data.absolute(), tokens)], folder, length, "padding")
     order = np.load(folder / "sampler_order.npy")
     assert order.ndim == 1 and np.issubdtype(order.dtype, np.integer)
     found, starts = {}, packs._boundaries
@@ -133,7 +133,7 @@ def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, mended):
     folder = tmp_path / "export"
     case.export(data, folder)
     lines = Lines(data.absolute(), case.lengths.tokens)
-    arguments = ([lines], str(folder / "packs"), int(case.packs.tokens.max()))
+    arguments = ([lines], str(folder), int(case.packs.tokens.max()))
     with pytest.raises(ValueError, match="< pack_max_length"):
         PresetPacks(*arguments)
     packs = mended(folder)(*arguments)
@@ -144,6 +144,19 @@ def test_the_script_keeps_images_and_takes_short_packs(tmp_path, data, mended):
     lines.tokens = lines.tokens + 1
     with pytest.raises(ValueError, match=f"line {samples[0] + 1} of .* plan with lengths"):
         packs[3]
+
+
+def test_without_data_sources_stand_for_files(tmp_path):
+    """Prevents: an export that needs the samples to say where they are packed."""
+    case = export_case(XTUNER, seed=1, ranks=2, samples=300)
+    made = case.export(None, tmp_path / "export")
+    rows = np.load(tmp_path / "export/samples.npy")
+    assert json.loads((tmp_path / "export/paths.json").read_text()) == ["data"]
+    order = np.lexsort((case.packs.dp_rank, case.packs.slot, case.packs.step))
+    samples = np.concatenate([case.packs.packs[pack] for pack in order])
+    assert rows[:, 1].tolist() == samples.tolist()
+    assert rows[:, 5].tolist() == case.lengths.tokens[samples].tolist()
+    assert "paths.json names the sources" in " ".join(made.exported.notes)
 
 
 def test_several_sources_are_several_files(tmp_path):
@@ -160,8 +173,8 @@ def test_several_sources_are_several_files(tmp_path):
     given = given_plan(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
     made = export(given)
     for name in ("boundaries", "samples"):
-        made.files[f"packs/{name}.npy"](tmp_path / f"{name}.npy")
-    made.files["packs/paths.json"](tmp_path / "paths.json")
+        made.files[f"{name}.npy"](tmp_path / f"{name}.npy")
+    made.files["paths.json"](tmp_path / "paths.json")
     paths = json.loads((tmp_path / "paths.json").read_text())
     rows = np.load(tmp_path / "samples.npy")
     for row, sample in zip(rows.tolist(), given.order.packs.samples.tolist(), strict=True):

@@ -1,0 +1,211 @@
+"""What `omnibal lint` says a launch line will cost."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal.cli.options import ClusterOption, MemoryOption
+from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
+from omnibal.config import ModelConfig, load_cluster
+from omnibal.data.lengths import read_lengths
+from omnibal.errors import UserError
+from omnibal.lint.launch import Finding
+from omnibal.report.table import Column, Facts, Table
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.lint.line import Line
+    from omnibal.lint.predicted import Costed, Verdict
+
+DEFAULT_CLUSTER = "h100-80g"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """What is printed of a line's cost."""
+
+    result: dict[str, Any]
+    """Keys of the JSON object."""
+    findings: tuple[Finding, ...] = ()
+    shown: tuple[Table | Facts | str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+NO_COST = Told(result={"prediction": None, "better": None, "least_recompute": None})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostOptions:
+    """Options for the devices and the samples that a line's cost is predicted of."""
+
+    cluster: ClusterOption = DEFAULT_CLUSTER
+    memory_gib: MemoryOption = None
+    lengths: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="lengths of the data, packed to the line's sequence length (may be repeated); "
+            "without, all samples are of that length"
+        ),
+    ] = None
+    image_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="without --lengths: share of a sample's tokens that are images'"
+        ),
+    ] = DEFAULT_IMAGE_SHARE
+    cost: Annotated[
+        bool, typer.Option("--cost/--no-cost", help="predict memory and time of a line that starts")
+    ] = True
+
+    def told(self, line: "Line", model: ModelConfig) -> Told:
+        """Predict a line that starts; why not, where that cannot be.
+
+        Raises:
+            UserError: the cluster or the lengths cannot be read.
+        """
+        from omnibal.lint.launched import Samples, launched
+        from omnibal.lint.predicted import Verdict
+
+        if not self.cost:
+            return NO_COST
+        cluster = load_cluster(self.cluster)
+        if self.memory_gib is not None:
+            cluster = cluster.model_copy(update={"memory_gib": self.memory_gib})
+        samples = Samples(
+            lengths=read_lengths(self.lengths) if self.lengths else None,
+            image_share=self.image_share,
+            image_tokens=IMAGE_TOKENS,
+        )
+        try:
+            verdict = Verdict.of(launched(line, model, cluster, samples))
+        except UserError as error:
+            return Told(result=NO_COST.result, notes=(f"the cost is not predicted: {error}",))
+        return _told(verdict)
+
+
+def _told(verdict: "Verdict") -> Told:
+    return Told(
+        result={
+            "prediction": _prediction_result(verdict),
+            "better": _better_result(verdict),
+            "least_recompute": None if verdict.least is None else _costed(verdict, verdict.least),
+        },
+        findings=() if verdict.finding is None else (verdict.finding,),
+        shown=(_stages_table(verdict), _facts(verdict), *_advice(verdict)),
+        notes=verdict.launched.notes,
+    )
+
+
+def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
+    """Stages and what is predicted of them, for JSON."""
+    launched, prediction = verdict.launched, costed.prediction
+    towers = launched.job.model.towers
+    peaks = launched.peaks_gib(prediction)
+    stages = [
+        {
+            "peak_gib": peak,
+            **{f"{tower}_layers": len(stage.layers(tower)) for tower in towers},
+            "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
+            "forward_ms": each.forward_ms,
+            "backward_ms": each.backward_ms,
+            "wait_fraction": each.wait_fraction,
+        }
+        for stage, each, peak in zip(costed.stages, prediction.stages, peaks, strict=True)
+    ]
+    return {
+        "step_ms": prediction.step_ms,
+        "bubble_fraction": prediction.bubble_fraction,
+        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
+        "stages": stages,
+        **({"flags": list(costed.flags)} if costed is not verdict.line else {}),
+    }
+
+
+def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
+    cluster = verdict.launched.job.cluster
+    return {
+        **_costed(verdict, verdict.line),
+        "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
+        "cluster": cluster.name,
+        "device_gib": cluster.memory_gib,
+        "fits": verdict.finding is None,
+        "cost_source": verdict.line.prediction.cost_source,
+        "notes": list(verdict.launched.notes),
+    }
+
+
+def _better_result(verdict: "Verdict") -> dict[str, Any] | None:
+    if verdict.better is None:
+        return None
+    return {**_costed(verdict, verdict.better), "saved_fraction": verdict.saved}
+
+
+def _stages_table(verdict: "Verdict") -> Table:
+    """Units of every stage, its memory and its times per micro-batch."""
+    launched, prediction = verdict.launched, verdict.line.prediction
+    towers = launched.job.model.towers
+    peaks = launched.peaks_gib(prediction)
+    rows = [
+        (
+            str(index),
+            *(str(len(stage.layers(tower))) for tower in towers),
+            " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
+            f"{peak:,.1f}",
+            f"{each.forward_ms:,.2f}",
+            f"{each.backward_ms:,.2f}",
+            f"{each.wait_fraction:.1%}",
+        )
+        for index, (stage, each, peak) in enumerate(
+            zip(verdict.line.stages, prediction.stages, peaks, strict=True)
+        )
+    ]
+    times = ("forward\nms", "backward\nms", "waits")
+    titles = ("stage", *towers, "recompute", "peak\nGiB", *times)
+    columns = [Column(title=title) for title in titles]
+    return Table(title="\nStages, simulated", columns=columns, sections=[rows], tight=True)
+
+
+def _facts(verdict: "Verdict") -> Facts:
+    launched, prediction = verdict.launched, verdict.line.prediction
+    sizes, tokens = launched.job.parallel, verdict.tokens_per_second_per_gpu
+    entries = [
+        ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
+        ("step", f"{prediction.step_ms:,.1f} ms"),
+        ("stages wait", f"{prediction.bubble_fraction:.1%} of it"),
+        ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
+    ]
+    if prediction.samples_per_second_per_gpu is not None:
+        per_second = prediction.samples_per_second_per_gpu * sizes.world_size
+        entries.append(("samples per second", f"{per_second:,.2f}"))
+    entries.append(("costs from", prediction.cost_source))
+    return Facts("Prediction", entries)
+
+
+def _advice(verdict: "Verdict") -> Iterator[str]:
+    """Sentences on what would be better."""
+    better, least = verdict.better, verdict.least
+    if better is not None:
+        how = _difference(verdict.saved, fits=verdict.finding is None)
+        yield f"{how}, {better.prediction.step_ms:,.1f} ms a step: {_in_place(better.flags)}"
+    if least is not None and (better is None or least.flags != better.flags):
+        step = f"{least.prediction.step_ms:,.1f} ms a step"
+        yield f"the same split fits with this recomputation, {step}: {_in_place(least.flags)}"
+    if verdict.finding is not None and better is None and not verdict.launched.is_adapter:
+        yield (
+            "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
+            "expert size, or shorten the sequence"
+        )
+
+
+def _difference(saved: float, *, fits: bool) -> str:
+    if saved < 0:
+        return f"a split that fits takes {-saved:.1%} longer"
+    return f"{saved:.1%} {'faster' if fits else 'faster, and fits'} with another split"
+
+
+def _in_place(flags: Sequence[str]) -> str:
+    if not flags:
+        return "leave out all flags of the split and of recomputation"
+    return f"{' '.join(flags)} (in place of all flags of the split and of recomputation)"

@@ -1,0 +1,357 @@
+"""The job that a launch line starts: stages, recomputed layers and micro-batches, for a prediction.
+
+What of a line this project's costs do not have is said in a note, and what stands for it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from omnibal.config import ClusterConfig, ModelConfig
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.data.steps import Steps, deal_steps, size_load
+from omnibal.encoders import ClipsEncoder
+from omnibal.errors import UserError
+from omnibal.job import JobSpec, limits_of
+from omnibal.levels import CutRule, Level
+from omnibal.limits import Caps
+from omnibal.lint.launch import Launcher
+from omnibal.lint.line import Line
+from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
+from omnibal.lint.split import layers_by_chunk
+from omnibal.parallel import Parallel, expert_counts
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Span, Stage
+from omnibal.pipeline.units import stages_from_cuts, unit_words
+from omnibal.pipeline.workload import Workload
+from omnibal.plan import Shapes
+from omnibal.plan_data import SampleData, caps_of_tokens, data_at_caps, limited_features, shape_caps
+from omnibal.targets import TARGETS, TargetName
+from omnibal.units import LANGUAGE, model_parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """What micro-batches hold: samples of a dataset, or made-up ones of the line's length."""
+
+    lengths: Lengths | None
+    """Of the dataset; None for samples of the sequence length, all alike."""
+    image_share: float
+    """Share of a made-up sample's tokens that are images'."""
+    image_tokens: int
+    """Tokens of one image at its native resolution, of a made-up sample."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Launched:
+    """A line's job with its micro-batches and its stages."""
+
+    line: Line
+    job: JobSpec
+    levels: tuple[Level, ...]
+    """The one level of packs that context-parallel ranks share; empty without context
+    parallelism."""
+    packs: ScheduledPacks
+    lengths: Lengths
+    has_samples: bool
+    """Whether micro-batches are of a dataset."""
+    workload: Workload
+    layers: tuple[tuple[int, ...], ...]
+    """Layers of the language model on every chunk of every stage."""
+    stages: tuple[Stage, ...]
+    """All chunks of a stage as one, with what it recomputes."""
+    notes: tuple[str, ...]
+    """What of the line is not counted, or counted as something else."""
+
+    @property
+    def encoder_number(self) -> int:
+        """Layers of an encoder that its stage recomputes, where a trainer has a switch for it."""
+        return _encoder_number(self.line, 0)
+
+    def peaks_gib(self, prediction: Prediction) -> list[float]:
+        """Peak memory of every stage; of adapters' lines without what the model does not have."""
+        return [
+            stage.memory.weights_gib + stage.memory.activations_gib + stage.memory.transient_gib
+            if self.is_adapter
+            else stage.memory.peak_gib
+            for stage in prediction.stages
+        ]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the line trains adapters, which are predicted as the whole model."""
+        return is_adapter(self.line)
+
+
+def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
+    """Make the job of a line that breaks no rule.
+
+    Raises:
+        UserError: something that the prediction needs is not given, or cannot be predicted.
+    """
+    _check_predictable(line)
+    assert line.launch.sequence_length is not None
+    parallel, expert_notes = _parallel(line, model)
+    job = JobSpec(
+        model=_trained_model(line, model),
+        cluster=cluster,
+        parallel=parallel,
+        precision="bf16",
+        frozen=_frozen(line, model),
+        **limits_of(TargetName(line.launch.launcher.value)),
+    )
+    caps = _caps(line, job.model, samples)
+    levels = _levels(line, caps)
+    packs, lengths = _micro_batches(line, job, samples, caps, levels)
+    layers = layers_by_chunk(line)
+    return Launched(
+        line=line,
+        job=job,
+        levels=levels,
+        packs=packs,
+        lengths=lengths,
+        has_samples=samples.lengths is not None,
+        workload=job.workload(packs, lengths, levels),
+        layers=layers,
+        stages=_with_recompute(line, _stages(job.model, layers), layers),
+        notes=(*expert_notes, *notes_on(line)),
+    )
+
+
+def _check_predictable(line: Line) -> None:
+    """Ask for what a prediction needs.
+
+    Raises:
+        UserError: it is not given, or the line is of another model than its name says.
+    """
+    launch, other = line.launch, line.other_sizes
+    if other:
+        name, (built, known) = next(iter(other.items()))
+        raise UserError(
+            f"the line builds a model with {name} {built:,}, and the model has {known:,}; leave "
+            "the flag out, or name the model that it builds"
+        )
+    needed = {
+        "the number of GPUs: --gpus": launch.gpus,
+        "a sequence length: --seq-length": launch.sequence_length,
+        "a micro-batch size: --micro-batch-size": launch.micro_batch,
+        "a global batch that ranks divide: --global-batch-size": line.micro_batches,
+    }
+    missing = [what for what, value in needed.items() if not value]
+    if missing:
+        raise UserError(f"the line does not say {missing[0]}; give it")
+
+
+def _trained_model(line: Line, model: ModelConfig) -> ModelConfig:
+    """The model with the layers of multi-token prediction that the line trains.
+
+    A Bridge recipe has the released model's where it says nothing; others then have none.
+    """
+    layers = line.launch.prediction_layers
+    if layers is None:
+        is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
+        layers = model.language.prediction_layers if is_bridge else 0
+    return model.with_tower(LANGUAGE, prediction_layers=layers)
+
+
+def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
+    """Parts that the line freezes, of those that the model has; a switch is of all encoders.
+
+    Adapters are predicted as if all were trained that is not frozen beside them.
+    """
+    given = set(line.launch.frozen)
+    if is_adapter(line):
+        given.discard(LANGUAGE)
+    kinds = {part: _kind_of_part(part) for part in model_parts(model)}
+    return tuple(part for part, kind in kinds.items() if kind in given)
+
+
+def _kind_of_part(part: str) -> str:
+    """Part of a model with one encoder of images that flags name a part by."""
+    if part == LANGUAGE:
+        return part
+    return "projector" if part.endswith("projector") else "vision"
+
+
+def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
+    """Sizes of the groups; data-parallel and context-parallel ranks are one group.
+
+    Raises:
+        UserError: experts are divided as the costs do not have them.
+    """
+    launch, notes = line.launch, []
+    assert line.data is not None
+    data, expert = line.data * launch.context, 1
+    if expert_counts(model):
+        expert = launch.expert * line.expert_tensor
+        if line.expert_tensor > 1:
+            notes.append(
+                f"expert tensor size {line.expert_tensor} is predicted as {expert} expert-parallel "
+                "ranks with whole experts, which hold as many bytes: --expert-tensor-parallel-size "
+                "1 with that --expert-model-parallel-size is what is predicted"
+            )
+    fits = not launch.tensor * data % expert and not (
+        expert % launch.tensor and launch.tensor % expert
+    )
+    if not fits:
+        raise UserError(
+            f"{expert} ranks that share out experts (expert size {launch.expert} x expert tensor "
+            f"size {line.expert_tensor}) are not predicted for tensor size {launch.tensor} and "
+            f"{data} data-parallel ranks; give --expert-tensor-parallel-size 1 and a size that "
+            "divides, or is a multiple of, the tensor size"
+        )
+    divides = launch.sequence_parallel and launch.tensor > 1
+    sizes = Parallel(
+        tensor=launch.tensor,
+        pipeline=launch.pipeline,
+        data=data,
+        sequence_parallel=divides,
+        expert=expert,
+    )
+    return sizes, notes
+
+
+def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
+    """Most that a sample, made up, may have; or a micro-batch, of a dataset.
+
+    Raises:
+        UserError: the model takes recordings, which made-up samples have none of.
+    """
+    assert line.launch.sequence_length is not None
+    assert line.launch.micro_batch is not None
+    tokens = line.launch.sequence_length // (line.launch.context if cuts_samples(line) else 1)
+    if samples.lengths is not None:
+        if cuts_samples(line):
+            raise UserError(
+                f"context size {line.launch.context} cannot be predicted of samples of a dataset "
+                "for this model; leave --lengths out"
+            )
+        names = limited_features(model)
+        return caps_of_tokens(samples.lengths, names, tokens * line.launch.micro_batch)
+    clips = [name for name, each in model.encoders.items() if isinstance(each, ClipsEncoder)]
+    if clips:
+        raise UserError(
+            f"{model.name} takes recordings ({', '.join(clips)}), of which made-up samples have "
+            "none; give --lengths"
+        )
+    return Caps.of(**shape_caps(model, {"tokens": tokens}, samples.image_share))
+
+
+def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
+    """The level that makes context-parallel ranks share every pack, as Megatron cuts samples."""
+    context, samples = line.launch.context, line.launch.micro_batch or 1
+    if context == 1 or cuts_samples(line):
+        return ()
+    of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
+    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG),)
+
+
+def _micro_batches(
+    line: Line, job: JobSpec, samples: Samples, caps: Caps, levels: tuple[Level, ...]
+) -> tuple[ScheduledPacks, Lengths]:
+    """Micro-batches of all steps on a dataset, or of one step of made-up samples."""
+    micro_batches, ranks = line.micro_batches, job.parallel.data
+    assert micro_batches is not None
+    if samples.lengths is not None:
+        return SampleData(
+            lengths=samples.lengths,
+            caps=caps,
+            packing=PackingMethod.BALANCED,
+            packs_per_step=micro_batches * ranks,
+            epochs=1,
+            seed=0,
+            levels=levels,
+            rules=TARGETS[TargetName(line.launch.launcher.value)].packs,
+        ).schedule(job)
+    each = line.launch.micro_batch or 1
+    shapes = Shapes(
+        caps=caps,
+        micro_batches_per_step=micro_batches * each,
+        image_tokens=samples.image_tokens if job.model.images is not None else None,
+    )
+    packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
+    if each == 1 and not levels:
+        return packs, lengths
+    count = len(lengths) // each
+    steps = Steps(
+        packs=Packs.from_lists([range(each * pack, each * (pack + 1)) for pack in range(count)]),
+        step=packs.step[:count],
+        epoch=packs.epoch[:count],
+    )
+    return deal_steps(steps, lengths, lambda some: size_load(some, lengths), ranks, levels), lengths
+
+
+def _stages(model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
+    """Stages with all encoders on the first, and chunks of a stage in a row.
+
+    Raises:
+        UserError: a stage holds nothing.
+    """
+    units = unit_words(model)
+    first = len(units) - model.language.layers - 1
+    cuts, at = [], first
+    for chunks in layers[:-1]:
+        at += sum(chunks)
+        cuts.append(at)
+    edges = [0, *cuts, len(units)]
+    empty = [stage for stage in range(len(layers)) if edges[stage] == edges[stage + 1]]
+    if empty:
+        raise UserError(
+            f"stage {empty[0]} holds no layer of the language model; stages that hold nothing "
+            "cannot be predicted: give it one"
+        )
+    return stages_from_cuts(model, cuts)
+
+
+def _with_recompute(
+    line: Line, stages: Sequence[Stage], layers: Sequence[Sequence[int]]
+) -> tuple[Stage, ...]:
+    """Stages with the layers that the line recomputes."""
+    numbers = [_number(line, stage) for stage in range(len(stages))]
+    return tuple(
+        recomputing(
+            stage,
+            sum(min(number, count) for count in chunks),
+            _encoder_number(line, number),
+        )
+        for stage, number, chunks in zip(stages, numbers, layers, strict=True)
+    )
+
+
+EVERY = 10**6
+"""More layers than any stage has."""
+
+
+def _number(line: Line, stage: int) -> int:
+    """Layers that every chunk of a stage recomputes, or all where it holds fewer."""
+    launch = line.launch
+    if launch.recompute != "full":
+        return 0
+    if launch.recompute_by_stage is not None:
+        return launch.recompute_by_stage[stage]
+    return EVERY if launch.recompute_method == "uniform" else launch.recompute_layers or 0
+
+
+def _encoder_number(line: Line, number: int) -> int:
+    """Layers of an encoder that its stage recomputes."""
+    launch = line.launch
+    if launch.launcher is Launcher.LOONGFORGE:
+        return number  # its configuration of an encoder has the same fields
+    if launch.launcher is Launcher.MS_SWIFT and "vit-gradient-checkpointing" not in line.flags:
+        # Its default, megatron_args.py:856 of 4.6.0.
+        return 0 if "vision" in launch.frozen else EVERY
+    return EVERY if launch.recompute_encoders else 0
+
+
+def recomputing(stage: Stage, of_language: int, of_encoders: int) -> Stage:
+    """The stage with so many first layers of each tower recomputed, or all where it holds fewer."""
+    return stage.model_copy(update={"recompute": tuple(_first(stage, of_language, of_encoders))})
+
+
+def _first(stage: Stage, of_language: int, of_encoders: int) -> Iterator[Span]:
+    for tower in dict.fromkeys(span.name for span in stage.units if span.layers):
+        held = stage.layers(tower)
+        again = held[: of_language if tower == LANGUAGE else of_encoders]
+        if again:
+            yield Span(tower, again)

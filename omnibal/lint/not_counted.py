@@ -1,0 +1,103 @@
+"""What a launch line asks for that predictions do not count, in sentences."""
+
+from collections.abc import Iterator
+
+from omnibal.lint.launch import Launcher
+from omnibal.lint.line import ARGPARSE, Line
+
+_ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
+
+_LOW_PRECISION = ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format")
+
+
+def is_adapter(line: Line) -> bool:
+    """Whether the line trains adapters of a model that is frozen itself."""
+    given = (line.text("tuner-type"), line.text("train-type"), line.text("peft-scheme"))
+    return any(text is not None and text.lower() in _ADAPTERS for text in given)
+
+
+def cuts_samples(line: Line) -> bool:
+    """Whether context-parallel ranks are predicted as if each had shorter samples of its own.
+
+    So it is where costs have no exchange: of layers of linear attention, whose state goes from
+    token to token, and of sizes that are no power of two.
+    """
+    context = line.launch.context
+    return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))
+
+
+def notes_on(line: Line) -> Iterator[str]:
+    """Say what of a line is counted as something else, or not at all."""
+    yield from _on_recompute(line)
+    yield from _on_sizes(line)
+    yield from _on_state(line)
+
+
+def _on_recompute(line: Line) -> Iterator[str]:
+    launch = line.launch
+    if launch.recompute == "full" and launch.recompute_method == "uniform":
+        unit = launch.recompute_layers or 1
+        if unit > 1:
+            yield (
+                f"uniform recomputation in units of {unit} layers keeps one input a unit; the "
+                "prediction keeps one a layer, so memory is somewhat above what is needed"
+            )
+    if launch.recompute == "selective":
+        modules = [module for module in launch.recompute_modules if module != "core_attn"]
+        if modules:
+            yield (
+                f"selective recomputation of {', '.join(modules)} is not counted: memory is above "
+                "and time below what the line takes"
+            )
+    if launch.launcher is Launcher.LOONGFORGE and launch.recompute == "full":
+        yield (
+            "that LoongForge's numbers of recomputed layers are of the encoders too is read from "
+            "its scripts, and was not found in its code"
+        )
+
+
+def _on_sizes(line: Line) -> Iterator[str]:
+    launch = line.launch
+    if line.virtual is not None:
+        yield (
+            f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
+            "interleaving stages wait less and keep more"
+        )
+    if cuts_samples(line):
+        yield (
+            f"{launch.context} context-parallel ranks are predicted as if each had samples of its "
+            "own, so much shorter: attention and what the ranks exchange are counted too low"
+        )
+    elif launch.context > 1:
+        yield (
+            f"{launch.context} context-parallel ranks gather keys and values before attention, "
+            "which is not hidden; Megatron's own ring hides part of it. Encoders are divided over "
+            "them too, which not every trainer does"
+        )
+    if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
+        yield (
+            "the line has neither --bf16 nor --fp16, and is predicted in bf16; Megatron would "
+            "train it in fp32"
+        )
+
+
+def _on_state(line: Line) -> Iterator[str]:
+    if is_adapter(line):
+        yield (
+            "the line trains adapters: memory is of the model's weights and activations alone, "
+            "without the adapters, and time includes gradients of the model's weights, which are "
+            "not needed; no better split is looked for"
+        )
+    low = [
+        name for name in ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format") if line.text(name)
+    ]
+    if low:
+        yield f"--{low[0]} is not counted: products are predicted in bf16, as are activations"
+    moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
+    if moved:
+        yield f"--{moved[0]} is not counted: state and activations are predicted on the device"
+    if line.launch.launcher in ARGPARSE and not line.on("use-distributed-optimizer"):
+        yield (
+            "without --use-distributed-optimizer every rank holds all optimizer state; the "
+            "prediction divides it over data-parallel ranks"
+        )

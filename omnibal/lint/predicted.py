@@ -1,0 +1,199 @@
+"""What a launch line costs, and what a better split of the same sizes would.
+
+Times and memory are the planner's own: the line's stages are predicted as a plan's are, and the
+better ones are what the joint search finds within what the trainer can be told.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.errors import DoesNotFit
+from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
+from omnibal.lint.launch import Finding, Launcher
+from omnibal.lint.launched import EVERY, Launched, recomputing
+from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.plan import Plan
+
+_WORTH_TELLING = 0.005
+"""Least share of a step that a better split must save to be told of."""
+_LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
+    Launcher.MEGATRON_LM: megatron_lm.layer_flags,
+    Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
+    Launcher.MS_SWIFT: ms_swift.layer_flags,
+    Launcher.LOONGFORGE: loongforge.layer_flags,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Costed:
+    """Stages of a job, and what is predicted of them."""
+
+    stages: tuple[Stage, ...]
+    prediction: Prediction
+    flags: tuple[str, ...] = ()
+    """Flags that say the split and the recomputed layers; empty for those of the line itself."""
+
+
+def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] = ()) -> Costed:
+    """Predict stages of a line's job on its micro-batches."""
+    job = launched.job
+    prediction = predict(
+        job.cost_of_all(launched.levels),
+        job.pipeline_model,
+        job.parallel,
+        (stages,),
+        launched.packs,
+        launched.workload,
+    )
+    if not launched.has_samples:
+        # One step of made-up samples says nothing about a dataset.
+        nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
+        prediction = prediction.model_copy(update=nothing)
+    return Costed(stages=tuple(stages), prediction=prediction, flags=tuple(flags))
+
+
+def better_split(launched: Launched, line: Costed) -> Costed | None:
+    """The fastest stages of the same sizes that fit and that the trainer can be told.
+
+    None where they are not faster than the line's, which fit, or where nothing fits.
+    """
+    job = launched.job
+    cap_gib = job.memory_cap_gib
+    try:
+        found = search_stages(
+            job.cost_of_all(launched.levels),
+            job.model,
+            launched.workload,
+            job.parallel.pipeline,
+            cap_gib * GIB,
+            rules=job.rules,
+            prove=False,
+        )
+    except DoesNotFit:
+        return None
+    better = predicted(launched, found.stages, flags_of(launched, found.stages))
+    fits = max(launched.peaks_gib(line.prediction)) <= job.cluster.memory_gib
+    saved = 1 - better.prediction.step_ms / line.prediction.step_ms
+    return better if saved >= _WORTH_TELLING or not fits else None
+
+
+def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
+    """Say stages as the line's trainer is told them."""
+    job = launched.job
+    plan = Plan(
+        model=job.model,
+        precision=job.precision,
+        parallel=job.parallel,
+        frozen=job.frozen,
+        made_for=job.made_for,
+        stages=tuple(stages),
+        cluster=job.cluster,
+        data=None,
+    )
+    return _LAYER_FLAGS[launched.line.launch.launcher](plan)
+
+
+def least_recompute(launched: Launched) -> Costed | None:
+    """The line's own split with the fewest recomputed layers that fit; None where none do.
+
+    One number for all stages, of LoongForge one a stage and of the encoders too; elsewhere layers
+    of encoders are recomputed as the line has them, or all where that is needed.
+    """
+    per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
+    cap_gib, count = launched.job.memory_cap_gib, len(launched.stages)
+    most = max(stage.layer_count for stage in launched.stages)
+    for encoders in (None,) if per_stage else (launched.encoder_number, EVERY):
+
+        def stages_with(number: np.ndarray, encoders: int | None = encoders) -> tuple[Stage, ...]:
+            numbers = zip(launched.stages, number.tolist(), strict=True)
+            return tuple(recomputing(stage, n, n if encoders is None else encoders)
+                         for stage, n in numbers)  # fmt: skip
+
+        low, high = np.zeros(count, np.int64), np.full(count, most)
+        if not (_peaks_gib(launched, stages_with(high)) <= cap_gib).all():
+            continue
+        while (low < high).any():
+            middle = (low + high) // 2
+            enough = _peaks_gib(launched, stages_with(middle)) <= cap_gib
+            high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
+        stages = stages_with(high if per_stage else np.full_like(high, high.max()))
+        return predicted(launched, stages, flags_of(launched, stages))
+    return None
+
+
+def _peaks_gib(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
+    """Peak memory of every stage. [stages]"""
+    cost = launched.job.cost_of_all(launched.levels)
+    memories = stage_memories(cost, (stages,), launched.workload)
+    return np.array([memory.peak_gib for memory in memories])
+
+
+def memory_finding(launched: Launched, line: Costed) -> Finding | None:
+    """A warning where a stage is predicted to take more memory than a device has."""
+    cluster, peaks = launched.job.cluster, launched.peaks_gib(line.prediction)
+    heaviest = int(np.argmax(peaks))
+    if peaks[heaviest] <= cluster.memory_gib:
+        return None
+    over = sum(peak > cluster.memory_gib for peak in peaks)
+    return Finding(
+        rule="memory",
+        severity="warning",
+        message=(
+            f"stage {heaviest} is predicted to take {peaks[heaviest]:,.1f} GiB of a device, and "
+            f"one of {cluster.name} has {cluster.memory_gib:,.0f}; {over} of {len(peaks)} stages "
+            "take more than there is: recompute more layers, divide the model further, or name "
+            "your devices by --cluster"
+        ),
+        source=f"the prediction below, with costs {line.prediction.cost_source}",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Verdict:
+    """What a launch line costs, and what would be better."""
+
+    launched: Launched
+    line: Costed
+    finding: Finding | None
+    """A warning of memory; None where the line fits."""
+    better: Costed | None
+    """Stages that are faster, or that fit where the line's do not; None where none are found."""
+    least: Costed | None
+    """The line's split with the least recomputation that fits; None where it fits as it is."""
+
+    @classmethod
+    def of(cls, launched: Launched) -> "Verdict":
+        """Predict a line, and look for better stages of the same sizes.
+
+        Adapters' lines are predicted alone: the search would keep room for what they do not have.
+        """
+        line = predicted(launched, launched.stages)
+        finding, searches = memory_finding(launched, line), not launched.is_adapter
+        return cls(
+            launched=launched,
+            line=line,
+            finding=finding,
+            better=better_split(launched, line) if searches else None,
+            least=least_recompute(launched) if searches and finding is not None else None,
+        )
+
+    @property
+    def saved(self) -> float:
+        """Share of the line's step that the better split saves; below 0 where it takes longer."""
+        assert self.better is not None
+        return 1 - self.better.prediction.step_ms / self.line.prediction.step_ms
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """Tokens of the line's micro-batches, mean over the steps."""
+        launched = self.launched
+        samples = launched.packs.packs.samples
+        tokens = int(launched.lengths.tokens[samples].sum()) / launched.packs.steps
+        sizes = launched.job.parallel
+        return tokens / (self.line.prediction.step_ms / 1e3) / sizes.world_size

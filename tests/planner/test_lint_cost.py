@@ -1,0 +1,271 @@
+"""What lines cost: as plans that say the same, by what fits, and what would be better."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch_cases import LINES, model_of
+
+from omnibal import cli
+from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.data.lengths import Lengths
+from omnibal.errors import UserError
+from omnibal.export.directory import given_plan
+from omnibal.export.trainers import EXPORTS
+from omnibal.job import JobSpec, limits_of
+from omnibal.limits import Caps
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launched import Launched, Samples, launched, recomputing
+from omnibal.lint.line import line_of
+from omnibal.lint.predicted import Verdict, predicted
+from omnibal.parallel import Parallel
+from omnibal.plan_data import MockData, shape_caps
+from omnibal.plan_files import PlanFiles
+from omnibal.planner import PlanRequest, make_plan
+from omnibal.targets import TARGETS, TargetName
+
+CLUSTER = load_cluster("h100-80g")
+MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
+VARIABLES = {
+    "NODE_RANK": "0",
+    "MASTER_ADDR": "here",
+    "MASTER_PORT": "1",
+    "LOONGFORGE_PATH": "/loongforge",
+    "PACKED_WDS_DIR": "/packed",
+}
+
+
+def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:
+    sizes = load_model(model) if isinstance(model, str) else model
+    launch = read_launch(line, VARIABLES)
+    return launched(line_of(launch, sizes), sizes, CLUSTER.model_copy(update=changes), samples)
+
+
+def plan_of(name: TargetName, model: ModelConfig, parallel: Parallel, tokens: int) -> PlanFiles:
+    """A plan of shapes for a trainer."""
+    job = JobSpec(
+        model=model, cluster=CLUSTER, parallel=parallel, precision="bf16", **limits_of(name)
+    )
+    data = MockData(
+        caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
+        micro_batches_per_step=6,
+        image_tokens=1024 if model.images is not None else None,
+    )
+    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    return PlanFiles(plan=plan, job=job, data=data.schedule(job))
+
+
+SIZES = {
+    # With encoders recomputed, and with experts that ranks share out.
+    "internvl3.5-8b": (Parallel(pipeline=2, data=2), 12_288),
+    "qwen3-vl-30b-a3b": (
+        Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8),
+        8_192,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        (TargetName.MEGATRON_LM, "internvl3.5-8b"),
+        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b"),
+        (TargetName.MS_SWIFT, "internvl3.5-8b"),
+        (TargetName.LOONGFORGE, "internvl3.5-8b"),
+        (TargetName.LOONGFORGE, "qwen3-vl-30b-a3b"),
+    ],
+)
+def test_an_exported_line_costs_what_its_plan_does(name, model, tmp_path: Path):
+    """Prevents: a linter that calls a plan's own flags slower, larger or different."""
+    files = plan_of(name, load_model(model), *SIZES[model])
+    plan = files.plan
+    line = EXPORTS[name](given_plan(files, TARGETS[name], None, tmp_path, 0)).command
+    if name is TargetName.MEGATRON_LM:
+        line += " --recompute-vision"  # which RUN.md says, as Megatron-LM's own parser lacks it
+    told = of_line(line, model)
+    assert any(stage.recompute for stage in plan.stages)
+    assert told.stages == plan.stages
+    verdict = Verdict.of(told)
+    assert verdict.line.prediction == plan.prediction
+    assert verdict.finding is None and verdict.better is None
+
+
+def recipe(layers: str) -> str:
+    sizes = "run_recipe.py -ng 16 -tp 1 -pp 2 -ep 8 -et 1 -mb 1 -gb 512 model.seq_length=4096"
+    return f"{sizes} {layers}"
+
+
+def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
+    """Prevents: a second way to count, that differs from the figures of docs/results.md."""
+    monkeypatch.syspath_prepend("scripts/reproduce")
+    from qwen35_35b import Shape
+
+    ends = "model.num_layers_in_first_pipeline_stage=17 model.num_layers_in_last_pipeline_stage=23"
+    told = of_line(recipe(ends), "qwen3.5-35b-a3b")
+    # The script's job is this project's own; the recipe's has a whole encoder on every rank.
+    shape = Shape.of(4096, 2048, True)
+    cut = shape.predicted(told.stages)
+    mine = replace(told, job=shape.job, workload=shape.workload)
+    line = predicted(mine, told.stages)
+    assert line.prediction.step_ms == pytest.approx(cut.step_ms)
+    assert tuple(told.peaks_gib(line.prediction)) == pytest.approx(cut.peaks_gib)
+    held = predicted(told, told.stages).prediction
+    assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)
+
+
+def published(name: str, samples: Samples = MADE_UP, line: str = "") -> Launched:
+    (one,) = (each for each in LINES if each.id == name)
+    return of_line(f"{one.line} {line}", model_of(one.model), samples)
+
+
+def test_what_starts_and_does_not_fit_is_told():
+    """Prevents: a line that starts, takes its GPUs and ends out of memory, called good."""
+    verdict = Verdict.of(published("lf-q3vl-235b"))
+    assert verdict.finding is not None and verdict.finding.severity == "warning"
+    heaviest = max(each.memory.peak_gib for each in verdict.line.prediction.stages)
+    assert f"{heaviest:,.1f} GiB" in verdict.finding.message and heaviest > 80
+    # Nothing fits on these GPUs: weights, gradients and optimizer state alone are too much.
+    assert verdict.better is None and verdict.least is None
+    state = verdict.line.prediction.stages[0].memory
+    assert state.weights_gib + state.gradients_gib > 80
+
+
+def test_advice_fits_and_is_read_back(tmp_path: Path):
+    """Prevents: flags that do not start, mean other layers than were predicted, or do not fit."""
+    for name in ("mb-q25vl-72b", "lf-q3vl-30b"):
+        (one,) = (each for each in LINES if each.id == name)
+        verdict = Verdict.of(published(name))
+        cap_gib = verdict.launched.job.memory_cap_gib
+        assert verdict.finding is not None
+        for advised in (verdict.better, verdict.least):
+            assert advised is not None
+            assert max(each.memory.peak_gib for each in advised.prediction.stages) <= cap_gib
+            line = without_split(one.line) + " " + " ".join(advised.flags)
+            told = of_line(line, model_of(one.model))
+            if name == "lf-q3vl-30b" or not any(s.recomputed("vision") for s in advised.stages):
+                assert told.stages == advised.stages
+            assert verdict.better.prediction.step_ms <= verdict.least.prediction.step_ms * 1.001
+
+
+def without_split(line: str) -> str:
+    of_layers = "pipeline-model-parallel-layout|custom-pipeline-layers|recompute[a-z-]*"
+    return re.sub(rf"--(?:{of_layers}) \S+", "", line)
+
+
+def test_the_least_recomputation_is_the_least():
+    """Prevents: advice to recompute layers that would fit anyway."""
+    verdict = Verdict.of(published("mb-q25vl-72b"))
+    assert verdict.least is not None
+    launched, cap_gib = verdict.launched, verdict.launched.job.memory_cap_gib
+    counts = [len(stage.recomputed("language")) for stage in verdict.least.stages]
+    number = max(counts)
+    fewer = [recomputing(stage, number - 1, 0) for stage in launched.stages]
+    assert max(each.memory.peak_gib for each in predicted(launched, fewer).prediction.stages) > (
+        cap_gib
+    )
+
+
+def test_samples_of_a_micro_batch_attend_for_themselves():
+    """Prevents: a micro-batch of four samples predicted as one of four times their length."""
+    line = "-ng 8 -tp 1 -pp 2 -gb 32"
+    parts = []
+    for samples, tokens in ((4, 2048), (1, 8192)):
+        sizes = f"{line} -mb {samples} -sl {tokens}".replace("-gb 32", f"-gb {8 * 4 * samples}")
+        told = of_line(f"run_recipe.py {sizes}", "internvl3.5-8b")
+        assert told.workload.features.shape[0] == 32
+        assert int(told.packs.tokens.sum()) == 32 * 8192
+        parts.append(predicted(told, told.stages).prediction.step_ms)
+    assert parts[0] < 0.99 * parts[1]
+
+
+def test_context_parallel_ranks_share_samples():
+    """Prevents: memory of whole samples on every rank, or time as if ranks had nothing to do."""
+    line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384 -cp {}"
+    one, two = (of_line(line.format(size), "internvl3.5-8b") for size in (1, 2))
+    assert (one.job.parallel.data, two.job.parallel.data) == (4, 4)
+    alone, shared = (predicted(told, told.stages).prediction for told in (one, two))
+    kept = [each.stages[0].memory.activations_gib for each in (alone, shared)]
+    # As many packs are in flight, of half as many tokens on each rank.
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
+    # Of half the work, and of what it exchanges for attention.
+    forward = [each.stages[1].forward_ms for each in (alone, shared)]
+    assert forward[0] / 2 < forward[1] < forward[0]
+    assert "context-parallel" in " ".join(two.notes)
+
+
+def test_a_data_set_is_packed_to_the_line():
+    """Prevents: samples per second of made-up samples, or of packs longer than the line's."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(300, 4000, 600).astype(np.int32)
+    lengths = Lengths(
+        loss_tokens=tokens // 2,
+        items={"tiles": (tokens // 600).astype(np.int32)},
+        tokens=tokens,
+        source=np.zeros(600, np.int32),
+        source_names=("data",),
+        origin=None,
+    )
+    line = "run_recipe.py -ng 4 -tp 1 -pp 2 -mb 1 -gb 16 -sl 8192"
+    told = of_line(line, "internvl3.5-8b", Samples(lengths=lengths, image_share=0, image_tokens=1))
+    assert int(told.packs.tokens.max()) <= 8192
+    line_cost = predicted(told, told.stages)
+    per_second = line_cost.prediction.samples_per_second_per_gpu
+    assert per_second is not None
+    seconds = line_cost.prediction.step_ms / 1e3 * told.packs.steps
+    assert per_second * 4 * seconds == pytest.approx(len(told.packs.packs.samples))
+    made_up = of_line(line, "internvl3.5-8b")
+    assert predicted(made_up, made_up.stages).prediction.samples_per_second_per_gpu is None
+
+
+def test_adapters_have_no_state_of_the_model():
+    """Prevents: a line of LoRA that runs on two GPUs called 180 GiB too large."""
+    told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
+    verdict = Verdict.of(told)
+    memory = verdict.line.prediction.stages[0].memory
+    assert told.peaks_gib(verdict.line.prediction)[0] == pytest.approx(
+        memory.peak_gib - memory.gradients_gib - memory.optimizer_gib
+    )
+    assert verdict.finding is None and any("adapters" in note for note in told.notes)
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("-ng 8 -pp 2 -mb 1 -gb 8", "sequence length"),
+        ("-pp 2 -mb 1 -gb 8 -sl 4096", "number of GPUs"),
+        ("-ng 8 -pp 2 -gb 8 -sl 4096", "micro-batch size"),
+        ("-ng 8 -pp 2 -mb 1 -gb 8 -sl 4096 model.num_layers=20", "builds a model with layers 20"),
+    ],
+)
+def test_what_is_missing_is_asked_for(line, told):
+    """Prevents: a cost of a default that the line does not have."""
+    with pytest.raises(UserError, match=told):
+        of_line(f"run_recipe.py {line}", "internvl3.5-8b")
+
+
+def lint(line: str, *options: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["lint", line, "--model", "internvl3.5-8b", *options])
+    assert not ended.value.code
+
+
+def test_command_tells_cost(capsys):
+    """Prevents: keys that a script cannot trust, and --no-cost that predicts."""
+    line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384"
+    lint(line, "--json")
+    printed = json.loads(capsys.readouterr().out)
+    told = of_line(line, "internvl3.5-8b")
+    expected = predicted(told, told.stages)
+    assert printed["prediction"]["step_ms"] == expected.prediction.step_ms
+    stages = printed["prediction"]["stages"]
+    assert [each["language_layers"] for each in stages] == [18, 18]
+    assert [each["vision_layers"] for each in stages] == [24, 0]
+    assert printed["prediction"]["fits"] == (max(each["peak_gib"] for each in stages) <= 80)
+    assert {"step_ms", "stages", "flags", "saved_fraction"} <= printed["better"].keys()
+    lint(line)
+    assert "tokens per second" in capsys.readouterr().out
+    lint(line, "--no-cost", "--json")
+    assert json.loads(capsys.readouterr().out)["prediction"] is None
