@@ -233,11 +233,9 @@ def test_adapters_have_no_state_of_the_model():
 
 def test_chunks_of_a_stage_wait_less_and_keep_more():
     """Prevents: a launch line with chunks that is told the bubble of one without."""
-    line = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096 {}"
-    plain, chunked = (
-        predicted_line(of_line(line.format(more), model_of("qwen2.5-72b")))
-        for more in ("", "-vp 4")
-    )
+    line, model = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096", model_of("qwen2.5-72b")
+    told = of_line(f"{line} -vp 4", model)
+    plain, chunked = predicted_line(of_line(line, model)), predicted_line(told)
     assert plain.interleaved is None and chunked.interleaved is not None
     assert chunked.prediction == plain.prediction
     # Three quarters less of the time that stages wait for the first and the last micro-batch.

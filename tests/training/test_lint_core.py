@@ -277,6 +277,8 @@ def test_chunks_run_in_cores_order(sizes):
         _, _, warm_up, rest = schedules.get_pp_rank_microbatches(
             micro_batches, chunks, stages, p2p_communicator=link
         )
-        steady = [each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair]
+        steady = [
+            each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair
+        ]
         expected = [*forwards[:warm_up], *steady, *backwards[rest:]]
         assert [(one.kind, one.micro_batch, one.chunk) for one in operations] == expected
