@@ -338,7 +338,7 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    strategy.refuse_others(context, sizes, levels=data.levels, encoder=partition.encoder)
+    strategy.refuse_others(context, levels=data.levels, encoder=partition.encoder)
     _refuse_overruled(context, data, strategy)
     asked = _Asked(
         given=given,

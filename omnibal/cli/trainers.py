@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnibal.cli.console import print_notes, progress
-from omnibal.cli.options import SizeOptions, refuse_given
+from omnibal.cli.options import refuse_given
 from omnibal.errors import UserError
 from omnibal.targets import TARGETS, Target, TargetName
 
@@ -62,9 +62,7 @@ class TrainerOptions:
         """Whether the trainer limits packs by their tokens alone."""
         return self.target is not None and self.target.packs.tokens_alone
 
-    def refuse_others(
-        self, context: typer.Context, sizes: SizeOptions, *, levels: str, encoder: str
-    ) -> None:
+    def refuse_others(self, context: typer.Context, *, levels: str, encoder: str) -> None:
         """Refuse options that do not go with the trainer.
 
         Raises:
@@ -85,22 +83,6 @@ class TrainerOptions:
             raise UserError(
                 f"--encoder {encoder} was given with --for {target.name}, and only this project's "
                 "trainer has encoders beside the pipeline: leave it out"
-            )
-        _refuse_sizes(target, sizes)
-
-
-def _refuse_sizes(target: Target, sizes: SizeOptions) -> None:
-    most_experts = None if target.has_experts else 1
-    for option, size, most, what in (
-        ("--pp", sizes.pp, target.most_pipeline, "pipeline stages"),
-        ("--tp", sizes.tp, target.most_tensor, "tensor-parallel ranks"),
-        ("--ep", sizes.ep, most_experts, "ranks that share out experts"),
-    ):
-        if size is not None and most is not None and size > most:
-            has = f"no {what}" if most == 1 else f"at most {most} {what}"
-            raise UserError(
-                f"{option} {size} was given, and plans for {target.title} have {has}: give "
-                f"{option} {most}, or leave it out"
             )
 
 

@@ -15,8 +15,9 @@ from omnibal.config import ModelConfig
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
-from omnibal.limits import Caps, words
+from omnibal.limits import words
 from omnibal.parallel import Parallel
+from omnibal.plan import DataPlan
 from omnibal.plan_data import MockData, PlanData, SampleData
 from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.targets import (
@@ -34,6 +35,8 @@ from omnibal.targets import (
 NAMED_COST = 0.002
 """Share of the rate below which a limit is not named as a reason."""
 _MOST_NAMED = 3
+_MOST_OF_IT = 0.6
+"""Share of what all limits cost from which on those named are said to be the reason."""
 
 
 class LimitName(StrEnum):
@@ -41,7 +44,6 @@ class LimitName(StrEnum):
 
     ENCODERS_ON_FIRST = "encoders_on_first"
     ENCODERS_WHOLE = "encoders_whole"
-    LANGUAGE_EVERYWHERE = "language_everywhere"
     HEAD = "head_on_all_tokens"
     RECOMPUTE = "recompute"
     TOKENS_ALONE = "tokens_alone"
@@ -55,7 +57,6 @@ class LimitName(StrEnum):
 _WORDS = {
     LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
     LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
-    LimitName.LANGUAGE_EVERYWHERE: "every stage must hold a language layer",
     LimitName.HEAD: "the head runs on all tokens, with and without loss",
     LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
     LimitName.ONE_MEDIUM: "texts and images never share a pack",
@@ -107,10 +108,14 @@ class Limits:
     def lifted(self, limit: LimitName) -> Self:
         """Return all limits but one.
 
-        Packs that the trainer forms in its own way come with steps of equally many, and weights
-        that are divided over all ranks with the trainer's limits of sizes.
+        Encoders leave the first stage only where the next ones may be without a language layer, so
+        these go together. So do packs that the trainer forms in its own way and steps of equally
+        many, and weights that are divided over all ranks and the trainer's limits of sizes.
         """
         match limit:
+            case LimitName.ENCODERS_ON_FIRST:
+                anywhere = {"encoders_on_first": False, "language_everywhere": False}
+                return replace(self, stages=self.stages.model_copy(update=anywhere))
             case LimitName.RECOMPUTE:
                 freely = {"recompute": RecomputeFreedom.LAYERS}
                 return replace(self, stages=self.stages.model_copy(update=freely))
@@ -146,7 +151,6 @@ class Limits:
             LimitName.ENCODERS_WHOLE: stages.encoders_whole
             and has_encoders
             and parallel.tensor > 1,
-            LimitName.LANGUAGE_EVERYWHERE: stages.language_everywhere and has_encoders and is_split,
             LimitName.HEAD: stages.head_on_all_tokens,
             LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
             LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
@@ -215,18 +219,23 @@ class CostOfLimits:
     @property
     def sentence(self) -> str:
         """How much slower the plan is, and because of what."""
-        unproven = (
-            f"; the search without limits ended before its proof, and up to {self.gap:.1%} more "
-            "may be possible"
-            if self.gap
-            else ""
-        )
         if self.slower < NAMED_COST:
-            return f"for {self.title}: no slower than this plan could be without limits{unproven}"
+            return (
+                f"for {self.title}: no slower than this plan could be without limits"
+                f"{self._unproven}"
+            )
         return (
             f"for {self.title}: {_percent(self.slower)} slower than this plan could be, because "
-            f"{self._reasons}{unproven}"
+            f"{self._reasons}{self._unproven}"
         )
+
+    @property
+    def _unproven(self) -> str:
+        if not self.gap:
+            return ""
+        if self.gap >= 1:
+            return "; without limits more is not ruled out, as not all choices have a bound"
+        return f"; without limits up to {_percent(self.gap)} more is not ruled out"
 
     @property
     def _reasons(self) -> str:
@@ -234,9 +243,12 @@ class CostOfLimits:
         costly.sort(key=lambda cost: -cost.slower)
         if not costly:
             return "of its limits together, of which none alone costs anything"
-        if len(costly) == 1:
+        if len(costly) == 1 and costly[0].slower >= _MOST_OF_IT * self.slower:
             return costly[0].words
-        return words([f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]])
+        named = [f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]]
+        if sum(each.slower for each in costly) < _MOST_OF_IT * self.slower:
+            named.append("its limits cost more together than each alone")
+        return words(named)
 
     def as_dict(self) -> dict[str, object]:
         """Values for JSON."""
@@ -290,26 +302,31 @@ def requests_lifted(
         packing: rule that it was packed by.
         free: the plan without limits, of the same data.
     """
-    plan = result.plan
+    plan, free_data = result.plan, free.plan.data
     names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
-    free_caps = None if free.plan.data is None else free.plan.data.caps
-    if plan.data is None or free_caps == plan.data.caps:
+    if plan.data is None or free_data is None or free_data.caps == plan.data.caps:
         names = [name for name in names if name is not LimitName.TOKENS_ALONE]
     requests = {}
     for name in names:
         lifted = limits.lifted(name)
-        caps = free_caps if name is LimitName.TOKENS_ALONE else None
         of = free if name is LimitName.SHARDING else result
-        job = lifted.applied(JobSpec.of_plan(of.plan, of.profile))
-        data = _data_of(of, packing, lifted.packs, caps)
-        requests[name] = PlanRequest(job=job, data=data)
+        job, data = JobSpec.of_plan(of.plan, of.profile), _data_of(of, packing, lifted.packs)
+        if name is LimitName.TOKENS_ALONE and free_data is not None:
+            assert isinstance(data, SampleData)
+            per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
+            data = replace(data, caps=free_data.caps, packs_per_step=per_step)
+        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
     return requests
 
 
-def _data_of(
-    result: PlanResult, packing: PackingMethod, rules: PackRules, caps: Caps | None
-) -> PlanData:
-    """Data of a plan, to be packed by other rules, and under other caps if any are given."""
+def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
+    """Packs of a step of so many samples, of as many as in another plan's; a multiple of ranks."""
+    packs = samples * like.packs / (like.samples * like.epochs)
+    return max(round(packs / ranks), 1) * ranks
+
+
+def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> PlanData:
+    """Data of a plan, to be packed by other rules."""
     plan = result.plan
     if result.data is None or plan.data is None:
         shapes = plan.shapes
@@ -321,7 +338,7 @@ def _data_of(
         )
     return SampleData(
         lengths=result.data[1],
-        caps=caps or plan.data.caps,
+        caps=plan.data.caps,
         packing=packing,
         packs_per_step=plan.data.packs_per_step,
         epochs=plan.data.epochs,

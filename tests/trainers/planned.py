@@ -3,18 +3,24 @@
 import contextlib
 import io
 import json
+import tarfile
+import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 
 from omnibal import cli
 from omnibal.check import open_plan
 from omnibal.data.lengths import Lengths, write_lengths
+from omnibal.data.packs import ScheduledPacks
 
 SAMPLES = 10_000
 MICRO_BATCHES = 4
 MAX_TOKENS = 4_096
+SMALL = "--model internvl-digits --cluster laptop-cpu"
 
 
 def run(command: str) -> str:
@@ -37,14 +43,18 @@ class Planned:
     """What RUN.md says to run."""
     tokens: np.ndarray
     """Of every sample, [samples]."""
-    ranks: int
     packs: list[list[list[list[int]]]]
     """Numbers of the samples: by step, slot, rank and place in the pack."""
 
-    def of_rank(self, rank: int, *, steps: int | None = None) -> list[list[int]]:
-        """Packs of a rank, one after another."""
-        chosen = self.packs[:steps]
-        return [slot[rank] for step in chosen for slot in step]
+    @property
+    def full_steps(self) -> int:
+        """Number of steps with as many packs as the first."""
+        sizes = [sum(map(len, step)) for step in self.packs]
+        return sizes.count(sizes[0])
+
+    def of_rank(self, rank: int) -> list[list[int]]:
+        """Packs of a rank in all full steps, one after another."""
+        return [slot[rank] for step in self.packs[: self.full_steps] for slot in step]
 
     @property
     def flags(self) -> dict[str, str]:
@@ -54,40 +64,37 @@ class Planned:
         return {words[place].removeprefix("--"): words[place + 1] for place in named}
 
 
-def planned(folder: Path, target: str, seed: int, ranks: int, more: str = "") -> Planned:
+def planned(
+    data: Path, target: str, seed: int, ranks: int, *, job: str = SMALL, workers: int = 0
+) -> Planned:
     """Plan 10,000 samples for a trainer and export it, as `omnibal plan` and `omnibal export` do.
 
     Args:
-        folder: that holds the data, or will; a plan and an export are made in it.
+        data: the samples, of `write_lines` or `write_shards`; plans and exports stand beside them.
         target: name of the trainer.
         seed: of the samples' lengths.
         ranks: data-parallel ones.
-        more: options of the export.
+        job: model, cluster and sizes other than the ranks.
+        workers: loader processes of every rank.
     """
-    folder.mkdir(exist_ok=True)
-    data, lengths = folder / "data.jsonl", folder / f"lengths{seed}.parquet"
-    if not data.exists():
-        write_data(data)
+    name = f"{target}-{seed}-{ranks}{job.replace(' ', '')}"
+    lengths, plan = data.with_name(f"lengths{seed}.parquet"), data.with_name(f"plan-{name}")
+    export = Path(tempfile.mkdtemp(dir=data.parent)) / "export"
     if not lengths.exists():
         write_lengths(drawn_lengths(seed), lengths)
-    plan, export = folder / f"plan-{target}-{seed}-{ranks}", folder / f"{target}-{seed}-{ranks}"
-    run(
-        f"plan --model internvl-digits --cluster laptop-cpu --dp {ranks} --lengths {lengths} "
-        f"--max-tokens {MAX_TOKENS} --micro-batches {MICRO_BATCHES} --seed {seed} --packing isf "
-        f"--for {target} --no-compare -o {plan} {'' if 'swift' in target else '--max-tiles 40'}"
-    )
-    made = json.loads(run(f"export {plan} --to {export} --data {data} --json {more}"))
-    files = open_plan(plan)
-    return Planned(
-        export=export,
-        command=made["command"],
-        tokens=files.steps[1].tokens.astype(np.int64),
-        ranks=ranks,
-        packs=in_turn(files.steps[0], ranks),
-    )
+    if not plan.exists():
+        run(
+            f"plan {job} --dp {ranks} --lengths {lengths} --max-tokens {MAX_TOKENS} "
+            f"--micro-batches {MICRO_BATCHES} --seed {seed} --packing isf --for {target} "
+            f"--no-compare -o {plan} {'' if 'swift' in target else '--max-tiles 40'}"
+        )
+    made = json.loads(run(f"export {plan} --to {export} --data {data} --workers {workers} --json"))
+    packs, read_lengths = open_plan(plan).steps
+    tokens = read_lengths.tokens.astype(np.int64)
+    return Planned(export, made["command"], tokens, in_turn(packs, ranks))
 
 
-def in_turn(packs, ranks: int) -> list[list[list[list[int]]]]:
+def in_turn(packs: ScheduledPacks, ranks: int) -> list[list[list[list[int]]]]:
     """Packs by step, slot and rank; each sample list as the plan has it."""
     turns: dict[tuple[int, int, int], list[int]] = {
         (int(packs.step[k]), int(packs.slot[k]), int(packs.dp_rank[k])): packs.packs[k].tolist()
@@ -104,27 +111,76 @@ def in_turn(packs, ranks: int) -> list[list[list[list[int]]]]:
     ]
 
 
-def write_data(path: Path) -> None:
-    """Write texts that say their numbers."""
+def shows_picture(number: int) -> bool:
+    """Whether a sample shows a picture."""
+    return number % 5 == 0
+
+
+@cache
+def picture(kind: int) -> bytes:
+    """A picture of one of few kinds."""
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32), (kind, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture_of(number: int) -> bytes:
+    """The picture that a sample shows."""
+    return picture(number % 35)
+
+
+def record(number: int, more: dict) -> dict:
+    """A record that says its number."""
+    shown = "<image>" if shows_picture(number) else ""
+    messages = [
+        {"role": "user", "content": f"{shown}What is sample {number}?"},
+        {"role": "assistant", "content": str(number)},
+    ]
+    return {"messages": messages, **more}
+
+
+def write_lines(folder: Path) -> Path:
+    """The samples as JSONL, about pictures in files."""
+    for number in range(0, 35, 5):
+        (folder / f"{number}.png").write_bytes(picture(number))
+    path = folder / "data.jsonl"
     with path.open("w") as file:
         for number in range(SAMPLES):
-            messages = [
-                {"role": "user", "content": f"What is sample {number}?"},
-                {"role": "assistant", "content": str(number)},
-            ]
-            file.write(json.dumps({"messages": messages}) + "\n")
+            images = [str(folder / f"{number % 35}.png")] if shows_picture(number) else []
+            more = {"images": images} if images else {}
+            file.write(json.dumps(record(number, more)) + "\n")
+    return path
+
+
+def write_shards(folder: Path) -> Path:
+    """The same samples as tar shards, with their pictures."""
+    for shard in range(4):
+        with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
+            for number in range(shard * SAMPLES // 4, (shard + 1) * SAMPLES // 4):
+                medium = "image" if shows_picture(number) else "text"
+                members = {"json": json.dumps(record(number, {"media_type": medium})).encode()}
+                if shows_picture(number):
+                    members["png"] = picture_of(number)
+                for part, content in members.items():
+                    member = tarfile.TarInfo(f"{number:06}.{part}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    path = folder / "meta.json"
+    path.write_text(json.dumps({"data": {"shards": "part-{0..3}.tar"}}))
+    return path
 
 
 def drawn_lengths(seed: int) -> Lengths:
     """Lengths with a heavy tail, the first seed's; of others nearly equal, or of a few values."""
     rng = np.random.default_rng(seed)
     tokens = [
-        np.clip(rng.lognormal(6, 1, SAMPLES), 16, MAX_TOKENS),
+        np.clip(rng.lognormal(6, 1, SAMPLES), 64, MAX_TOKENS),
         rng.integers(180, 320, SAMPLES),
         rng.choice([64, 300, 900, 2_000], SAMPLES),
     ][seed % 3].astype(np.int32)
+    shown = np.array([shows_picture(number) for number in range(SAMPLES)])
     return Lengths(
-        items={"tiles": np.zeros(SAMPLES, np.int32)},
+        items={"tiles": shown.astype(np.int32)},
         tokens=tokens,
         loss_tokens=(tokens // 2).astype(np.int32),
         source=np.zeros(SAMPLES, np.int32),

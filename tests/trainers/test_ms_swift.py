@@ -1,18 +1,21 @@
-"""Rows of an export packed and dealt by ms-swift itself, and its flags among those that it has."""
+"""Rows of exports loaded, packed and dealt by ms-swift itself, and flags that its parsers take."""
 
-import ast
 import json
-from importlib.metadata import version
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import datasets
 import pytest
-import swift
+import swift.dataset
 import torch.distributed as dist
-from planned import MICRO_BATCHES, Planned, planned
+from planned import MICRO_BATCHES, SMALL, Planned, planned, write_lines
+from swift.arguments import SftArguments
 from swift.dataloader import BatchSamplerShard
 from swift.dataset.packing import PackingDataset
 from swift.megatron.trainers.batch_sampler import MegatronPretrainingRandomSampler
+from swift.utils.utils import parse_args
 
 BACK_ENDS = ("ms-swift", "ms-swift-deepspeed")
 SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
@@ -26,44 +29,47 @@ class _Template:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ms-swift")
+def data(tmp_path_factory) -> Path:
+    return write_lines(tmp_path_factory.mktemp("ms-swift"))
+
+
+def rows_of(made: Planned) -> list[dict]:
+    return [json.loads(line) for line in Path(made.flags["dataset"]).read_text().splitlines()]
 
 
 def packed(made: Planned) -> list[list[int]]:
-    """Numbers of the samples of every pack that ms-swift makes of the exported rows."""
+    """Samples of every pack that ms-swift makes of the exported rows, by number.
+
+    Rows of a pack begin with its largest sample, so their order is the export's own.
+    """
     flags = made.flags
-    assert flags["packing_strategy"] == "sequential" and flags["packing_num_proc"] == "1"
-    rows = [json.loads(line) for line in Path(flags["dataset"]).read_text().splitlines()]
-    numbers = [int(row["messages"][-1]["content"]) for row in rows]
+    numbers = [int(row["messages"][-1]["content"]) for row in rows_of(made)]
     lengths = [[int(made.tokens[number])] for number in numbers]
-    length = int(flags["packing_length"])
     packs = PackingDataset(
         _Template(int(flags["max_length"])),
         datasets.Dataset.from_dict({"lengths": lengths}),
-        packing_length=length,
+        packing_length=int(flags["packing_length"]),
         packing_strategy=flags["packing_strategy"],
         packing_num_proc=int(flags["packing_num_proc"]),
     )
-    return [[numbers[row] for row in pack] for pack in packs.packed_idx]
+    return [sorted(numbers[row] for row in pack) for pack in packs.packed_idx]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_ms_swift_makes_and_deals_the_planned_packs(folder, monkeypatch, seed, ranks):
+def test_ms_swift_makes_and_deals_the_planned_packs(data, monkeypatch, seed, ranks):
     """Prevents an export that ms-swift packs otherwise, or gives to other ranks in other steps."""
     for target in BACK_ENDS:
-        made = planned(folder, target, seed, ranks)
+        made = planned(data, target, seed, ranks)
         packs = packed(made)
-        in_order = [pack for step in made.packs for slot in step for pack in slot]
+        in_order = [sorted(pack) for step in made.packs for slot in step for pack in slot]
         assert packs == in_order
-        full = len(packs) // (ranks * MICRO_BATCHES)
         steps = int(made.flags["train_iters" if target == "ms-swift" else "max_steps"])
-        assert steps == full
+        assert steps == made.full_steps == len(packs) // (ranks * MICRO_BATCHES)
         for rank in range(ranks):
             dealt = _dealt(target, len(packs), rank, ranks, monkeypatch)
             got = [packs[pack] for pack in dealt][: steps * MICRO_BATCHES]
-            assert got == made.of_rank(rank, steps=steps)
+            assert got == [sorted(pack) for pack in made.of_rank(rank)]
 
 
 def _dealt(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[int]:
@@ -77,25 +83,52 @@ def _dealt(target: str, packs: int, rank: int, ranks: int, monkeypatch) -> list[
     return [pack for batch in BatchSamplerShard(packs, 1, False, True, None) for pack in batch]
 
 
+def test_ms_swift_loads_every_row_in_its_order(data):
+    """Prevents rows that ms-swift's loader leaves out, moves, or reads without their images."""
+    made = planned(data, "ms-swift", 0, 2)
+    flags = made.flags
+    found, validation = swift.dataset.load_dataset(
+        [flags["dataset"]],
+        split_dataset_ratio=float(flags["split_dataset_ratio"]),
+        shuffle=flags["dataset_shuffle"] == "true",
+        strict=flags["strict"] == "true",
+    )
+    assert validation is None
+    rows = rows_of(made)
+    assert found["messages"] == [row["messages"] for row in rows]
+    paths = [[image["path"] for image in images or ()] for images in found["images"]]
+    assert paths == [row.get("images", []) for row in rows] and any(paths)
+
+
+@pytest.fixture
+def megatron_arguments(monkeypatch) -> type:
+    """Arguments of `megatron sft`. Their module imports mcore_bridge, which needs Transformer
+    Engine and has no part in parsing."""
+    for name in ("mcore_bridge", "mcore_bridge.model"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    from swift.megatron.arguments import MegatronSftArguments
+
+    return MegatronSftArguments
+
+
 @pytest.mark.parametrize(
-    ("target", "rooms"),
-    [("ms-swift", ["megatron/arguments", "arguments"]), ("ms-swift-deepspeed", ["arguments"])],
+    ("target", "job"),
+    [("ms-swift", SMALL), ("ms-swift", f"{SMALL} --pp 3"), ("ms-swift-deepspeed", SMALL)],
 )
-def test_every_flag_is_one_of_ms_swift(folder, target, rooms):
-    """Prevents a flag that ms-swift does not have, or no longer under that name."""
-    package = Path(swift.__file__).parent
-    named = {"deepspeed", "dataset", "model"}
-    for room in rooms:
-        for module in (package / room).rglob("*.py"):
-            for node in ast.walk(ast.parse(module.read_text())):
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    named.add(node.target.id)
-    flags = set(planned(folder / "flags", target, 0, 2).flags) - _of_transformers()
-    assert flags <= named, f"ms-swift {version('ms-swift')} has no {sorted(flags - named)}"
-
-
-def _of_transformers() -> set[str]:
-    """Flags of Transformers' own training arguments, which ms-swift's take over."""
-    from transformers import TrainingArguments
-
-    return set(TrainingArguments.__dataclass_fields__)
+def test_every_flag_is_parsed_as_it_is_meant(data, megatron_arguments, target, job):
+    """Prevents a flag that ms-swift does not have, or whose value it reads as another."""
+    arguments = megatron_arguments if target == "ms-swift" else SftArguments
+    # Without what comes after parsing, which wants a model and GPUs.
+    parsed_alone = dataclass(type("Parsed", (arguments,), {"__post_init__": lambda self: None}))
+    made = planned(data, target, 0, 2, job=job)
+    given = made.flags | {"model": "a"}
+    words = [word for name, value in given.items() for word in (f"--{name}", value)]
+    parsed, unknown = parse_args(parsed_alone, words)
+    assert not unknown
+    for name, value in given.items():
+        found = vars(parsed)[name]
+        found = found[0] if isinstance(found, list) else found
+        assert (
+            type(found)(value) == found if isinstance(found, float) else str(found).lower() == value
+        ), name
+    assert ("recompute_granularity" in given) == (target == "ms-swift")

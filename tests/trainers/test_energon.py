@@ -1,0 +1,134 @@
+"""Exported packs read by Energon itself, on every rank and by every loader process."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from megatron.energon import (
+    DefaultTaskEncoder,
+    Sample,
+    WorkerConfig,
+    edataclass,
+    get_savable_loader,
+    stateless,
+)
+from planned import Planned, picture_of, planned, shows_picture, write_lines, write_shards
+
+SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
+TARGET = "megatron-lm"
+
+
+@edataclass
+class Encoded(Sample):
+    """An encoded sample, or a pack of them."""
+
+    said: list[int]
+    """Numbers of the samples."""
+    shown: list[bool]
+    """Whether each shows what it should."""
+
+
+class Encoder(DefaultTaskEncoder):
+    """A task encoder of a user: one sample, and some joined to a pack."""
+
+    decoder = None
+
+    @stateless
+    def encode_sample(self, sample: Encoded) -> Encoded:
+        return sample
+
+    @stateless
+    def pack_selected_samples(self, samples: list[Encoded]) -> Encoded:
+        said = [number for sample in samples for number in sample.said]
+        shown = [right for sample in samples for right in sample.shown]
+        return Encoded.derive_from(samples[0], said=said, shown=shown)
+
+    @stateless
+    def batch(self, samples: list[Encoded]) -> Encoded:
+        (only,) = samples
+        return only
+
+
+def module_of(export: Path) -> ModuleType:
+    """The export's own module, as a user imports it."""
+    path = export / "energon/omnibal_packs.py"
+    spec = importlib.util.spec_from_file_location("omnibal_packs", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["omnibal_packs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def encoder_of(packs: ModuleType) -> DefaultTaskEncoder:
+    class Both(packs.PlannedPacks, Encoder):
+        @stateless
+        def sample_of(self, members: dict[str, Any]) -> Encoded:
+            number = int(json.loads(members["json"])["messages"][-1]["content"])
+            pictures = [members[part] for part in members if part not in ("__key__", "json")]
+            return Encoded(
+                __key__=members["__key__"],
+                __restore_key__=(),
+                __subflavors__={},
+                said=[number],
+                shown=[pictures == [picture_of(number)] * shows_picture(number)],
+            )
+
+    return Both()
+
+
+def prepare(folder: Path) -> None:
+    """Index shards as a user does."""
+    energon = Path(sys.executable).with_name("energon")
+    words = f"{energon} prepare {folder} --non-interactive --split-ratio 1,0,0 --skip-dataset-yaml"
+    subprocess.run([*words.split(), "--num-workers", "1"], check=True, capture_output=True)
+
+
+def check_read(made: Planned, ranks: int, workers: int) -> None:
+    """What Energon hands to every rank, beside the plan."""
+    packs = module_of(made.export)
+    for rank in range(ranks):
+        config = WorkerConfig(rank=rank, world_size=ranks, num_workers=workers)
+        dataset = packs.planned_dataset(encoder_of(packs), config, repeat=False)
+        read = list(get_savable_loader(dataset))
+        expected = made.of_rank(rank)
+        assert [pack.said for pack in read[: len(expected)]] == expected
+        assert len(read) - len(expected) < max(workers, 1)
+        assert all(all(pack.shown) for pack in read)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    meta = write_shards(folder)
+    prepare(folder)
+    return meta
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_energon_reads_the_planned_packs_from_shards(shards, seed, ranks):
+    """Prevents packs that Energon hands to another rank or step, or samples that it misses."""
+    workers = 2 * ((seed + RANKS.index(ranks)) % 2)
+    check_read(planned(shards, TARGET, seed, ranks, workers=workers), ranks, workers)
+
+
+def test_energon_reads_samples_that_were_files(tmp_path):
+    """Prevents shards of ours that Energon cannot index, or reads with other keys or pictures."""
+    made = planned(write_lines(tmp_path), TARGET, 0, 2, workers=2)
+    subprocess.run([sys.executable, str(made.export / "energon/make_shards.py")], check=True)
+    prepare(made.export / "energon/samples")
+    check_read(made, 2, 2)
+
+
+def test_other_ranks_or_processes_are_refused(shards):
+    """Prevents packs read by other ranks than they were written for, in silence."""
+    packs = module_of(planned(shards, TARGET, 0, 2, workers=2).export)
+    for ranks, workers in ((1, 2), (2, 0), (8, 2)):
+        config = WorkerConfig(rank=0, world_size=ranks, num_workers=workers)
+        with pytest.raises(ValueError, match="export again with --workers"):
+            packs.planned_dataset(encoder_of(packs), config)
