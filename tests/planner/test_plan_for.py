@@ -231,4 +231,4 @@ def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, len
     )
     run(capsys, command)
     plan = open_plan(tmp_path / "plan").plan
-    assert (plan.parallel.data, plan.data.micro_batches_per_step) == (12, 1)
+    assert plan.parallel.data == 12
