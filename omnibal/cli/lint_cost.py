@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnibal.cli.options import ClusterOption, MemoryOption
+from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
-from omnibal.config import ModelConfig, load_cluster
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import read_lengths
 from omnibal.errors import UserError
 from omnibal.lint.launch import Finding, Launcher
@@ -70,9 +70,7 @@ class CostOptions:
 
         if not self.cost:
             return NO_COST
-        cluster = load_cluster(self.cluster)
-        if self.memory_gib is not None:
-            cluster = cluster.model_copy(update={"memory_gib": self.memory_gib})
+        cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = Samples(
             lengths=read_lengths(self.lengths) if self.lengths else None,
             image_share=self.image_share,

@@ -110,8 +110,21 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         layers=layers,
         stages=_with_recompute(line, _stages(job.model, layers), layers),
         parts=parts,
-        notes=(*expert_notes, *notes_on(line, chunks_are_simulated=bool(parts))),
+        notes=(
+            *expert_notes,
+            *notes_on(line, chunks_are_simulated=bool(parts)),
+            *_notes_on_samples(line, samples),
+        ),
     )
+
+
+def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
+    is_swift = line.launch.launcher is Launcher.MS_SWIFT
+    if is_swift and samples.lengths is not None and not line.on("packing"):
+        yield (
+            "the line does not pack samples (--packing true), and is predicted as if it did: a "
+            "micro-batch has samples of the sequence length together"
+        )
 
 
 def _check_predictable(line: Line) -> None:
@@ -304,10 +317,12 @@ def _parts(
 ) -> tuple[Stage, ...]:
     """Chunks of all stages in model order, with what they recompute.
 
-    None where there is one a stage, where one holds nothing or where micro-batches differ.
+    None where there is one a stage, where one holds nothing, where micro-batches differ, or where
+    they go through chunks in other groups than of as many as there are stages.
     """
-    chunks, micro_batches = len(layers[0]), line.micro_batches or 0
-    if chunks == 1 or samples.lengths is not None or micro_batches % line.launch.pipeline:
+    chunks, stages = len(layers[0]), line.launch.pipeline
+    in_groups = line.chunk_group == stages and not (line.micro_batches or 0) % stages
+    if chunks == 1 or samples.lengths is not None or not in_groups:
         return ()
     in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
     try:

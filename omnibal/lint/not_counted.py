@@ -88,6 +88,11 @@ def _on_state(line: Line) -> Iterator[str]:
             "without the adapters, and time includes gradients of the model's weights, which are "
             "not needed; no better split is looked for"
         )
+    if line.on("overlap-moe-expert-parallel-comm"):
+        yield (
+            "--overlap-moe-expert-parallel-comm is not counted: the exchange of tokens is "
+            "predicted as waited for, and chunks without the micro-batch that it runs ahead"
+        )
     low = [
         name for name in ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format") if line.text(name)
     ]

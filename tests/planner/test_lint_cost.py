@@ -243,6 +243,9 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
     assert 0.2 < idle[1] / idle[0] < 0.5
     assert all(more > less for more, less in zip(chunked.peaks_gib, plain.peaks_gib, strict=True))
     assert len(told.parts) == 16 and not told.notes
+    other = of_line(f"{line} -vp 4 model.microbatch_group_size_per_vp_stage=8", model)
+    assert not other.parts and "one run of layers" in other.notes[0]
+    assert predicted_line(other).step_ms == plain.step_ms
 
 
 @pytest.mark.parametrize(
