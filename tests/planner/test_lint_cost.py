@@ -22,6 +22,7 @@ from omnibal.lint.launched import Launched, Samples, launched, recomputing
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
 from omnibal.parallel import Parallel
+from omnibal.pipeline.units import stages_from_cuts, unit_words
 from omnibal.plan_data import MockData, shape_caps
 from omnibal.plan_files import PlanFiles
 from omnibal.planner import PlanRequest, make_plan
@@ -153,6 +154,29 @@ def test_advice_fits_and_is_read_back(tmp_path: Path):
 def without_split(line: str) -> str:
     of_layers = "pipeline-model-parallel-layout|custom-pipeline-layers|recompute[a-z-]*"
     return re.sub(rf"--(?:{of_layers}) \S+", "", line)
+
+
+@pytest.mark.parametrize("memory_gib", [12, 14, 18])
+def test_the_better_split_is_the_best_of_all(memory_gib):
+    """Prevents: advice that another split and number of the same trainer would beat."""
+    model = load_model("internvl3.5-8b").with_layers(vision=4, language=6)
+    line = "run_recipe.py -ng 16 -tp 1 -pp 2 -mb 1 -gb 64 -sl 4096"
+    told = of_line(line, model, memory_gib=memory_gib)
+    verdict = Verdict.of(told)
+    first = len(unit_words(model)) - model.language.layers - 1
+    tried = [
+        predicted(told, tuple(recomputing(stage, number, encoders) for stage in stages))
+        for layers in range(1, model.language.layers)
+        for stages in [stages_from_cuts(model, [first + layers])]
+        for number in range(model.language.layers + 1)
+        for encoders in (0, 4)
+    ]
+    fitting = [one for one in tried if max(one.peaks_gib) <= told.job.memory_cap_gib]
+    best = min((one.step_ms for one in fitting), default=None)
+    assert (verdict.finding is None) == (memory_gib == 18)
+    assert (verdict.better is None) == (best is None) == (memory_gib == 12)
+    if verdict.better is not None:
+        assert verdict.better.step_ms == pytest.approx(best)
 
 
 def test_the_least_recomputation_is_the_least():
