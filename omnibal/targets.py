@@ -128,6 +128,11 @@ class Target(Frozen):
     has_experts: bool = True
     """Whether ranks can share out experts."""
 
+    @property
+    def has_data_parallelism_alone(self) -> bool:
+        """Whether all ranks hold whole models."""
+        return self.most_pipeline == self.most_tensor == 1
+
     def check_sizes(self, parallel: Parallel) -> None:
         """Refuse parallel sizes that the trainer does not have.
 

@@ -1,18 +1,18 @@
 """What `omnibal lint` says a launch line will cost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnibal.cli.options import ClusterOption, MemoryOption
+from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
-from omnibal.config import ModelConfig, load_cluster
+from omnibal.config import ModelConfig
 from omnibal.data.lengths import read_lengths
 from omnibal.errors import UserError
-from omnibal.lint.launch import Finding
+from omnibal.lint.launch import Finding, Launcher
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -70,9 +70,7 @@ class CostOptions:
 
         if not self.cost:
             return NO_COST
-        cluster = load_cluster(self.cluster)
-        if self.memory_gib is not None:
-            cluster = cluster.model_copy(update={"memory_gib": self.memory_gib})
+        cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = Samples(
             lengths=read_lengths(self.lengths) if self.lengths else None,
             image_share=self.image_share,
@@ -100,9 +98,7 @@ def _told(verdict: "Verdict") -> Told:
 
 def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
     """Stages and what is predicted of them, for JSON."""
-    launched, prediction = verdict.launched, costed.prediction
-    towers = launched.job.model.towers
-    peaks = launched.peaks_gib(prediction)
+    prediction, towers = costed.prediction, verdict.launched.job.model.towers
     stages = [
         {
             "peak_gib": peak,
@@ -110,13 +106,15 @@ def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
             "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
             "forward_ms": each.forward_ms,
             "backward_ms": each.backward_ms,
-            "wait_fraction": each.wait_fraction,
+            "wait_fraction": waits,
         }
-        for stage, each, peak in zip(costed.stages, prediction.stages, peaks, strict=True)
+        for stage, each, peak, waits in zip(
+            costed.stages, prediction.stages, costed.peaks_gib, costed.wait_fractions, strict=True
+        )
     ]
     return {
-        "step_ms": prediction.step_ms,
-        "bubble_fraction": prediction.bubble_fraction,
+        "step_ms": costed.step_ms,
+        "bubble_fraction": costed.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "stages": stages,
         **({"flags": list(costed.flags)} if costed is not verdict.line else {}),
@@ -144,9 +142,7 @@ def _better_result(verdict: "Verdict") -> dict[str, Any] | None:
 
 def _stages_table(verdict: "Verdict") -> Table:
     """Units of every stage, its memory and its times per micro-batch."""
-    launched, prediction = verdict.launched, verdict.line.prediction
-    towers = launched.job.model.towers
-    peaks = launched.peaks_gib(prediction)
+    line, towers = verdict.line, verdict.launched.job.model.towers
     rows = [
         (
             str(index),
@@ -155,10 +151,16 @@ def _stages_table(verdict: "Verdict") -> Table:
             f"{peak:,.1f}",
             f"{each.forward_ms:,.2f}",
             f"{each.backward_ms:,.2f}",
-            f"{each.wait_fraction:.1%}",
+            f"{waits:.1%}",
         )
-        for index, (stage, each, peak) in enumerate(
-            zip(verdict.line.stages, prediction.stages, peaks, strict=True)
+        for index, (stage, each, peak, waits) in enumerate(
+            zip(
+                line.stages,
+                line.prediction.stages,
+                line.peaks_gib,
+                line.wait_fractions,
+                strict=True,
+            )
         )
     ]
     times = ("forward\nms", "backward\nms", "waits")
@@ -172,8 +174,8 @@ def _facts(verdict: "Verdict") -> Facts:
     sizes, tokens = launched.job.parallel, verdict.tokens_per_second_per_gpu
     entries = [
         ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
-        ("step", f"{prediction.step_ms:,.1f} ms"),
-        ("stages wait", f"{prediction.bubble_fraction:.1%} of it"),
+        ("step", f"{verdict.line.step_ms:,.1f} ms"),
+        ("stages wait", f"{verdict.line.bubble_fraction:.1%} of it"),
         ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
     ]
     if prediction.samples_per_second_per_gpu is not None:
@@ -188,24 +190,31 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
     better, least = verdict.better, verdict.least
     if better is not None:
         how = _difference(verdict.saved, fits=verdict.finding is None)
-        yield f"{how}, {better.prediction.step_ms:,.1f} ms a step: {_in_place(better.flags)}"
+        yield f"{how}, {better.step_ms:,.1f} ms a step: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
-        step = f"{least.prediction.step_ms:,.1f} ms a step"
-        yield f"the same split fits with this recomputation, {step}: {_in_place(least.flags)}"
-    if verdict.finding is not None and better is None and not verdict.launched.is_adapter:
+        step = f"{least.step_ms:,.1f} ms a step"
+        yield f"the same split fits with this recomputation, {step}: {_flags(verdict, least)}"
+    if better is not None or least is not None:
+        chunks = ", chunks and" if verdict.launched.line.virtual else " and"
+        yield f"(in place of all that the line says of the split{chunks} recomputation)"
+    elif verdict.finding is not None and not verdict.launched.is_adapter:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"
         )
 
 
+def _flags(verdict: "Verdict", advised: "Costed") -> str:
+    """Flags of stages; what a recipe has no field for in words."""
+    flags = " ".join(advised.flags) or "no flags of the split or of recomputation"
+    encoders = verdict.launched.job.model.encoders
+    again = [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]
+    if again and verdict.launched.line.launch.launcher is Launcher.MEGATRON_BRIDGE:
+        flags += f", with all layers of {', '.join(again)} recomputed by your model's own fields"
+    return flags
+
+
 def _difference(saved: float, *, fits: bool) -> str:
     if saved < 0:
         return f"a split that fits takes {-saved:.1%} longer"
     return f"{saved:.1%} {'faster' if fits else 'faster, and fits'} with another split"
-
-
-def _in_place(flags: Sequence[str]) -> str:
-    if not flags:
-        return "leave out all flags of the split and of recomputation"
-    return f"{' '.join(flags)} (in place of all flags of the split and of recomputation)"

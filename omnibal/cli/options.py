@@ -163,6 +163,26 @@ DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan dir
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object instead of tables")]
 
 
+def changed_cluster(
+    name: str, memory_gib: float | None, network_gb_per_s: float | None = None
+) -> ClusterConfig:
+    """A cluster by its preset or file, with its figures replaced by those given.
+
+    Raises:
+        UserError: it cannot be read, or a figure is not finite or too large.
+    """
+    given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
+    changes = {field: value for field, value in given.items() if value is not None}
+    for field, value in changes.items():
+        if not (math.isfinite(value) and value <= _MOST_GIB):
+            option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
+            raise UserError(
+                f"{option[field]} {value}: must be a finite number of at most "
+                f"{_MOST_GIB:,.0f}; give one"
+            )
+    return load_cluster(name).model_copy(update=changes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
     """Options for the model, the devices and the source of costs."""
@@ -234,16 +254,7 @@ class JobOptions:
 
     def _cluster(self) -> ClusterConfig:
         """The cluster, with its figures replaced by those given."""
-        given = {"memory_gib": self.memory_gib, "inter_node_gb_per_s": self.network_gb_per_s}
-        changes = {field: value for field, value in given.items() if value is not None}
-        for field, value in changes.items():
-            if not (math.isfinite(value) and value <= _MOST_GIB):
-                option = {"memory_gib": "--memory-gib", "inter_node_gb_per_s": "--network-gb-per-s"}
-                raise UserError(
-                    f"{option[field]} {value}: must be a finite number of at most "
-                    f"{_MOST_GIB:,.0f}; give one"
-                )
-        return load_cluster(self.cluster).model_copy(update=changes)
+        return changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
         """The parts given, each once, in model order."""

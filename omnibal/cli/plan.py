@@ -1,5 +1,6 @@
 """`omnibal plan`: make a plan directory."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -35,7 +36,7 @@ from omnibal.cli.options import (
 )
 from omnibal.cli.trainers import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.windows import Dispatch, window_facts
-from omnibal.config import ModelConfig
+from omnibal.config import ClusterConfig, ModelConfig
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
@@ -598,13 +599,12 @@ def _find_strategy(
     from omnibal.search.parallel_sizes import (
         progress_total,
         search_strategies,
-        strategy_samples_per_step,
     )
     from omnibal.search.strategy import StrategyRequest
 
     data, strategy, sizes = asked.data, asked.strategy, asked.sizes
     assert strategy.gpus is not None
-    usual = strategy_samples_per_step(strategy.gpus, job.cluster)
+    usual = _usual_samples_per_step(asked, samples, caps, job.cluster)
     request = StrategyRequest(
         job=job,
         gpus=strategy.gpus,
@@ -622,6 +622,24 @@ def _find_strategy(
     )
     with progress("trying strategies", progress_total(request)) as advance:
         return search_strategies(request, advance, usable_cores())
+
+
+def _usual_samples_per_step(
+    asked: _Asked, samples: Lengths, caps: Caps | None, cluster: ClusterConfig
+) -> int:
+    """Samples per step where none are given; a pack a device at least where all ranks are
+    data-parallel, so that each has one."""
+    from omnibal.search.caps import usual_samples_per_step
+    from omnibal.search.parallel_sizes import strategy_samples_per_step
+
+    gpus, target = asked.strategy.gpus, asked.strategy.target
+    assert gpus is not None
+    usual = strategy_samples_per_step(gpus, cluster)
+    if target is None or not target.has_data_parallelism_alone:
+        return usual
+    if caps is None:
+        return max(usual, usual_samples_per_step(gpus, 1))
+    return max(usual, math.ceil(gpus * caps["tokens"] / samples.tokens.mean()))
 
 
 def _models_dumped(strategy: "Strategy") -> dict[str, Any]:

@@ -21,7 +21,6 @@ from omnibal.lint.line import Line
 from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
-from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.units import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
@@ -61,6 +60,9 @@ class Launched:
     """Layers of the language model on every chunk of every stage."""
     stages: tuple[Stage, ...]
     """All chunks of a stage as one, with what it recomputes."""
+    parts: tuple[Stage, ...]
+    """Every chunk for itself, in model order, where the line's chunks can be simulated; else
+    empty."""
     notes: tuple[str, ...]
     """What of the line is not counted, or counted as something else."""
 
@@ -68,15 +70,6 @@ class Launched:
     def encoder_number(self) -> int:
         """Layers of an encoder that its stage recomputes, where a trainer has a switch for it."""
         return _encoder_number(self.line, 0)
-
-    def peaks_gib(self, prediction: Prediction) -> list[float]:
-        """Peak memory of every stage; of adapters' lines without what the model does not have."""
-        return [
-            stage.memory.weights_gib + stage.memory.activations_gib + stage.memory.transient_gib
-            if self.is_adapter
-            else stage.memory.peak_gib
-            for stage in prediction.stages
-        ]
 
     @property
     def is_adapter(self) -> bool:
@@ -105,6 +98,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     levels = _levels(line, caps)
     packs, lengths = _micro_batches(line, job, samples, caps, levels)
     layers = layers_by_chunk(line)
+    parts = _parts(line, job, layers, samples)
     return Launched(
         line=line,
         job=job,
@@ -115,8 +109,22 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         workload=job.workload(packs, lengths, levels),
         layers=layers,
         stages=_with_recompute(line, _stages(job.model, layers), layers),
-        notes=(*expert_notes, *notes_on(line)),
+        parts=parts,
+        notes=(
+            *expert_notes,
+            *notes_on(line, chunks_are_simulated=bool(parts)),
+            *_notes_on_samples(line, samples),
+        ),
     )
+
+
+def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
+    is_swift = line.launch.launcher is Launcher.MS_SWIFT
+    if is_swift and samples.lengths is not None and not line.on("packing"):
+        yield (
+            "the line does not pack samples (--packing true), and is predicted as if it did: a "
+            "micro-batch has samples of the sequence length together"
+        )
 
 
 def _check_predictable(line: Line) -> None:
@@ -302,6 +310,30 @@ def _stages(model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage,
             "cannot be predicted: give it one"
         )
     return stages_from_cuts(model, cuts)
+
+
+def _parts(
+    line: Line, job: JobSpec, layers: Sequence[Sequence[int]], samples: Samples
+) -> tuple[Stage, ...]:
+    """Chunks of all stages in model order, with what they recompute.
+
+    None where there is one a stage, where one holds nothing, where micro-batches differ, or where
+    they go through chunks in other groups than of as many as there are stages.
+    """
+    chunks, stages = len(layers[0]), line.launch.pipeline
+    in_groups = line.chunk_group == stages and not (line.micro_batches or 0) % stages
+    if chunks == 1 or samples.lengths is not None or not in_groups:
+        return ()
+    in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
+    try:
+        parts = _stages(job.model, in_order)
+    except UserError:
+        return ()
+    numbers = [_number(line, place % line.launch.pipeline) for place in range(len(parts))]
+    return tuple(
+        recomputing(part, number, _encoder_number(line, number))
+        for part, number in zip(parts, numbers, strict=True)
+    )
 
 
 def _with_recompute(

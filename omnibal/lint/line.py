@@ -122,6 +122,16 @@ class Line:
             chunks = self.layers_to_split // stages // launch.layers_per_virtual_stage
         return chunks if chunks is not None and chunks > 1 else None
 
+    @property
+    def chunk_group(self) -> int:
+        """Micro-batches that a chunk runs one after another."""
+        names = (
+            "microbatch-group-size-per-virtual-pipeline-stage",
+            "microbatch-group-size-per-vp-stage",
+        )
+        given = (self.number(name) for name in names)
+        return next((size for size in given if size), self.launch.pipeline)
+
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
     """Put a launch beside the model that it trains.

@@ -26,8 +26,13 @@ def cuts_samples(line: Line) -> bool:
     return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))
 
 
-def notes_on(line: Line) -> Iterator[str]:
+def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
     """Say what of a line is counted as something else, or not at all."""
+    if line.virtual is not None and not chunks_are_simulated:
+        yield (
+            f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
+            "interleaving stages wait less and keep more"
+        )
     yield from _on_recompute(line)
     yield from _on_sizes(line)
     yield from _on_state(line)
@@ -58,11 +63,6 @@ def _on_recompute(line: Line) -> Iterator[str]:
 
 def _on_sizes(line: Line) -> Iterator[str]:
     launch = line.launch
-    if line.virtual is not None:
-        yield (
-            f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
-            "interleaving stages wait less and keep more"
-        )
     if cuts_samples(line):
         yield (
             f"{launch.context} context-parallel ranks are predicted as if each had samples of its "
@@ -87,6 +87,11 @@ def _on_state(line: Line) -> Iterator[str]:
             "the line trains adapters: memory is of the model's weights and activations alone, "
             "without the adapters, and time includes gradients of the model's weights, which are "
             "not needed; no better split is looked for"
+        )
+    if line.on("overlap-moe-expert-parallel-comm"):
+        yield (
+            "--overlap-moe-expert-parallel-comm is not counted: the exchange of tokens is "
+            "predicted as waited for, and chunks without the micro-batch that it runs ahead"
         )
     low = [
         name for name in ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format") if line.text(name)

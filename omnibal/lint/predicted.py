@@ -5,7 +5,7 @@ better ones are what the joint search finds within what the trainer can be told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from omnibal.errors import DoesNotFit
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
+from omnibal.pipeline.interleaved import InterleavedPrediction, predict_interleaved
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
@@ -36,8 +37,46 @@ class Costed:
 
     stages: tuple[Stage, ...]
     prediction: Prediction
+    """Of 1F1B with all chunks of a stage in a row."""
     flags: tuple[str, ...] = ()
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
+    interleaved: InterleavedPrediction | None = None
+    """Of the line's chunks; None where a stage has one, or they cannot be simulated."""
+    without_state: bool = False
+    """Whether gradients and optimizer state are left out of memory, as of adapters."""
+
+    @property
+    def step_ms(self) -> float:
+        """Time of a step, chunks as the line has them."""
+        return self.prediction.step_ms if self.interleaved is None else self.interleaved.step_ms
+
+    @property
+    def wait_fractions(self) -> list[float]:
+        """Share of a step in which each stage idles. [stages]"""
+        if self.interleaved is not None:
+            return [float(share) for share in self.interleaved.wait_fraction]
+        return [stage.wait_fraction for stage in self.prediction.stages]
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of device time that is idle."""
+        if self.interleaved is not None:
+            return float(self.interleaved.wait_fraction.mean())
+        return self.prediction.bubble_fraction
+
+    @property
+    def peaks_gib(self) -> list[float]:
+        """Peak memory of a device of every stage."""
+        memories = [stage.memory for stage in self.prediction.stages]
+        state = [
+            each.weights_gib
+            + (0 if self.without_state else each.gradients_gib + each.optimizer_gib)
+            for each in memories
+        ]
+        passes = [each.activations_gib + each.transient_gib for each in memories]
+        if self.interleaved is not None:
+            passes = [float(gib) for gib in self.interleaved.passes_gib]
+        return [sum(both) for both in zip(state, passes, strict=True)]
 
 
 def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] = ()) -> Costed:
@@ -55,7 +94,22 @@ def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] 
         # One step of made-up samples says nothing about a dataset.
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
-    return Costed(stages=tuple(stages), prediction=prediction, flags=tuple(flags))
+    return Costed(
+        stages=tuple(stages),
+        prediction=prediction,
+        flags=tuple(flags),
+        without_state=launched.is_adapter,
+    )
+
+
+def predicted_line(launched: Launched) -> Costed:
+    """Predict the line's own stages, with their chunks where these can be simulated."""
+    line = predicted(launched, launched.stages)
+    if not launched.parts:
+        return line
+    cost = launched.job.cost_of_all(launched.levels)
+    found = predict_interleaved(cost, launched.parts, launched.stages, launched.workload)
+    return replace(line, interleaved=found)
 
 
 def better_split(launched: Launched, line: Costed) -> Costed | None:
@@ -78,8 +132,8 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
     except DoesNotFit:
         return None
     better = predicted(launched, found.stages, flags_of(launched, found.stages))
-    fits = max(launched.peaks_gib(line.prediction)) <= job.cluster.memory_gib
-    saved = 1 - better.prediction.step_ms / line.prediction.step_ms
+    fits = max(line.peaks_gib) <= job.cluster.memory_gib
+    saved = 1 - better.step_ms / line.step_ms
     return better if saved >= _WORTH_TELLING or not fits else None
 
 
@@ -136,7 +190,7 @@ def _peaks_gib(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
 
 def memory_finding(launched: Launched, line: Costed) -> Finding | None:
     """A warning where a stage is predicted to take more memory than a device has."""
-    cluster, peaks = launched.job.cluster, launched.peaks_gib(line.prediction)
+    cluster, peaks = launched.job.cluster, line.peaks_gib
     heaviest = int(np.argmax(peaks))
     if peaks[heaviest] <= cluster.memory_gib:
         return None
@@ -173,7 +227,7 @@ class Verdict:
 
         Adapters' lines are predicted alone: the search would keep room for what they do not have.
         """
-        line = predicted(launched, launched.stages)
+        line = predicted_line(launched)
         finding, searches = memory_finding(launched, line), not launched.is_adapter
         return cls(
             launched=launched,
@@ -187,7 +241,7 @@ class Verdict:
     def saved(self) -> float:
         """Share of the line's step that the better split saves; below 0 where it takes longer."""
         assert self.better is not None
-        return 1 - self.better.prediction.step_ms / self.line.prediction.step_ms
+        return 1 - self.better.step_ms / self.line.step_ms
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -196,4 +250,4 @@ class Verdict:
         samples = launched.packs.packs.samples
         tokens = int(launched.lengths.tokens[samples].sum()) / launched.packs.steps
         sizes = launched.job.parallel
-        return tokens / (self.line.prediction.step_ms / 1e3) / sizes.world_size
+        return tokens / (self.line.step_ms / 1e3) / sizes.world_size

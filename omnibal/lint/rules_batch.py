@@ -96,18 +96,8 @@ def _rates(line: Line) -> Broken | None:
     return Broken(f"--min-lr {least:g} above --lr {rate:g}", "lower it")
 
 
-def _group(line: Line) -> int:
-    """Micro-batches that a chunk runs one after another."""
-    names = (
-        "microbatch-group-size-per-virtual-pipeline-stage",
-        "microbatch-group-size-per-vp-stage",
-    )
-    given = (line.number(name) for name in names)
-    return next((size for size in given if size), line.launch.pipeline)
-
-
 def _interleaved(line: Line) -> Broken | None:
-    count, group, stages = line.micro_batches, _group(line), line.launch.pipeline
+    count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
     if line.virtual is None or count is None or stages <= group <= count:
         return None
     return Broken(
@@ -119,7 +109,7 @@ def _interleaved(line: Line) -> Broken | None:
 
 
 def _interleaved_rest(line: Line) -> Broken | None:
-    count, group, stages = line.micro_batches, _group(line), line.launch.pipeline
+    count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
     if line.virtual is None or count is None or group < stages:
         return None
     rest = count % group

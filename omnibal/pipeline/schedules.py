@@ -112,6 +112,44 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
     )
 
 
+def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """Interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
+
+    Micro-batches go through the chunks in groups of as many as there are stages, of which they must
+    be a multiple. Stage s of p runs 2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk.
+
+    Raises:
+        ValueError: the micro-batches are no multiple of the stages.
+    """
+    if micro_batches % stages:
+        raise ValueError(f"interleaved 1F1B of {micro_batches} micro-batches on {stages} stages")
+    total = micro_batches * chunks
+
+    def forward(index: int) -> Operation:
+        group, within = divmod(index, stages * chunks)
+        return Operation(Pass.FORWARD, group * stages + within % stages, within // stages)
+
+    def backward(index: int) -> Operation:
+        same = forward(index)
+        return Operation(Pass.BACKWARD, same.micro_batch, chunks - 1 - same.chunk)
+
+    operations = []
+    for stage in range(stages):
+        warm_up = min((stages - 1 - stage) * 2 + (chunks - 1) * stages, total)
+        order = [forward(index) for index in range(warm_up)]
+        for index in range(total - warm_up):
+            order += [forward(warm_up + index), backward(index)]
+        order += [backward(index) for index in range(total - warm_up, total)]
+        operations.append(tuple(order))
+    return Schedule(
+        name="interleaved 1F1B",
+        chunks=chunks,
+        micro_batches=micro_batches,
+        operations=tuple(operations),
+        shortens=False,
+    )
+
+
 def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Evaluation: the forward passes of every micro-batch in order, and no backward."""
     order = [Operation(Pass.FORWARD, i, c) for i in range(micro_batches) for c in range(chunks)]

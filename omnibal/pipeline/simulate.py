@@ -19,8 +19,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.operation_graph import OperationGraph, planned_graph, require_shortens
-from omnibal.pipeline.schedules import Pass, Schedule
+from omnibal.pipeline.operation_graph import (
+    OperationGraph,
+    operation_graph,
+    planned_graph,
+    require_shortens,
+)
+from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward_one_backward
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     OnceAStep,
@@ -307,15 +312,23 @@ class StepTimes:
         return np.maximum(1 - self.busy_ms.sum(axis=0) / self.step_ms.sum(), 0)
 
 
-def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> StepTimes:
+def predict_steps(
+    times: StageTimes,
+    workload: Workload,
+    once: OnceAStep,
+    rule: ScheduleRule = one_forward_one_backward,
+    chunks: int = 1,
+) -> StepTimes:
     """Simulate the steps of a workload; numbers between them that do not occur are left out.
 
     A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
     norm then needs all stages, so the update starts everywhere at once.
 
     Args:
-        times: of every row of the workload.
+        times: of every row of the workload, on every chunk of every stage.
         once: what is exchanged and updated.
+        rule: of the schedule; of one that does not shorten, steps have equally many micro-batches.
+        chunks: of every stage.
     """
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
@@ -325,10 +338,12 @@ def predict_steps(times: StageTimes, workload: Workload, once: OnceAStep) -> Ste
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         rows = _Rows.of(times, workload, packs, step_index[packs] - first)
-        ready_ms = once.first_wait_ms(rows.forward_ms[:, 0])
-        timeline = rows.simulated(ready_ms)
+        # A stage's first chunk is the first to run forward, and the last to run backward.
+        ready_ms = once.first_wait_ms(rows.forward_ms[:, 0, :stages])
+        graph = operation_graph(rule, stages, chunks, rows.forward_ms.shape[1])
+        timeline = rows.simulated(graph, ready_ms)
         last = np.maximum(rows.counts - 1, 0)
-        exposed_ms = once.exposed_ms(rows.backward_ms[np.arange(len(last)), last])
+        exposed_ms = once.exposed_ms(rows.backward_ms[np.arange(len(last)), last, :stages])
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
@@ -353,11 +368,12 @@ def simulate_ranks(times: StageTimes, workload: Workload) -> Timeline:
     """
     alone = replace(times, waits_ms=None)
     rows = _Rows.of(alone, workload, slice(None), np.zeros(len(workload), np.int64))
+    graph = planned_graph(times.forward_ms.shape[1], rows.forward_ms.shape[1])
     if times.waits_ms is None:
-        return rows.simulated()
+        return rows.simulated(graph)
     before_ms = np.zeros((len(rows.counts), 1))
     np.add.at(before_ms[:, 0], workload.dp_rank, times.waits_ms[:, 0])
-    return rows.simulated(np.repeat(before_ms, times.forward_ms.shape[1], axis=1))
+    return rows.simulated(graph, np.repeat(before_ms, times.forward_ms.shape[1], axis=1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -411,11 +427,11 @@ class _Rows:
             waits_ms=waits_ms,
         )
 
-    def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
+    def simulated(self, graph: OperationGraph, ready_ms: np.ndarray | None = None) -> Timeline:
         """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p]."""
-        return simulate_steps(
-            self.forward_ms,
-            self.backward_ms,
+        return simulate_schedule(
+            graph,
+            {Pass.FORWARD: self.forward_ms, Pass.BACKWARD: self.backward_ms},
             self.forward_link_ms,
             self.backward_link_ms,
             self.counts,

@@ -88,7 +88,8 @@ def search(**changes) -> CapSearch:
 
 
 def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
-    """As the planner alone predicts it: a line through steps just below and above the samples."""
+    """As the planner alone predicts it: a line through steps just below and above the samples, or
+    the nearest steps where both have equally many."""
     ranks = searched.job.parallel.data
     common = {
         "cluster": searched.job.cluster,
@@ -106,7 +107,8 @@ def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
         points.append((len(searched.lengths) / plan.data.steps, plan.prediction.step_ms))
     (fewer, short_ms), (more, long_ms) = points
     if fewer == more:
-        return short_ms / fewer
+        is_lower = round(micro_batches) == np.floor(micro_batches)
+        return (short_ms if is_lower else long_ms) / fewer
     slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
     return slope + start / searched.samples_per_step
 

@@ -20,7 +20,7 @@ from omnibal.limits import Caps
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched, recomputing
 from omnibal.lint.line import line_of
-from omnibal.lint.predicted import Verdict, predicted
+from omnibal.lint.predicted import Verdict, predicted, predicted_line
 from omnibal.parallel import Parallel
 from omnibal.plan_data import MockData, shape_caps
 from omnibal.plan_files import PlanFiles
@@ -111,7 +111,7 @@ def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
     mine = replace(told, job=shape.job, workload=shape.workload)
     line = predicted(mine, told.stages)
     assert line.prediction.step_ms == pytest.approx(cut.step_ms)
-    assert tuple(told.peaks_gib(line.prediction)) == pytest.approx(cut.peaks_gib)
+    assert tuple(line.peaks_gib) == pytest.approx(cut.peaks_gib)
     held = predicted(told, told.stages).prediction
     assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)
 
@@ -225,10 +225,27 @@ def test_adapters_have_no_state_of_the_model():
     told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
     verdict = Verdict.of(told)
     memory = verdict.line.prediction.stages[0].memory
-    assert told.peaks_gib(verdict.line.prediction)[0] == pytest.approx(
+    assert verdict.line.peaks_gib[0] == pytest.approx(
         memory.peak_gib - memory.gradients_gib - memory.optimizer_gib
     )
     assert verdict.finding is None and any("adapters" in note for note in told.notes)
+
+
+def test_chunks_of_a_stage_wait_less_and_keep_more():
+    """Prevents: a launch line with chunks that is told the bubble of one without."""
+    line, model = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096", model_of("qwen2.5-72b")
+    told = of_line(f"{line} -vp 4", model)
+    plain, chunked = predicted_line(of_line(line, model)), predicted_line(told)
+    assert plain.interleaved is None and chunked.interleaved is not None
+    assert chunked.prediction == plain.prediction
+    # Three quarters less of the time that stages wait for the first and the last micro-batch.
+    idle = [each.step_ms * each.bubble_fraction for each in (plain, chunked)]
+    assert 0.2 < idle[1] / idle[0] < 0.5
+    assert all(more > less for more, less in zip(chunked.peaks_gib, plain.peaks_gib, strict=True))
+    assert len(told.parts) == 16 and not told.notes
+    other = of_line(f"{line} -vp 4 model.microbatch_group_size_per_vp_stage=8", model)
+    assert not other.parts and "one run of layers" in other.notes[0]
+    assert predicted_line(other).step_ms == plain.step_ms
 
 
 @pytest.mark.parametrize(

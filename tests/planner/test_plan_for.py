@@ -221,3 +221,14 @@ def test_a_job_keeps_its_limits_when_it_is_sized():
     )
     assert Limits().applied(job_spec()).made_for is None
     assert SampleData.__dataclass_fields__["rules"].default == ANY_PACKS
+
+
+def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, lengths):
+    """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
+    command = (
+        f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {lengths} "
+        f"--max-tokens 512 --max-tiles 8 --for xtuner --no-compare --json -o {tmp_path / 'plan'}"
+    )
+    run(capsys, command)
+    plan = open_plan(tmp_path / "plan").plan
+    assert plan.parallel.data == 12

@@ -10,6 +10,7 @@ import pytest
 REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
 import hbp_system as hbp  # noqa: E402
+import launch_lines  # noqa: E402
 import orch  # noqa: E402
 import orch_plan  # noqa: E402
 import paper  # noqa: E402
@@ -21,6 +22,7 @@ from omnibal.beside import EncoderPlacement  # noqa: E402
 from omnibal.config import load_cluster  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
 from omnibal.errors import DoesNotFit  # noqa: E402
+from omnibal.lint.predicted import predicted  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
 from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
@@ -217,3 +219,11 @@ def test_cuts_of_qwen35_35b():
     kept = shape.held(math.inf)
     assert kept is not None
     assert abs(len(kept.stages[0].layers("language")) - equal) <= 1
+
+
+@pytest.mark.parametrize("example", launch_lines.EXAMPLES, ids=lambda one: one.name)
+def test_memory_of_launch_lines_is_near_what_they_note(example):
+    """Prevents: a prediction of memory that is far from what ran, or from docs/results.md."""
+    job = launch_lines.of_example(example, "h100-80g")
+    peak_gib = max(predicted(job, job.stages).peaks_gib)
+    assert 0.72 < peak_gib / example.noted_gib < 1

@@ -4,7 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
+from plan_cases import job_spec
 
+from omnibal.limits import Caps
+from omnibal.parallel import Parallel
+from omnibal.pipeline.interleaved import most_bytes, needed_bytes
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     StageOrder,
@@ -12,50 +17,26 @@ from omnibal.pipeline.operation_graph import (
     operation_graph,
     planned_graph,
 )
+from omnibal.pipeline.predict import predict
 from omnibal.pipeline.schedules import (
     Operation,
     Pass,
     Schedule,
     forward_only,
+    interleaved,
     one_forward_one_backward,
 )
-from omnibal.pipeline.simulate import simulate_schedule, waits_before
+from omnibal.pipeline.simulate import predict_steps, simulate_schedule, waits_before
+from omnibal.pipeline.stage_cost import once_a_step, workload_times
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.units import stages_from_cuts
+from omnibal.plan_data import MockData
 
 pytestmark = pytest.mark.quick
 
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
 """(micro-batches, stages)."""
-
-
-def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Interleaved 1F1B, as Megatron-core orders it (arXiv 2104.04473, section 2.2).
-
-    Micro-batches go through the chunks in groups of as many as there are stages.
-    """
-    assert micro_batches % stages == 0
-    total = micro_batches * chunks
-
-    def place(index: int) -> tuple[int, int]:
-        group, within = divmod(index, stages * chunks)
-        return group * stages + within % stages, within // stages
-
-    def backward(index: int) -> Operation:
-        micro_batch, chunk = place(index)
-        return Operation(B, micro_batch, chunks - 1 - chunk)
-
-    operations = []
-    for stage in range(stages):
-        warm_up = min((stages - 1 - stage) * 2 + (chunks - 1) * stages, total)
-        order = [Operation(F, *place(i)) for i in range(warm_up)]
-        for i in range(total - warm_up):
-            order += [Operation(F, *place(warm_up + i)), backward(i)]
-        order += [backward(i) for i in range(total - warm_up, total)]
-        operations.append(tuple(order))
-    return Schedule(
-        name="interleaved", chunks=chunks, micro_batches=micro_batches,
-        operations=tuple(operations), shortens=False,
-    )  # fmt: skip
 
 
 def zero_bubble(stages: int, chunks: int, micro_batches: int) -> Schedule:
@@ -201,6 +182,25 @@ def test_other_schedules_have_their_textbook_bubbles():
     assert step_ms(interleaved, 2, {F: 1, B: 1}) - work_ms == 3 * 4.0 / 2
     # (p - 1) (F + B - W) of arXiv 2401.10241, table 1, with B that of the input alone.
     assert step_ms(zero_bubble, 1, {F: 1, BI: 1, BW: 1}) - 8 * 3 == pytest.approx(3)
+
+
+def test_one_chunk_interleaved_is_1f1b_in_time_and_memory():
+    """Prevents: a prediction of chunks that counts otherwise than that of plans."""
+    job = job_spec(parallel=Parallel(pipeline=3, data=2))
+    data = MockData(caps=Caps.of(tiles=3, tokens=700), micro_batches_per_step=6)
+    packs, lengths = data.schedule(job)
+    workload = job.workload(packs, lengths, ())
+    stages = stages_from_cuts(job.model, (4, 8), [[2, 0], [1, 1], [0, 0]])
+    plain = predict(job.cost, job.model, job.parallel, (stages,), packs, workload)
+    times, once = workload_times(job.cost, (stages,), workload), once_a_step(job.cost, stages)
+    assert predict_steps(times, workload, once).step_ms.mean() == plain.step_ms
+    passes = [s.memory.activations_gib + s.memory.transient_gib for s in plain.stages]
+    for stage, gib in enumerate(passes):
+        graph = operation_graph(one_forward_one_backward, 3, 1, 6)
+        largest = features_of(workload, job.cost).max(axis=0)
+        needs = [needed_bytes(job.cost, stages[stage], largest)]
+        # Links are there in every pass here, and in most there.
+        assert gib <= most_bytes(graph, stage, needs) / GIB < 1.1 * gib
 
 
 def held_in_list(operations: Sequence[Operation]) -> list[tuple[int, set[tuple[int, int]]]]:

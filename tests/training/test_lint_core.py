@@ -1,16 +1,18 @@
 """Rules of launch lines beside megatron-core: what one refuses, the other does, and what is built.
 
 Flags are drawn at random, about half of them broken; core is asked as a trainer asks it, by its
-configuration and the layers that every stage then builds.
+configuration and the layers that every stage then builds. And chunks run in its order.
 """
 
 import random
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -19,6 +21,7 @@ from omnibal.lint.command_line import read_launch
 from omnibal.lint.line import line_of
 from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
+from omnibal.pipeline.schedules import Pass, interleaved
 from tests.planner.launch_cases import sized_model
 
 CASES = 600
@@ -259,3 +262,23 @@ def test_switches_agree_with_core():
 
 _WHEN_BUILT = ("flex-needs-ranks",)
 """Rules that core checks when it builds a layer, which needs its processes."""
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 4), (4, 3, 8), (4, 2, 4), (8, 12, 16)])
+def test_chunks_run_in_cores_order(sizes):
+    """Prevents: a bubble and a memory of a schedule that is not Megatron's."""
+    stages, chunks, micro_batches = sizes
+    table = schedules.get_schedule_table(micro_batches, chunks, stages)
+    forwards = [(Pass.FORWARD, *place) for place in table]
+    backwards = [(Pass.BACKWARD, number, chunks - 1 - chunk) for number, chunk in table]
+    for stage, operations in enumerate(interleaved(stages, chunks, micro_batches).operations):
+        group = SimpleNamespace(size=lambda: stages, rank=lambda own=stage: own)
+        link = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks)
+        _, _, warm_up, rest = schedules.get_pp_rank_microbatches(
+            micro_batches, chunks, stages, p2p_communicator=link
+        )
+        steady = [
+            each for pair in zip(forwards[warm_up:], backwards, strict=False) for each in pair
+        ]
+        expected = [*forwards[:warm_up], *steady, *backwards[rest:]]
+        assert [(one.kind, one.micro_batch, one.chunk) for one in operations] == expected
