@@ -18,6 +18,7 @@ from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packs import ScheduledPacks
 
 SAMPLES = 10_000
+SHARDS = 4
 MICRO_BATCHES = 4
 MAX_TOKENS = 4_096
 SMALL = "--model internvl-digits --cluster laptop-cpu"
@@ -154,9 +155,9 @@ def write_lines(folder: Path) -> Path:
 
 def write_shards(folder: Path) -> Path:
     """The same samples as tar shards, with their pictures."""
-    for shard in range(4):
+    for shard in range(SHARDS):
         with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
-            for number in range(shard * SAMPLES // 4, (shard + 1) * SAMPLES // 4):
+            for number in range(shard * SAMPLES // SHARDS, (shard + 1) * SAMPLES // SHARDS):
                 medium = "image" if shows_picture(number) else "text"
                 members = {"json": json.dumps(record(number, {"media_type": medium})).encode()}
                 if shows_picture(number):
@@ -166,7 +167,7 @@ def write_shards(folder: Path) -> Path:
                     member.size = len(content)
                     tar.addfile(member, io.BytesIO(content))
     path = folder / "meta.json"
-    path.write_text(json.dumps({"data": {"shards": "part-{0..3}.tar"}}))
+    path.write_text(json.dumps({"data": {"shards": f"part-{{0..{SHARDS - 1}}}.tar"}}))
     return path
 
 
