@@ -226,10 +226,12 @@ def test_a_job_keeps_its_limits_when_it_is_sized():
 
 def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, lengths):
     """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
-    for number, caps in enumerate(("--max-tokens 512 --max-tiles 8", "")):
-        plan = tmp_path / str(number)
+    few = tmp_path / "few.parquet"
+    write_lengths(make_lengths([(0, 500), *[(0, 50)] * 150]), few)
+    for data, caps in ((lengths, "--max-tokens 512 --max-tiles 8"), (few, "")):
+        plan = data.with_suffix("")
         command = (
-            f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {lengths} "
+            f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {data} "
             f"{caps} --for xtuner --no-compare --json -o {plan}"
         )
         run(capsys, command)
