@@ -60,10 +60,10 @@ def export(
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
-    check_outside("--to", to, [directory])
     if data is not None:
         _check_data(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
+    check_outside("--to", to, [directory])
     chosen = _target(files.plan, target)
     check_expressible(files, chosen)
     with status("reading the data"):
