@@ -12,6 +12,13 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _DECLARE = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _OPENS = frozenset(("if", "while", "until", "for", "select", "case", "function", "{"))
 _CLOSES = frozenset(("fi", "done", "esac", "}"))
+_READS = frozenset(("read", "mapfile", "readarray"))
+"""Commands that set variables to what they read."""
+_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[.*\]\+?=", re.DOTALL)
+_CHANGED = re.compile(
+    r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+"""Names that arithmetic sets."""
 _GOES_ON = frozenset(("then", "else", "elif", "do", "!"))
 
 
@@ -60,6 +67,8 @@ class _Reader:
         self.commands: list[Command] = []
         self.depth = 0
         self.last_operator = "\n"
+        self.above: list[dict[str, Value]] = []
+        """Variables of the shells around a subshell, from the outermost."""
 
     def read(self, tokens: list[Token]) -> None:
         words: list[Word] = []
@@ -74,7 +83,15 @@ class _Reader:
             else:
                 self._command(words)
                 words, self.last_operator = [], token.text
+                self._subshell(token.text)
         self._command(words)
+
+    def _subshell(self, operator: str) -> None:
+        """Keep what a subshell is given, and take it back at the subshell's end."""
+        if operator == "(":
+            self.above.append(dict(self.variables.values))
+        elif operator == ")" and self.above:
+            self.variables.values = self.above.pop()
 
     def _in_array(
         self, token: Token, array: tuple[Word, list[Word]]
@@ -107,8 +124,7 @@ class _Reader:
             for word in assigned:
                 self._assign(word)
             return
-        if rest[0].literal in _DECLARE:
-            self._declare(rest)
+        if self._sets(rest):
             return
         texts = [text for word in rest for text in expand(word, self.variables)]
         if texts:
@@ -119,6 +135,40 @@ class _Reader:
                     line=words[0].line,
                 )
             )
+
+    def _sets(self, words: list[Word]) -> bool:
+        """Whether a command is one that sets variables, of which nothing is run; take what it
+        sets."""
+        name, line = words[0].literal, words[0].line
+        text = "".join(piece.text for piece in words[0].pieces)
+        element = _ELEMENT.match(text)
+        if name in _DECLARE:
+            self._declare(words)
+        elif name == "unset":
+            self._unset(words[1:])
+        elif name == "let" or text.startswith("(("):
+            written = " ".join(piece.text for word in words for piece in word.pieces)
+            for match in _CHANGED.finditer(written):
+                self.variables.forget(match[1] or match[2], f"line {line} computes it")
+        elif element is not None and not words[0].pieces[0].is_quoted:
+            new = tuple(part for word in words for part in expand(word, self.variables))
+            value = (text[element.end() :], *new[1:])
+            self.variables.forget(element[1], f"line {line} sets one of its values", value)
+        elif name in _READS or (name == "printf" and len(words) > 2 and words[1].literal == "-v"):
+            for word in words[1:] if name in _READS else words[2:3]:
+                if re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
+                    self.variables.forget(word.literal or "", f"line {line} reads or prints it")
+        else:
+            return False
+        return True
+
+    def _unset(self, words: list[Word]) -> None:
+        for word in words:
+            name = word.literal or ""
+            if self.depth > 0 or self.last_operator in ("&&", "||"):
+                self.variables.forget(name, f"line {word.line} unsets it under a condition")
+            else:
+                self.variables.remove(name)
 
     def _without_control(self, words: list[Word]) -> list[Word]:
         """Words behind reserved ones, whose nesting is counted."""

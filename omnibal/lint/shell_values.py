@@ -6,6 +6,7 @@ under a condition) stands in a word as `UNKNOWN`, so that only who needs the val
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, mul, neg, pos, sub
@@ -19,6 +20,8 @@ _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*#?$!-])(?P<all>\[[@*]\])?(?:(?P<rule>:?[-=+?])(?P<other>.*))?", re.DOTALL
 )
 _NAME = re.compile(r"(?<![\w\ue000])[A-Za-z_]\w*(?![\w\ue001])")
+_TEN_BASED = re.compile(r"(?<![\w#])10#(\d{1,18})(?!\w)")
+"""A number that arithmetic is told to read in base ten, as one with leading zeros."""
 _MOST_DIGITS, _MOST_SYMBOLS = 18, 1_000
 _MOST_LETTERS = 2**20
 """Most letters of a variable's value: a launch line is far shorter, and values that double line by
@@ -97,6 +100,37 @@ class Variables:
         if isinstance(before, tuple) or isinstance(value, Unset):
             return value if isinstance(value, Unset) else (*before, value)
         return before + value
+
+    def forget(self, name: str, reason: str, words: tuple[str, ...] = ()) -> None:
+        """Take a variable's value as not known from here on.
+
+        Args:
+            words: what it may hold besides the words that it held before.
+        """
+        held = _texts(self.get(name)).split()
+        self.possible[name] = (*self.possible.get(name, ()), *held, *words)
+        self.conditions.pop(name, None)
+        self.values[name] = Unset(reason)
+
+    def remove(self, name: str) -> None:
+        """Take a variable as never set."""
+        self.values.pop(name, None)
+        self.conditions.pop(name, None)
+        self.exported.discard(name)
+
+    def listed(self, name: str) -> tuple[str, ...]:
+        """What `--set` gives for an array: words as a shell reads them.
+
+        Raises:
+            UserError: a quote of it is not closed.
+        """
+        try:
+            return tuple(shlex.split(self.given[name]))
+        except ValueError as error:
+            raise UserError(
+                f"--set {name}={self.given[name]}: is the words of an array, whose quotes must be "
+                "closed; correct it"
+            ) from error
 
     def reason(self, name: str) -> str:
         """Why a value is not known."""
@@ -190,6 +224,8 @@ def _parameter(text: str, variables: Variables) -> str | tuple[str, ...]:
     name, rule = match["name"], match["rule"]
     value = variables.get(name)
     if rule is None or rule.endswith("?"):
+        if match["all"] and name in variables.given:
+            return variables.listed(name)
         known = _known(name, variables)
         return known if match["all"] or isinstance(known, str) else known[:1] or ""
     is_set = value is not _NOT_SET and not (rule.startswith(":") and value in ("", ()))
@@ -219,7 +255,8 @@ def _arithmetic(text: str, variables: Variables) -> str:
     unknown = UNKNOWN.search(expression)
     if unknown is not None:
         return unknown[0]
-    if len(expression) > _MOST_SYMBOLS:
+    expression = _TEN_BASED.sub(lambda match: str(int(match[1])), expression)
+    if len(expression) > _MOST_SYMBOLS or "#" in expression:
         return _unknown(f"$(({text}))")
     try:
         return str(_result(ast.parse(expression.strip(), mode="eval").body))
