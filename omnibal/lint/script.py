@@ -19,6 +19,9 @@ _CHANGED = re.compile(
     r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
 """Names that arithmetic sets."""
+_PLACES = dict.fromkeys(("for", "while", "until", "select"), "in a loop") | dict.fromkeys(
+    ("function", "{"), "in a function"
+)
 _GOES_ON = frozenset(("then", "else", "elif", "do", "!"))
 
 
@@ -65,7 +68,8 @@ class _Reader:
     def __init__(self, variables: Variables) -> None:
         self.variables = variables
         self.commands: list[Command] = []
-        self.depth = 0
+        self.opened: list[str] = []
+        """Reserved words that are not closed, from the outermost."""
         self.last_operator = "\n"
         self.above: list[dict[str, Value]] = []
         """Variables of the shells around a subshell, from the outermost."""
@@ -111,10 +115,18 @@ class _Reader:
         match = _ASSIGNMENT.match(before)
         assert match is not None, before
         name, is_added = match[1], bool(match[2])
-        if self.depth > 0 or self.last_operator in ("&&", "||"):
-            self.variables.assign_perhaps(name, value, line, is_added)
+        where = self._may_be_left_out()
+        if where:
+            reason = f"line {line} sets it {where}"
+            self.variables.assign_perhaps(name, value, reason, is_added)
         else:
             self.variables.assign(name, self.variables.added(name, value) if is_added else value)
+
+    def _may_be_left_out(self) -> str:
+        """Why what stands here may not be reached, in words; empty where it is."""
+        if self.opened:
+            return _PLACES.get(self.opened[-1], "under a condition")
+        return "under a condition" if self.last_operator in ("&&", "||") else ""
 
     def _command(self, words: list[Word]) -> None:
         """Take a simple command: keep it, or set what it assigns."""
@@ -127,7 +139,8 @@ class _Reader:
         if self._sets(rest):
             return
         texts = [text for word in rest for text in expand(word, self.variables)]
-        if texts:
+        is_pattern = self.opened[-1:] == ["case"] and texts[:1] and texts[0].startswith("-")
+        if texts and not is_pattern:
             self.commands.append(
                 Command(
                     words=tuple(texts),
@@ -165,8 +178,9 @@ class _Reader:
     def _unset(self, words: list[Word]) -> None:
         for word in words:
             name = word.literal or ""
-            if self.depth > 0 or self.last_operator in ("&&", "||"):
-                self.variables.forget(name, f"line {word.line} unsets it under a condition")
+            where = self._may_be_left_out()
+            if where:
+                self.variables.forget(name, f"line {word.line} unsets it {where}")
             else:
                 self.variables.remove(name)
 
@@ -175,12 +189,12 @@ class _Reader:
         while words and words[0].literal is not None:
             reserved = words[0].literal
             if reserved in _OPENS:
-                self.depth += 1
+                self.opened.append(reserved)
                 words = self._without_loop(words) if reserved in ("for", "select") else words[1:]
                 if reserved in ("case", "function"):
                     return []
             elif reserved in _CLOSES:
-                self.depth = max(0, self.depth - 1)
+                del self.opened[-1:]
                 words = words[1:]
             elif reserved in _GOES_ON:
                 words = words[1:]
@@ -191,7 +205,8 @@ class _Reader:
     def _without_loop(self, words: list[Word]) -> list[Word]:
         name = words[1].literal if len(words) > 1 else None
         if name is not None:
-            self.variables.assign_perhaps(name, (), words[0].line, False)
+            reason = f"line {words[0].line} sets it in a loop"
+            self.variables.assign_perhaps(name, (), reason, False)
         return []
 
     def _declare(self, words: list[Word]) -> None:

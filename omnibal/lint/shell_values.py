@@ -50,8 +50,8 @@ class Variables:
     exported: set[str] = field(default_factory=set)
     possible: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Words of values that are set or added under a condition, by the variables' names."""
-    conditions: dict[str, int] = field(default_factory=dict)
-    """Line that last did so."""
+    conditions: dict[str, str] = field(default_factory=dict)
+    """Which line last did so, and where it stands."""
 
     def get(self, name: str) -> Value:
         """The value of a variable, or why it is not known."""
@@ -72,20 +72,23 @@ class Variables:
             )
         self.values[name] = value
 
-    def assign_perhaps(self, name: str, value: Value, line: int, is_added: bool) -> None:
+    def assign_perhaps(self, name: str, value: Value, where: str, is_added: bool) -> None:
         """Set a variable, or add to it, where a line may not be reached.
 
         It is known afterwards only if it had the same value before; what was known of a variable
         that is added to stays, with a mark for the rest.
+
+        Args:
+            where: which line does so, and why it may not be reached.
         """
         if not is_added and self.get(name) == value:
             return
-        self.conditions[name] = line
+        self.conditions[name] = where
         if not isinstance(value, Unset):
             words = " ".join(_parts(value)).split()
             self.possible[name] = (*self.possible.get(name, ()), *words)
         if not is_added:
-            self.values[name] = Unset(f"line {line} sets it under a condition")
+            self.values[name] = Unset(where)
         elif _unknown(name) not in _texts(self.get(name)):
             mark = _unknown(name)
             self.assign(name, self.added(name, (mark,) if isinstance(value, tuple) else f" {mark}"))
@@ -100,6 +103,11 @@ class Variables:
         if isinstance(before, tuple) or isinstance(value, Unset):
             return value if isinstance(value, Unset) else (*before, value)
         return before + value
+
+    def without_rest(self, name: str) -> str | None:
+        """What a variable has for certain, where more is added that is not known; else None."""
+        text, mark = _texts(self.get(name)), _unknown(name)
+        return " ".join(text.replace(mark, " ").split()) if mark in text else None
 
     def forget(self, name: str, reason: str, words: tuple[str, ...] = ()) -> None:
         """Take a variable's value as not known from here on.
@@ -138,7 +146,7 @@ class Variables:
         if not re.fullmatch(r"\w+", name):
             return "it is the output of a command, and none is run"
         if name in self.conditions:
-            return f"line {self.conditions[name]} sets it under a condition"
+            return self.conditions[name]
         return value.reason if isinstance(value, Unset) else "it is made of such a value"
 
 

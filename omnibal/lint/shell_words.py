@@ -115,7 +115,9 @@ class _Scanner:
         end = self._closing_bracket(self.at) + 1
         if not self.text.startswith("))", end - 2):
             return self._operator()
-        return Word((self._until(end - 1, Piece(self.text[self.at : end], False, True))), self.line)
+        piece, line = Piece(self.text[self.at : end], False, True), self.line
+        self.at = end
+        return Word((piece,), line)
 
     def _end_of_line(self) -> int:
         end = self.text.find("\n", self.at)
