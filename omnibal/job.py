@@ -147,7 +147,11 @@ class JobSpec:
         assert self.exchange is not None
         features, columns = workload.features.copy(), exposed_columns(self.cost.features)
         features[:, columns] = self.exchange.exposed_ms(features[:, : -len(columns)])
-        return replace(workload, features=features)
+        if workload.unpadded is None:
+            return replace(workload, features=features)
+        unpadded = workload.unpadded.copy()
+        unpadded[:, columns] = features[:, columns]
+        return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Costs of units on packs of every level; without levels, `cost` alone.
@@ -175,13 +179,13 @@ class JobSpec:
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
-        features = trained_features(
-            features,
-            names,
-            padded=self.padded.applies(self.parallel.pipeline),
-            whole_loss=self.rules.head_on_all_tokens,
-        )
-        workload = Workload.of_shares(shares, features, self.parallel.data)
+        whole_loss = self.rules.head_on_all_tokens
+        unpadded = trained_features(features, names, padded=False, whole_loss=whole_loss)
+        if self.padded.applies(self.parallel.pipeline):
+            padded = trained_features(features, names, padded=True, whole_loss=whole_loss)
+            workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
+        else:
+            workload = Workload.of_shares(shares, unpadded, self.parallel.data)
         workload = workload.in_groups_of(self.in_step)
         if self.exchange is not None:
             workload = self._with_exchange(workload)

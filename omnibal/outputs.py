@@ -77,6 +77,21 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
             )
 
 
+def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
+    """Refuse a folder to make that lies in one of the folders that the command reads.
+
+    Raises:
+        UserError: it does.
+    """
+    real = Path(os.path.realpath(folder))
+    for read in inputs:
+        if real.is_relative_to(os.path.realpath(read)):
+            raise UserError(
+                f"{option} {folder}: lies in {read}, which this command reads; an output must not "
+                f"change an input: choose another {option}"
+            )
+
+
 def is_same_file(path: Path, other: Path) -> bool:
     """Whether two paths lead to one file, also by links; neither needs to exist."""
     if os.path.realpath(path) == os.path.realpath(other):

@@ -148,7 +148,7 @@ class Target(Frozen):
             if most is not None and size > most:
                 raise UserError(
                     f"{option} {size} was given for {self.title}, whose {name} size is at most "
-                    f"{most}: give {option} {most}"
+                    f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
                 )
 
 

@@ -9,12 +9,14 @@ from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.errors import UserError
 from omnibal.files import check_new_folder
-from omnibal.outputs import check_folder
+from omnibal.outputs import check_folder, check_outside
 from omnibal.plan import Plan, plan_files
 from omnibal.report.table import Facts
 from omnibal.targets import TARGETS, Target, TargetName
 
 _MOST_WORKERS = 256
+_PARQUET = b"PAR1"
+"""How every Parquet file begins."""
 
 
 def export(
@@ -45,6 +47,7 @@ def export(
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.check import open_plan
     from omnibal.data.annotations import Annotations
+    from omnibal.data.counted_elsewhere import cached_folder
     from omnibal.data.loongforge_manifest import is_manifest, read_manifest
     from omnibal.export.directory import (
         check_expressible,
@@ -57,12 +60,17 @@ def export(
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
     check_folder("--to", to, inputs)
+    if data is not None:
+        _check_data(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
+    check_outside("--to", to, [directory])
     chosen = _target(files.plan, target)
     check_expressible(files, chosen)
     with status("reading the data"):
         manifest = read_manifest(data) if data is not None and is_manifest(data) else None
         annotations = None if data is None or manifest else Annotations.open(data)
+    if annotations is not None:
+        check_outside("--to", to, annotations.shard_folders)
     given = given_plan(files, chosen, annotations, to.absolute(), workers)
     if manifest is not None:
         given = with_manifest(given, manifest)
@@ -90,6 +98,30 @@ def export(
     ]
     facts = Facts(f"For {chosen.title}, simulated", entries)
     print_result(as_json, result, facts, f"what to run: {to / 'RUN.md'}")
+
+
+def _check_data(data: Path, *, is_counted: bool) -> None:
+    """Refuse what holds lengths of samples, and not the samples themselves."""
+    wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
+    if is_counted:
+        raise UserError(
+            f"--data {data}: is a dataset that ms-swift has counted, and not the samples; give the "
+            "JSONL that it was made from"
+        )
+    if data.is_dir():
+        raise UserError(f"--data {data}: is a folder; {wanted}")
+    if _is_parquet(data):
+        raise UserError(
+            f"--data {data}: is a Parquet file, as of lengths, and not the samples; {wanted}"
+        )
+
+
+def _is_parquet(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_PARQUET)) == _PARQUET
+    except OSError:  # of which the reader of the data tells
+        return False
 
 
 def _target(plan: Plan, given: TargetName | None) -> Target:

@@ -351,5 +351,9 @@ def refuse_given(context: typer.Context, options: Sequence[str], why: str) -> No
     sources = {name: context.get_parameter_source(name) for name in options}
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
-        listed = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        # Of an option with two names, such as --compare, the one of the two that was given.
+        listed = ", ".join(
+            f"--{'no-' if context.params[name] is False else ''}{name.replace('_', '-')}"
+            for name in given
+        )
         raise UserError(f"{listed} cannot be given: {why}; leave it out")

@@ -28,14 +28,23 @@ def side_by_side(costs: Sequence[CostModel]) -> CostModel:
     return replace(first, features=first.features * len(costs), units=units)
 
 
-def features_of(workload: Workload, cost: CostModel) -> np.ndarray:
+def features_of(
+    workload: Workload, cost: CostModel, *, without_padding: bool = False
+) -> np.ndarray:
     """Features of a workload in the blocks of their levels, as `cost` has them.
-    [rows, levels * features]"""
+    [rows, levels * features]
+
+    Args:
+        without_padding: whether the padding of packs to the longest is left out.
+    """
+    features = workload.features
+    if without_padding and workload.unpadded is not None:
+        features = workload.unpadded
     if cost.levels == 1:
-        return workload.features
-    rows, count = workload.features.shape
+        return features
+    rows, count = features.shape
     blocks = np.zeros((rows, cost.levels, count))
-    blocks[np.arange(rows), workload.level] = workload.features
+    blocks[np.arange(rows), workload.level] = features
     return blocks.reshape(rows, -1)
 
 

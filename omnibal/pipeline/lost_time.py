@@ -45,7 +45,7 @@ class CauseTimes:
     silent: StageTimes
     """Times without that and without tensor-parallel collectives."""
     needed: StageTimes
-    """Times without either and without work on padding."""
+    """Times without either and without work on padding, of heads and of packs."""
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
         """The same of some of the micro-batches."""
@@ -63,7 +63,8 @@ def causes_of(
     """Times of the workload's rows by the costs, with one cause less each."""
 
     def without(*causes: _Cause) -> StageTimes:
-        return workload_times(_without(cost, causes), stages_at, workload)
+        bare, is_needed = _without(cost, causes), _padding in causes
+        return workload_times(bare, stages_at, workload, without_padding=is_needed)
 
     all_ = without()
     return CauseTimes(

@@ -380,9 +380,10 @@ def _even_ms(problem: SearchProblem) -> float:
 def _infeasible(problem: SearchProblem, least_peak: float) -> str:
     """The smallest cap that some split would fit, and what else would help."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
-    stages = f"{problem.stages} pipeline stages{limits_in_words(problem.rules)}"
+    limits = limits_in_words(problem.rules, problem.model, problem.stages)
+    stages = f"{problem.stages} pipeline stages{limits}"
     # The first stage has more micro-batches in flight the more stages there are.
-    fixed = problem.rules.encoders_on_first
+    fixed = problem.rules.encoders_on_first and problem.model.encoders
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"
     )

@@ -35,6 +35,11 @@ class StageMemory(Frozen):
         )
 
 
+_IN_WORDS = {"expert_wait_ms": "wait in step"}
+"""Names of entries in words that are not those of their fields: ranks that divide weights wait for
+one another too, without experts."""
+
+
 class LostTime(Frozen):
     """Breakdown of a mean step's time into entries that add up to the step, in ms.
 
@@ -44,8 +49,8 @@ class LostTime(Frozen):
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
     expert_wait_ms: float = 0.0
-    """Waiting of ranks that share out experts for one another in every pass, and the empty
-    micro-batches by which they stay in step."""
+    """Waiting of ranks that share out experts, or that divide weights, for one another in every
+    pass, and the empty micro-batches by which they stay in step."""
     context_exchange_ms: float = 0.0
     """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
     communication_ms: float
@@ -54,7 +59,8 @@ class LostTime(Frozen):
     weight_update_ms: float
     recompute_ms: float
     padding_ms: float
-    """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks."""
+    """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks, and
+    on tokens that pad packs to the longest, for trainers that do."""
     stage_imbalance_ms: float
     """Stages that take longer than others; 0 where equal ones would be no faster, as with few
     micro-batches that suit unequal ones."""
@@ -77,7 +83,10 @@ class LostTime(Frozen):
         """The entries from the ideal up, by their names in words; those of shared packs and experts
         only where there are any."""
         entries = reversed(list(self.model_dump().items()))
-        return {name.removesuffix("_ms").replace("_", " "): ms for name, ms in entries}
+        return {
+            _IN_WORDS.get(name, name.removesuffix("_ms").replace("_", " ")): ms
+            for name, ms in entries
+        }
 
 
 class DataParallelExchange(Frozen):

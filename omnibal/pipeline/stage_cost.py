@@ -59,15 +59,21 @@ class StageTimes:
 
 
 def workload_times(
-    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    *,
+    without_padding: bool = False,
 ) -> StageTimes:
     """Times of every row of a workload, each on the stages of its own level. [rows, ...]
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+        without_padding: whether the padding of packs to the longest is left out.
     """
-    return _times(cost, stages_at, features_of(workload, cost))
+    features = features_of(workload, cost, without_padding=without_padding)
+    return _times(cost, stages_at, features)
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:

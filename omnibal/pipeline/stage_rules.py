@@ -50,14 +50,15 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
         )
 
 
-def limits_in_words(rules: StageRules) -> str:
+def limits_in_words(rules: StageRules, model: ModelConfig, stages: int) -> str:
     """Limits of what stages hold, for a message on memory, such as " with all encoders on the first
-    stage"; empty where there are none. Whatever is said of recomputation, all layers may be."""
+    stage"; empty where none limits so many stages of the model. Whatever is said of recomputation,
+    all layers may be."""
     limits = []
-    if rules.encoders_on_first:
+    if rules.encoders_on_first and model.encoders and stages > 1:
         limits.append("all encoders on the first stage")
-    if rules.encoders_whole:
+    if rules.encoders_whole and model.encoders:
         limits.append("encoders whole on every tensor-parallel rank")
-    if rules.language_everywhere:
+    if rules.language_everywhere and stages > 1:
         limits.append("a layer of the language model on every stage")
     return f", with {words(limits)}," if limits else ""

@@ -46,6 +46,9 @@ class Workload:
     is_empty: np.ndarray = field(default_factory=_none_empty)
     """Whether the row is an empty micro-batch, which a rank runs to be in step, [rows]; False where
     it is not given."""
+    unpadded: np.ndarray | None = None
+    """The features without the padding of packs to the longest, [rows, features]; None where packs
+    are not padded."""
     encoding: Encoding | None = None
     """Encoders beside the pipeline, whose waits are features of the rows too; None where they are
     units of the stages, or not chosen yet."""
@@ -70,10 +73,18 @@ class Workload:
         )
 
     @classmethod
-    def of_shares(cls, shares: Shares, features: np.ndarray, data_parallel_size: int) -> "Workload":
-        """Build the workload of shares with these features [shares, features]."""
+    def of_shares(
+        cls,
+        shares: Shares,
+        features: np.ndarray,
+        data_parallel_size: int,
+        unpadded: np.ndarray | None = None,
+    ) -> "Workload":
+        """Build the workload of shares with these features [shares, features], and with what they
+        are without padding, if they are padded."""
         return cls(
             features=features,
+            unpadded=unpadded,
             step=shares.step,
             dp_rank=shares.dp_rank,
             slot=shares.slot,
@@ -99,11 +110,9 @@ class Workload:
         step = np.concatenate([self.step, empty.step])
         dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
         slot = np.concatenate([self.slot, empty.slot])
-        features = np.zeros((len(step), self.features.shape[1]))
-        features[:, 0] = 1  # what every micro-batch costs
-        features[: len(self)] = self.features
         whole = Workload(
-            features=features,
+            features=_with_empty(self.features, len(empty)),
+            unpadded=None if self.unpadded is None else _with_empty(self.unpadded, len(empty)),
             step=step,
             dp_rank=dp_rank,
             slot=slot,
@@ -139,6 +148,7 @@ class Workload:
         return replace(
             self,
             features=self.features[picked],
+            unpadded=None if self.unpadded is None else self.unpadded[picked],
             step=self.step[picked],
             dp_rank=self.dp_rank[picked],
             slot=self.slot[picked],
@@ -159,3 +169,10 @@ class Workload:
             context=np.ones_like(self.context),
             in_step=1,
         )
+
+
+def _with_empty(features: np.ndarray, count: int) -> np.ndarray:
+    """Features of rows, and behind them those of so many empty micro-batches."""
+    empty = np.zeros((count, features.shape[1]))
+    empty[:, 0] = 1  # what every micro-batch costs
+    return np.concatenate([features, empty])

@@ -167,7 +167,7 @@ def test_waits_for_experts_have_a_name():
         loose_ms = float(simulate_run(cost, stages, plain).step_ms.mean())
         alone = lost_time(cost, [stages], plain, loose_ms)
         assert lost.expert_wait_ms == pytest.approx(step_ms - loose_ms)
-        named += "expert wait" in lost.named()
+        named += "wait in step" in lost.named()
         assert alone == lost.model_copy(update={"expert_wait_ms": 0.0})
         assert "expert_wait_ms" not in alone.model_dump()
     assert named

@@ -293,6 +293,8 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
     write_data(299, tmp_path / "fewer.jsonl")
     broken = tmp_path / "broken.jsonl"
     broken.write_text(data.read_text().replace("assistant", "nobody", 1))
+    (tmp_path / "counted").mkdir()
+    (tmp_path / "counted/state.json").write_text('{"_data_files": []}')
     unlimited = tmp_path / "unlimited"
     made = make_plan(request(lengths=example_lengths(origin_of(small_case().files.plan.model))))
     save_plan(made, unlimited)
@@ -303,6 +305,10 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((plan, "--to", data / "export"), "is not a directory"),
         ((plan, "--to", folder, "--data", tmp_path / "fewer.jsonl"), "has 299 samples, and the"),
         ((plan, "--to", folder, "--data", folder), "is or holds"),
+        ((plan, "--to", plan / "export"), f"lies in {plan}"),
+        ((plan, "--to", folder, "--data", plan / "packs.parquet"), "is a Parquet file"),
+        ((plan, "--to", folder, "--data", tmp_path / "counted"), "JSONL that it was made from"),
+        ((plan, "--to", folder, "--data", plan), "is a folder"),
         ((plan, "--to", folder, "--data", broken), "must be one of system, human"),
         ((unlimited, "--to", folder), "name one with --for"),
         ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),

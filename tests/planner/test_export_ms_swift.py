@@ -24,7 +24,7 @@ from omnibal.export.directory import given_plan, make_export
 from omnibal.export.expressible import first_obstacle
 from omnibal.export.ms_swift import export
 from omnibal.export.ms_swift_records import row_of, write_rows
-from omnibal.export.scripts.check_packs import counted_lengths, difference
+from omnibal.export.scripts.check_packs import counted_lengths, difference, verdict
 from omnibal.pipeline.stage import Stage
 from omnibal.targets import TARGETS, TargetName
 
@@ -250,13 +250,22 @@ def test_the_check_of_packs_tells_what_differs(tmp_path):
     command = [sys.executable, script, tmp_path / "longer"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert ended.stdout.startswith("pack 0 is another: 1 of 300 lengths differ, first row 0")
+    assert ended.stdout.startswith("pack 0 is another: 1 of 300 lengths differ (row 0 has")
+    command[-1] = tmp_path / "nowhere"
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and not ended.stdout
+    assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert difference(counted_lengths(tmp_path / "same"), tokens, packs) is None
+    assert verdict(tokens, tokens, packs)[0].startswith("as planned: ")
+    row = packs.index(packs[-1]) + 1  # not its pack's first, and the pack has room
+    other = [*tokens[:row], tokens[row] - 1, *tokens[row + 1 :]]
+    told, status = verdict(other, tokens, packs)
+    assert status == 0 and f"1 of 300 lengths differ (row {row} has {other[row]} for" in told
     assert difference(tokens[:-1], tokens, packs).startswith("299 rows were counted, and the plan")
     rows = list(range(300))
     swapped = [rows[packs.index(1)], *rows[1 : packs.index(1)], 0, *rows[packs.index(1) + 1 :]]
     told = difference([tokens[row] for row in swapped], tokens, packs)
-    assert told is not None and "2 of 300 lengths differ, first row 0" in told
+    assert told is not None and "2 of 300 lengths differ (row 0 has" in told
 
 
 def test_an_export_without_data_says_how_to_use_the_order(tmp_path):

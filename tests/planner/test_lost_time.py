@@ -147,6 +147,16 @@ def test_each_other_cause_has_its_own_entry():
         expect(found, **{entry: 21 / 2}, **usual)
 
 
+def test_padding_of_packs_is_padding():
+    """Prevents: time spent on padding that the table calls ideal, as if it were needed."""
+    padded = workload_of([[[2.0] * 5]])
+    needed = replace(padded, unpadded=workload_of([[[1.0] * 5]]).features)
+    usual = {"bubble_ms": 6.0, "ideal_ms": 15.0}
+    expect(lost(plain_cost((1, 1, 1)), STAGES, needed), padding_ms=21, **usual)
+    even = replace(padded, unpadded=padded.features)
+    expect(lost(plain_cost((1, 1, 1)), STAGES, even), bubble_ms=12, ideal_ms=30)
+
+
 def test_random_pipelines_lose_nothing_twice():
     """Prevents an entry that is counted twice or not at all, with idle ranks and uneven steps."""
     rng = np.random.default_rng(0)

@@ -114,7 +114,10 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
     ("options", "message"),
     [
         ("--for xtuner --pp 2", "--pp 2 was given for XTuner v1, whose pipeline size is at most 1"),
-        ("--for ms-swift-deepspeed --tp 2", "give --tp 1"),
+        (
+            "--for ms-swift-deepspeed --tp 2",
+            "plan with `omnibal plan --for ms-swift-deepspeed --tp 1`",
+        ),
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
         ("--for mindspeed-mm --limit loss_tokens=99", "packs by tokens alone"),
         ("--for loongforge --encoder beside", "--encoder beside was given with --for loongforge"),
@@ -124,7 +127,7 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
         ("--for loongforge --method parameter", "--method cannot be given: with --for"),
         ("--for loongforge --recompute none", "--recompute cannot be given: with --for"),
         ("--for loongforge --curriculum-steps 2", "--curriculum-steps cannot be given"),
-        ("--no-compare", "--compare cannot be given: it goes with --for"),
+        ("--no-compare", "--no-compare cannot be given: it goes with --for"),
         ("--for nobody", "'nobody' is not one of"),
     ],
 )

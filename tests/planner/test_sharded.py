@@ -9,14 +9,21 @@ from omnibal.config import ClusterConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import trained_features
 from omnibal.cost.sharded import ShardedExchange
+from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import once_a_step, workload_times
+from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan_data import SampleData
 from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import TARGETS, Sharding, StageRules, TargetName
+from omnibal.targets import TARGETS, Padding, Sharding, StageRules, TargetName
 from omnibal.units import unit_names
 from tests.planner.plan_cases import example_lengths
 
@@ -176,6 +183,38 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
     whole = trained_features(packs, names, padded=True, whole_loss=True)
     assert whole[:, 4].tolist() == [1_000, 1_000]
     assert trained_features(packs, names, padded=False, whole_loss=False) is packs
+
+
+def test_padding_of_packs_is_told_from_needed_work() -> None:
+    """Prevents: padding counted as needed work, or any of it where packs are equally long."""
+    padded = JobSpec(
+        model=MODEL, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1, data=4),
+        precision="bf16", **limits_of(TargetName.XTUNER),
+    )  # fmt: skip
+    plain, lengths = replace(padded, padded=Padding.NOWHERE), example_lengths(count=200)
+    longest = int(lengths.tokens.max())
+    equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))
+    for samples, is_even in ((lengths, False), (equal, True)):
+        data = SampleData(
+            lengths=samples, caps=Caps.of(tiles=30, tokens=longest),
+            packing=PackingMethod.BALANCED, packs_per_step=8, epochs=1, seed=0,
+        )  # fmt: skip
+        packs = data.schedule(padded)
+        lost, needed = lost_of(padded, *packs), lost_of(plain, *packs)
+        assert lost.ideal_ms == pytest.approx(needed.ideal_ms)
+        of_packs_ms = lost.padding_ms - needed.padding_ms  # besides that of attention heads
+        assert (of_packs_ms == pytest.approx(0, abs=1e-9)) == is_even
+        assert of_packs_ms > -1e-9
+
+
+def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
+    """Breakdown of the mean step on one stage, which adds up to it."""
+    stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, ())
+    once = once_a_step(job.cost, stages)
+    step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
+    lost = lost_time(job.cost, [stages], workload, float(step_ms.mean()))
+    assert sum(lost.named().values()) == pytest.approx(step_ms.mean())
+    return lost
 
 
 def test_tokens_without_loss_cost_the_head_too() -> None:

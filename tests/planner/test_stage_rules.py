@@ -26,6 +26,7 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
+from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.units import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import write_plan
@@ -162,6 +163,18 @@ def test_more_stages_than_rules_allow_are_refused():
         job_spec(rules=rules, parallel=Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
             job_spec(rules=rules, parallel=Parallel(pipeline=most + 1))
+
+
+def test_a_message_names_the_limits_that_bind():
+    """Prevents: text-only models, or one stage, said not to fit because of encoders' places."""
+    rules = TARGETS[TargetName.MS_SWIFT].stages
+    images, text = load_model("internvl-digits"), load_model("llama3.1-8b")
+    assert limits_in_words(rules, text, 2) == ""
+    assert "all encoders on the first stage" in limits_in_words(rules, images, 2)
+    assert "first stage" not in limits_in_words(rules, images, 1)
+    everywhere = StageRules(language_everywhere=True)
+    assert limits_in_words(everywhere, text, 1) == ""
+    assert "a layer of the language model" in limits_in_words(everywhere, text, 2)
 
 
 def test_sizes_are_those_of_the_trainer():

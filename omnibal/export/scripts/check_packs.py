@@ -3,7 +3,8 @@
     swift export ... --to_cached_dataset true --output_dir counted
     python check_packs.py counted/train
 
-Needs pyarrow alone, which ms-swift brings. Exit status 1 where packs would differ.
+Needs pyarrow alone, which ms-swift brings. Exit status 1 where packs would differ, and 2 where
+files cannot be read.
 """
 
 import argparse
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+SHOWN = 3
+"""Rows of other lengths that are named."""
 
 
 def counted_lengths(folder: Path) -> list[int]:
@@ -63,17 +67,35 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
         return None
     both = zip([*found, None], [*expected, None], strict=False)
     first = next(number for number, (one, other) in enumerate(both) if one != other)
-    differ = [
-        row for row, pair in enumerate(zip(counted, planned, strict=True)) if len({*pair}) > 1
-    ]
-    told = f"pack {first - 1} is another: "
-    if not differ:
+    told, lengths = f"pack {first - 1} is another: ", other_lengths(counted, planned)
+    if lengths is None:
         return told + "yet all lengths are the plan's; train.jsonl is not of this order.parquet"
-    row = differ[0]
-    return told + (
-        f"{len(differ)} of {len(counted)} lengths differ, first row {row}, which has "
-        f"{counted[row]} tokens, and {planned[row]} in the plan: plan with these lengths"
+    return told + f"{lengths}: plan with these lengths"
+
+
+def other_lengths(counted: list[int], planned: list[int]) -> str | None:
+    """How many rows have not the tokens of the plan, and the first of them; None if all have."""
+    pairs = list(zip(counted, planned, strict=True))
+    differ = [row for row, (one, other) in enumerate(pairs) if one != other]
+    if not differ:
+        return None
+    named = [f"row {row} has {counted[row]} for {planned[row]}" for row in differ[:SHOWN]]
+    more = ", ..." if len(differ) > SHOWN else ""
+    return f"{len(differ)} of {len(counted)} lengths differ ({', '.join(named)}{more})"
+
+
+def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
+    """What to print, and the exit status."""
+    told = difference(counted, planned, packs)
+    if told is not None:
+        return told, 1
+    count, lengths = (
+        f"{packs[-1] + 1} packs of {len(planned)} rows",
+        other_lengths(counted, planned),
     )
+    if lengths is None:
+        return f"as planned: {count}", 0
+    return f"packs are as planned: {count}; but times and memory are of other lengths: {lengths}", 0
 
 
 def main() -> int:
@@ -85,11 +107,24 @@ def main() -> int:
         "--order", type=Path, default=order_file, help="order.parquet of the export"
     )
     arguments = parser.parse_args()
-    order = pq.read_table(arguments.order, columns=["tokens", "pack"])
-    planned, packs = order["tokens"].to_pylist(), order["pack"].to_pylist()
-    told = difference(counted_lengths(arguments.counted), planned, packs)
-    print(told or f"as planned: {packs[-1] + 1} packs of {len(planned)} rows")
-    return 0 if told is None else 1
+    try:
+        counted = counted_lengths(arguments.counted)
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        return failed(f"{arguments.counted}: no folder `train` of a cached dataset", error)
+    try:
+        order = pq.read_table(arguments.order, columns=["tokens", "pack"])
+    except (OSError, ValueError, pa.ArrowException) as error:
+        return failed(f"{arguments.order}: no order.parquet of an export", error)
+    told, status = verdict(counted, order["tokens"].to_pylist(), order["pack"].to_pylist())
+    print(told)
+    return status
+
+
+def failed(what: str, error: Exception) -> int:
+    """Print what could not be read, on one line, and return the exit status."""
+    why = " ".join(str(error).split())
+    print(f"error: {what} ({type(error).__name__}: {why})", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
