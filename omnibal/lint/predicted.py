@@ -204,10 +204,10 @@ def memory_finding(launched: Launched, line: Costed) -> Finding | None:
         severity="warning",
         message=(
             f"stage {heaviest} is predicted to take {peaks[heaviest]:,.1f} GiB of a device, and "
-            f"{cap_gib:,.1f} of the {cluster.memory_gib:,.0f} of {cluster.name} can be planned with "
-            f"({cap_gib / cluster.memory_gib:.0%}; the rest is for what is not predicted); {over} of "
-            f"{len(peaks)} stages take more: recompute more layers, divide the model further, or "
-            "name your devices by --cluster and --memory-gib"
+            f"{cap_gib:,.1f} of the {cluster.memory_gib:,.0f} of {cluster.name} may be planned "
+            f"with ({cap_gib / cluster.memory_gib:.0%}; the rest is for what is not predicted); "
+            f"{over} of {len(peaks)} stages take more: recompute more layers, divide the model "
+            "further, or name your devices by --cluster and --memory-gib"
         ),
         source=f"the prediction below, with costs {line.prediction.cost_source}",
     )
