@@ -84,11 +84,16 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
 
 
 def training_obstacles(plan: Plan) -> list[str]:
-    """Reasons why a valid plan cannot be trained, a sentence each; empty if it can."""
+    """Reasons why a valid plan cannot be trained, a sentence each; empty if it can.
+
+    What another trainer than this project's may have does not stand in the way of a plan for it.
+    """
     obstacles = []
     if plan.data is None:
         obstacles.append("the plan is of shapes only, without data: it cannot be trained")
-    elif plan.data.origin is None:
+    if plan.made_for is not None:
+        return obstacles
+    if plan.data is not None and plan.data.origin is None:
         obstacles.append(
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
@@ -322,17 +327,26 @@ def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> s
     sizes = np.diff(packs.packs.offsets)
     _refuse_rows(sizes < 1, "is empty", "every pack must hold a sample")
     sample_epoch = np.repeat(packs.epoch, sizes)
+    left_out = 0
     for epoch in range(data.epochs):
         samples = packs.packs.samples[sample_epoch == epoch]
         inside = samples[(samples >= 0) & (samples < len(lengths))]
         times = np.bincount(inside, minlength=len(lengths))
-        if len(inside) < len(samples) or (times != 1).any():
+        left_out += int(np.count_nonzero(times == 0))
+        if len(inside) < len(samples) or (times > 1).any() or left_out > data.left_out:
             raise UserError(
                 f"epoch {epoch} leaves out {np.count_nonzero(times == 0):,} of {len(lengths):,} "
                 f"samples, repeats {np.count_nonzero(times > 1):,}, and names "
                 f"{len(samples) - len(inside):,} that do not exist; each must come exactly once; "
                 f"{_ANEW}"
             )
+    if left_out != data.left_out:
+        raise UserError(
+            f"plan.json says that {data.left_out:,} samples are left out, and {left_out:,} are; "
+            f"the two must be equal; correct data.left_out or {_ANEW}"
+        )
+    if left_out:
+        return f"no sample comes twice in an epoch, and {left_out:,} are left out, as planned"
     return f"every one of {len(lengths):,} samples comes exactly once in each epoch"
 
 

@@ -61,6 +61,9 @@ class DataPlan(Shapes):
     packs_per_step: Count
     """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
     samples: Count
+    left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
+    """Samples of all epochs that are in no pack, as the trainer that the plan is for runs full
+    steps alone."""
     packs: Count
     steps: Count
     curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0

@@ -10,6 +10,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.config import ModelConfig
+from omnibal.data.full_steps import whole_steps
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -178,7 +179,8 @@ class SampleData:
         return replace(self, lengths=draw_samples(self.lengths, most, self.seed))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time.
+        """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time,
+        without what no full step has where the rules ask for full ones.
 
         Raises:
             UserError: a sample exceeds the caps, or an epoch has fewer packs than ranks.
@@ -192,6 +194,8 @@ class SampleData:
         if self.rules.next_fit:
             load = self._load(job)(packs.packs)
             packs = as_formed(packs, lengths, load, sizes.data, self.packs_per_step)
+        if self.rules.full_steps:
+            packs = whole_steps(packs, self.packs_per_step, sizes.data)
         return packs, lengths
 
     def least_caps(self) -> Caps:
@@ -595,6 +599,7 @@ def describe_data(
         packs_per_step=packs_per_step,
         micro_batches_per_step=micro_batches_per_step,
         samples=len(lengths),
+        left_out=epochs * len(lengths) - len(packs.packs.samples),
         packs=len(packs),
         steps=packs.steps,
         lengths_sha256=lengths.sha256,

@@ -64,6 +64,8 @@ DEFAULT_IMAGE_SHARE = 0.5
 IMAGE_TOKENS = 1_024
 """Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
 token is of 32 x 32, as in Qwen3-VL."""
+_ROOM_OF_CAPS = 1.25
+"""Tokens of the smallest packs that are compared, of the longest sample's, at most."""
 _DATA_OPTIONS = (
     "image_share lengths max_tiles max_tokens limit micro_batches epochs seed packing levels "
     "curriculum_steps window dispatch"
@@ -638,7 +640,11 @@ def _usual_samples_per_step(
     if target is None or not target.has_data_parallelism_alone:
         return usual
     if caps is None:
-        return max(usual, usual_samples_per_step(gpus, 1))
+        # A pack has room for the longest sample at least, and so for many of the mean length. Caps
+        # are compared on samples that are drawn, of another mean.
+        of_mean = float(samples.tokens.max() / samples.tokens.mean())
+        fill = math.ceil(_ROOM_OF_CAPS * gpus * of_mean)
+        return max(usual, usual_samples_per_step(gpus, 1), fill)
     return max(usual, math.ceil(gpus * caps["tokens"] / samples.tokens.mean()))
 
 

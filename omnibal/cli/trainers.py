@@ -96,15 +96,17 @@ def notes_for(target: Target | None, result: "PlanResult") -> list[str]:
     if target.name is TargetName.XTUNER and result.plan.model.encoders:
         notes.append(f"WARNING: {_IMAGES_LOST}")
     if result.data is not None and result.plan.data is not None:
-        packs, wanted = result.data[0], result.plan.data.packs_per_step
-        sizes = np.bincount(packs.step)
-        odd = np.flatnonzero(sizes != wanted)
-        if len(odd) and target.packs.full_steps:
-            rows = np.flatnonzero(np.isin(packs.step, odd))
-            samples = int(np.diff(packs.packs.offsets)[rows].sum())
+        data, size = result.plan.data, int(np.bincount(result.data[0].step).max())
+        if size < data.packs_per_step:
             notes.append(
-                f"the last step has {len(rows):,} of {wanted:,} packs, which {target.title} leaves "
-                f"out, with their {samples:,} samples; other --micro-batches or caps may fill it"
+                f"the data is less than a step of {data.packs_per_step:,} packs: steps have "
+                f"{size:,}; fewer --micro-batches or lower caps would fill more"
+            )
+        if data.left_out:
+            notes.append(
+                f"{data.left_out:,} of {data.epochs * data.samples:,} samples are left out of the "
+                f"plan: they would be a last step that is not full, which {target.title} does not "
+                "train; other --micro-batches or caps may fill it"
             )
     return notes
 

@@ -2,20 +2,52 @@
 
 Where packs are trained as they are given, the lightest ones are split until they fill a step. Where
 the trainer packs by next fit, parts of a pack would come together again: there all samples are
-dealt to so many packs more, which are smaller.
+dealt to so many packs more, which are smaller. What fills no step all the same is left out.
 """
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
 from omnibal.data.fit import Seed
 from omnibal.data.level import Leading, deal_level
-from omnibal.data.packs import Packs
+from omnibal.data.packs import Packs, ScheduledPacks
+from omnibal.errors import UserError
 
 _MOST_MERGING = 0.02
 """Share of packs that may come together with the next one before any trade places."""
+
+
+def size_of_step(packs: int, packs_per_step: int, ranks: int) -> int:
+    """Packs of every step of so many packs: what a step should have, or, where there are fewer, as
+    many as ranks have equally many of; 0 where there are fewer than ranks."""
+    return min(packs_per_step, packs // ranks * ranks)
+
+
+def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> ScheduledPacks:
+    """Leave out what no step of equally many packs has: what is over of every epoch.
+
+    Args:
+        packs: of which every step but an epoch's last has `packs_per_step`.
+        packs_per_step: of all ranks together, a multiple of `ranks`.
+        ranks: data-parallel ones; their packs of a step differ by one at most.
+
+    Raises:
+        UserError: an epoch has fewer packs than ranks.
+    """
+    fewest = int(np.bincount(packs.epoch).min())
+    size = size_of_step(fewest, packs_per_step, ranks)
+    if not size:
+        raise UserError(
+            f"an epoch has {fewest:,} packs for {ranks:,} data-parallel ranks, each of which needs "
+            "one in every step: give more samples, fewer ranks, or a lower --max-tokens"
+        )
+    is_whole = np.bincount(packs.step) >= size
+    kept = np.flatnonzero(is_whole[packs.step] & (packs.slot < size // ranks))
+    left = packs.take(kept)
+    return replace(left, step=np.unique(left.step, return_inverse=True)[1])
 
 
 def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.ndarray]) -> Packs:

@@ -6,13 +6,15 @@ packs of a plan would come together where the second one's first sample still fi
 
 Three things keep packs apart. A full pack is as large as the largest pack of the plan, each begins
 with its largest sample, and where a pack's room would still do for the next one's, packs of a step
-change places. What comes together all the same is what the plan's packs are then.
+change places. What comes together all the same is what the plan's packs are then. Where these leave
+a step short, a lower packing length may fill it.
 """
 
 from dataclasses import replace
 
 import numpy as np
 
+from omnibal.data.full_steps import size_of_step
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.errors import UserError
@@ -46,6 +48,48 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
     while bounds[-1] < len(tokens):
         bounds.append(ends[bounds[-1]])
     return np.array(bounds, np.int64)
+
+
+def filling_steps(
+    tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
+) -> np.ndarray:
+    """Bounds of the packs of an epoch by next fit, with the packing length that loses fewest
+    samples in a last step that is not full. int64 [packs + 1]
+
+    Lengths are tried by halving, towards the longest whose packs fill one more step. That step is
+    the most that a plan gets longer by. Of lengths that lose as many, the fewest packs are taken.
+
+    Args:
+        tokens: of all samples, [samples], in the order in which they are packed.
+        packing_length: the most tokens of a pack, no fewer than of any sample.
+        packs_per_step: of all ranks together, a multiple of `ranks`.
+        ranks: of which each has equally many packs of a step.
+    """
+    bounds = next_fit_packs(tokens, packing_length)
+    packs = len(bounds) - 1
+    # A run of less than a step has a step of what there is.
+    of_step = packs_per_step if packs >= packs_per_step else ranks
+    most = (packs // of_step + 1) * of_step
+    if not packs % of_step or most > len(tokens):
+        return bounds
+    found = [bounds]
+    low, high = max(int(tokens.max()), 1) - 1, packing_length
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = next_fit_packs(tokens, middle)
+        if len(tried) - 1 < most:
+            high = middle
+        else:
+            low = middle
+        if len(tried) - 1 < most + of_step:
+            found.append(tried)
+
+    def trained(bounds: np.ndarray) -> int:
+        packs = len(bounds) - 1
+        size = size_of_step(packs, packs_per_step, ranks)
+        return int(bounds[packs // size * size]) if size else 0
+
+    return min(found, key=lambda bounds: (-trained(bounds), len(bounds)))
 
 
 def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
@@ -168,7 +212,13 @@ def as_formed(
     held, first = dealt.sums(tokens), tokens[dealt.samples[dealt.offsets[:-1]]]
     order = kept_apart(packs.step[read], held, first, load[read])
     planned, epoch = dealt.take(order), packs.epoch[read][order]
-    bounds = next_fit_packs(tokens[planned.samples], int(held.max()))
+    in_order, length = tokens[planned.samples], int(held.max())
+    # A lower length would move the packs of a second epoch into steps of the first.
+    bounds = (
+        next_fit_packs(in_order, length)
+        if epoch.any()
+        else filling_steps(in_order, length, packs_per_step, ranks)
+    )
     formed = replace(planned, offsets=bounds)
     of_sample = np.repeat(epoch, np.diff(planned.offsets))
     epoch = of_sample[bounds[:-1]]

@@ -159,6 +159,11 @@ def _left_out(expected: Expected) -> Iterator[str]:
             f"{expected.packs_per_step:,}, and trainers leave such a step out: "
             f"{expected.dropped_samples:,} sample(s) are not trained."
         )
+    elif expected.dropped_samples:
+        yield (
+            f"{expected.dropped_samples:,} sample(s) would fill no step, and trainers leave such a "
+            "step out: they are not trained, and in none of the files."
+        )
 
 
 def _on_trust(given: Given) -> Iterator[str]:

@@ -28,6 +28,7 @@ class Expected(Frozen):
     dropped_packs: int
     """Packs of a last step that is not full, which the trainer leaves out."""
     dropped_samples: int
+    """Samples of these, and of those that the plan has in no step."""
     step_ms: float
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None
@@ -58,6 +59,7 @@ class Expected(Frozen):
             else packs_per_step(plan.data, ranks)
         )
         trained = _Trained.of(given, full)
+        left_out = 0 if plan.data is None else plan.data.left_out
         return cls(
             steps=trained.steps,
             packs_per_step=full,
@@ -66,7 +68,7 @@ class Expected(Frozen):
             samples=trained.samples,
             samples_per_step=trained.samples_per_step,
             dropped_packs=trained.dropped_packs,
-            dropped_samples=trained.dropped_samples,
+            dropped_samples=trained.dropped_samples + left_out,
             step_ms=prediction.step_ms,
             samples_per_second=None if per_gpu is None else per_gpu * plan.parallel.world_size,
             samples_per_second_per_gpu=per_gpu,

@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.data.full_steps import size_of_step
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.plan import DataPlan
@@ -70,7 +71,8 @@ class ReadingOrder:
 def packs_per_step(data: DataPlan, ranks: int) -> int:
     """Packs of all data-parallel ranks in a full step: a trainer's global batch.
 
-    Data of fewer packs than a step should have is one step of them all, or of as many as ranks have
-    equally many of.
+    Epochs of fewer packs than a step should have are a step each, of as many as ranks have equally
+    many of.
     """
-    return min(data.packs_per_step, data.packs // ranks * ranks) or data.packs_per_step
+    packs = data.packs // data.epochs
+    return size_of_step(packs, data.packs_per_step, ranks) or data.packs_per_step

@@ -602,7 +602,7 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
         return UserError(
             f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
             f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
-            "must have one: use more samples per step, smaller caps or fewer GPUs"
+            "must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
         )
     (parallel, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
     cap_gib = request.job.memory_cap_gib

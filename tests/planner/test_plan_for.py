@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from length_cases import make_lengths
 from plan_cases import MODEL, example_lengths, job_spec
 
 from omnibal import cli
@@ -228,10 +229,45 @@ def test_a_job_keeps_its_limits_when_it_is_sized():
 
 def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, lengths):
     """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
-    command = (
-        f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {lengths} "
-        f"--max-tokens 512 --max-tiles 8 --for xtuner --no-compare --json -o {tmp_path / 'plan'}"
-    )
-    run(capsys, command)
-    plan = open_plan(tmp_path / "plan").plan
-    assert plan.parallel.data == 12
+    few = tmp_path / "few.parquet"
+    write_lengths(make_lengths([(0, 500), *[(0, 50)] * 150]), few)
+    for data, caps in ((lengths, "--max-tokens 512 --max-tiles 8"), (few, "")):
+        plan = data.with_suffix("")
+        command = (
+            f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {data} "
+            f"{caps} --for xtuner --no-compare --json -o {plan}"
+        )
+        run(capsys, command)
+        assert open_plan(plan).plan.parallel.data == 12
+
+
+def test_what_is_left_out_is_in_no_figure(capsys, tmp_path):
+    """Prevents a prediction of packs that the trainer does not train, and a plan that counts other
+    steps or samples than its export."""
+    lengths = make_lengths([(0, 77)] * 600)
+    write_lengths(lengths, tmp_path / "lengths.parquet")
+    for micro_batches, samples in ((8, 576), (40, 600)):
+        plan, export = (tmp_path / f"{name}{micro_batches}" for name in ("plan", "export"))
+        _, notes = run(
+            capsys,
+            f"{PLAN} --dp 4 --micro-batches {micro_batches} --lengths {tmp_path}/lengths.parquet "
+            f"--max-tokens 811 --for ms-swift --no-compare -o {plan}",
+        )
+        assert ("24 of 600 samples are left out" in notes) == (samples == 576)
+        assert ("less than a step of 160 packs" in notes) == (samples == 600)
+        assert "can be studied" not in notes
+        made = json.loads(run(capsys, f"export {plan} --to {export} --json")[0])["expected"]
+        packs, found = open_plan(plan).steps[0], open_plan(plan).plan
+        assert found.data is not None and found.prediction is not None
+        assert made["samples"] == len(packs.packs.samples) == samples
+        assert made["dropped_samples"] == found.data.left_out == 600 - samples
+        assert (made["steps"], made["packs_per_step"]) == (packs.steps, len(packs) // packs.steps)
+        trained_ms = found.prediction.step_ms * packs.steps
+        per_gpu = 1e3 * samples / trained_ms / 4
+        assert found.prediction.samples_per_second_per_gpu == pytest.approx(per_gpu)
+        for wrong in (0, 23, 25):
+            changed = found.data.model_copy(update={"left_out": wrong})
+            of_other = found.model_copy(update={"data": changed}).model_dump_json()
+            (plan / "plan.json").write_text(of_other)
+            if wrong != found.data.left_out:
+                run(capsys, f"check {plan}", 2)

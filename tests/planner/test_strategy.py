@@ -375,7 +375,9 @@ def test_ranks_without_a_pack_are_refused():
         if "packs for" in each.why:
             shown = float(each.why.split()[3])
             assert 0.99 * 6 * packs / 60 <= shown <= 6 * packs / 60 < each.parallel.data
-    with pytest.raises(UserError, match=r"at least 8 data-parallel ranks.*more samples per step"):
+    with pytest.raises(
+        UserError, match=r"at least 8 data-parallel ranks.*larger --samples-per-step"
+    ):
         search(**few, data=8)
 
 
