@@ -117,8 +117,10 @@ def _text_of(line: str) -> str:
     """The line, or the text of the script that it is the path of.
 
     Raises:
-        UserError: there is no such script, or it cannot be read.
+        UserError: it is empty, or there is no such script, or it cannot be read.
     """
+    if not line.strip():
+        raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
         return line
     path = Path(line)

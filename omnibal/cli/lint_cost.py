@@ -117,7 +117,15 @@ def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
         "bubble_fraction": costed.bubble_fraction,
         "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
         "stages": stages,
-        **({"flags": list(costed.flags)} if costed is not verdict.line else {}),
+        **({} if costed is verdict.line else _told_stages(verdict, costed)),
+    }
+
+
+def _told_stages(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
+    """Flags of stages, and the encoders whose recomputation no flag says."""
+    return {
+        "flags": list(advised.flags),
+        "recompute_without_flag": _without_field(verdict, advised),
     }
 
 
@@ -128,6 +136,7 @@ def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
         "cluster": cluster.name,
         "device_gib": cluster.memory_gib,
+        "usable_gib": verdict.launched.job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
         "notes": list(verdict.launched.notes),
@@ -193,7 +202,11 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
         yield f"{how}, {better.step_ms:,.1f} ms a step: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
-        yield f"the same split fits with this recomputation, {step}: {_flags(verdict, least)}"
+        chunks = ", in one chunk each," if verdict.launched.line.virtual else ""
+        yield (
+            f"the line's layers by stage{chunks} fit with the least recomputation, {step}: "
+            f"{_flags(verdict, least)}"
+        )
     if better is not None or least is not None:
         chunks = ", chunks and" if verdict.launched.line.virtual else " and"
         yield f"(in place of all that the line says of the split{chunks} recomputation)"
@@ -207,14 +220,21 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
 def _flags(verdict: "Verdict", advised: "Costed") -> str:
     """Flags of stages; what a recipe has no field for in words."""
     flags = " ".join(advised.flags) or "no flags of the split or of recomputation"
-    encoders = verdict.launched.job.model.encoders
-    again = [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]
-    if again and verdict.launched.line.launch.launcher is Launcher.MEGATRON_BRIDGE:
+    again = _without_field(verdict, advised)
+    if again:
         flags += f", with all layers of {', '.join(again)} recomputed by your model's own fields"
     return flags
+
+
+def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
+    """Encoders that stages recompute, where the trainer has no field that says so."""
+    if verdict.launched.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
+        return []
+    encoders = verdict.launched.job.model.encoders
+    return [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]
 
 
 def _difference(saved: float, *, fits: bool) -> str:
     if saved < 0:
         return f"a split that fits takes {-saved:.1%} longer"
-    return f"{saved:.1%} {'faster' if fits else 'faster, and fits'} with another split"
+    return f"another split takes {saved:.1%} less time{'' if fits else ', and fits'}"

@@ -68,8 +68,9 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Overrides of the split and of recomputed layers alone."""
-    return _lines({**_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
+    """Overrides of the split, which has one chunk a stage, and of recomputed layers alone."""
+    chunks = {"model.virtual_pipeline_model_parallel_size": None}
+    return _lines({**chunks, **_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
@@ -144,6 +145,13 @@ def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
             "Only the split, recomputation and the batch are told: without packs for Energon, "
             "Megatron-Bridge makes micro-batches of its own, and the prediction is not of those."
         )
+    encoders = recomputed_encoders(plan)
+    if encoders:
+        yield (
+            f"All layers of {', '.join(encoders)} are recomputed in the plan, and the command does "
+            "not say so: Megatron-Bridge has no field for it that all models share. See your "
+            "model's provider for one; without, the first stage takes more memory than planned."
+        )
     unknown = [part for part in plan.frozen if part not in _FROZEN]
     if unknown:
         yield (
@@ -161,12 +169,6 @@ def _notes(plan: Plan, has_packs: bool) -> Iterator[str]:
         "The first stage holds the encoders beside its layers of the language model; the split "
         "counts layers of the language model alone."
     )
-    encoders = recomputed_encoders(plan)
-    if encoders:
-        yield (
-            f"All layers of {', '.join(encoders)} are recomputed in the plan; models of "
-            "Megatron-Bridge have fields of their own for it, if any: see your model's provider."
-        )
     if has_packs:
         yield (
             "Its EnergonProvider passes no `parallel_shard_iters`, without which Energon refuses "

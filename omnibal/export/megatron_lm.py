@@ -7,6 +7,7 @@ from omnibal.export.exported import Exported, Given
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     Batch,
+    Flags,
     batch_flags,
     command,
     flag_lines,
@@ -37,6 +38,7 @@ def export(given: Given) -> Exported:
         parallel_flags(plan),
         split_flags(layout),
         recompute_flags(language_recompute(plan)),
+        _encoder_flags(plan),
         batch_flags(batch),
         {"calculate-per-token-loss": None},
         optimizer_flags(plan),
@@ -59,10 +61,11 @@ def export(given: Given) -> Exported:
 def layer_flags(plan: Plan) -> list[str]:
     """Flags of the split and of recomputed layers alone."""
     flags = {**split_flags(plan_layout(plan)), **recompute_flags(language_recompute(plan))}
-    encoders: dict[str, str | None] = dict.fromkeys(
-        ["recompute-vision"] if recomputed_encoders(plan) else []
-    )
-    return flag_lines(flags, encoders)
+    return flag_lines(flags, _encoder_flags(plan))
+
+
+def _encoder_flags(plan: Plan) -> Flags:
+    return {"recompute-vision": None} if recomputed_encoders(plan) else {}
 
 
 def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
@@ -96,8 +99,9 @@ def _notes(plan: Plan) -> Iterator[str]:
     encoders = recomputed_encoders(plan)
     if encoders:
         yield (
-            f"All layers of {', '.join(encoders)} are recomputed: `--recompute-vision` in "
-            "examples/multimodal."
+            f"All layers of {', '.join(encoders)} are recomputed: `--recompute-vision` is a flag "
+            "of examples/multimodal's launcher, which Megatron-LM's own parser does not have; see "
+            "to it that your script takes it."
         )
     elif language_recompute(plan) and len(model_parts(plan.model)) > 1:
         yield (

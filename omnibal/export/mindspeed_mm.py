@@ -94,12 +94,12 @@ def _tower_fields(plan: Plan, tower: str) -> dict[str, Any]:
     fields: dict[str, Any] = {"num_layers": sum(layers), "pipeline_num_layers": layers}
     number = one_number(plan.stages_at(0), tower)
     assert number is not None  # as the plan was found expressible
-    if number:
-        fields |= {
-            "recompute_granularity": "full",
-            "recompute_method": "block",
-            "recompute_num_layers": number,
-        }
+    # Nulls take back what the model.json at hand, or a flag of the script, may have.
+    fields |= {
+        "recompute_granularity": "full" if number else None,
+        "recompute_method": "block" if number else None,
+        "recompute_num_layers": number or None,
+    }
     return fields | {"freeze": tower in plan.frozen}
 
 

@@ -32,6 +32,11 @@ _OF_LOONGFORGE = frozenset(
     ("custom-pipeline-layers", "custom-virtual-pipeline-layers", "custom-pipeline-recompute-layers")
 )
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
+_DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
+_SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
+"""Programs of ms-swift, which have defaults for all sizes."""
+_LAYOUT_PART = re.compile(r"(?=.*[tmL])[EtmL*\d]+")
+_WRITTEN = re.compile(r"\A(\w+)\Z")
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
 
@@ -57,7 +62,9 @@ def read_launch(
             depends on a variable that is not known.
     """
     script = read_script(text, given)
+    _check_continued(text, script)
     command = _launch_command(script, line_number)
+    _check_quoted(script, command)
     flags = read_flags(command.words, lambda word: UNKNOWN.fullmatch(word) is not None)
     by_name = {canonical(name): value for name, value in flags.items()}
     _check_known(script, command, by_name)
@@ -92,27 +99,79 @@ def _launch_command(script: Script, line_number: int | None) -> Command:
             "the path of a script with one, or flags alone"
         )
     lines = joined_words([str(one.line) for one in everywhere])
+    if len(everywhere) == 1:
+        raise UserError(
+            f"--line-number {line_number}: the one launch line is on line {lines}; leave it out"
+        )
+    chosen = "none was" if line_number is None else f"line {line_number} was"
     raise UserError(
-        f"the script has {len(everywhere)} launch lines, on lines {lines}, and "
-        f"{'none' if line_number is None else line_number} was chosen; one at a time is judged: "
-        "choose it with --line-number"
+        f"the script has {len(everywhere)} launch lines, on lines {lines}, and {chosen} chosen; "
+        "one at a time is judged: choose it with --line-number"
     )
+
+
+def _check_continued(text: str, script: Script) -> None:
+    """Find lines that were meant to go on the command above.
+
+    Raises:
+        UserError: a command begins with a flag.
+    """
+    for command in script.commands[1:]:
+        if not re.match(r"--?[A-Za-z]", command.words[0]):
+            continue
+        before = text.split("\n")[: command.line - 1]
+        above = before[-1] if before else ""
+        why = "must end in a backslash to go on"
+        if re.search(r"\\[ \t\r]+$", above):
+            why = "has a blank behind its backslash, which ends the command"
+        elif above.lstrip().startswith("#"):
+            why = "is a comment, which ends the command and whose backslash continues nothing"
+        raise UserError(
+            f"line {command.line} begins with a flag, {shown(command.words[0])}, and is no part of "
+            f"the command above it: line {command.line - 1} {why}; correct it"
+        )
+
+
+def _check_quoted(script: Script, command: Command) -> None:
+    """Find a layout whose `|` a shell would take for a pipe.
+
+    Raises:
+        UserError: there is one.
+    """
+    names = {canonical(name) for name in read_flags(command.words, lambda word: False)}
+    later = [one for one in script.commands if one.line == command.line and one is not command]
+    if "pipeline-model-parallel-layout" in names and any(
+        _LAYOUT_PART.fullmatch(one.words[0]) for one in later
+    ):
+        raise UserError(
+            "the layout has a | that is not quoted, which a shell takes for a pipe; put the layout "
+            "into quotes, such as --pipeline-model-parallel-layout 'Et*3|t*3L'"
+        )
 
 
 def _nested(command: Command) -> Sequence[Command]:
     """A command, or those that it gives to another shell as one word, as `bash -c` does."""
+    if command.words[0] == "eval":
+        return _read_again(" ".join(command.words[1:]), command)
     inner = [word for word in command.words if " " in word and _has_flag(re.split(r"\s+", word))]
     if not inner or _has_flag([word for word in command.words if word not in inner]):
         return [command]
+    return [one for word in inner for one in _read_again(word, command)]
+
+
+def _read_again(text: str, command: Command) -> list[Command]:
+    """Commands of a text that a command gives to a shell, once more with what is not known."""
+    text = UNKNOWN.sub(lambda mark: _WRITTEN.sub(r"${\1}", mark[1]), text)
     return [
         Command(words=one.words, environment=command.environment, line=command.line)
-        for word in inner
-        for one in read_script(word, command.environment).commands
+        for one in read_script(text, command.environment).commands
     ]
 
 
 def _is_launch(command: Command) -> bool:
-    return command.words[0] not in ("echo", "printf") and _has_flag(command.words)
+    if command.words[0] in ("echo", "printf"):
+        return False
+    return _has_flag(command.words) or _SWIFT.search(" ".join(command.words)) is not None
 
 
 def _has_flag(words: Sequence[str]) -> bool:
@@ -143,11 +202,20 @@ def _check_known(script: Script, command: Command, by_name: Mapping[str, str | N
             f"{flag}: {script.variables.reason(name)}" for name, flag in list(asked.items())[:3]
         ]
         settable = [name for name in asked if re.fullmatch(r"\w+", name)]
-        change = " ".join(f"--set {name}=VALUE" for name in settable)
+        change = " ".join(_setting(name, script) for name in settable)
         raise UserError(
             f"values are not known ({'; '.join(reasons)}); sizes and switches must be: give "
             f"{change or 'the launch line with the values put in'}"
         )
+
+
+def _setting(name: str, script: Script) -> str:
+    """How a variable is given; with the words that it has for certain, where more may be added."""
+    known = script.variables.without_rest(name)
+    if known is None:
+        return f"--set {name}=VALUE"
+    held = shown(known).replace('"', "'")
+    return f'--set "{name}={held} ..." (all its words, as conditions are not evaluated)'
 
 
 def _launcher_of(
@@ -155,12 +223,12 @@ def _launcher_of(
 ) -> Launcher:
     """The trainer that a command starts, by its program, then by how its flags are written."""
     program = " ".join(word for word in words if not word.startswith("-"))
-    if re.search(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b", program):
+    if _DEEPSPEED.search(program):
         raise UserError(
             "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; "
             "`megatron sft` starts the other: give a launch line of that"
         )
-    if re.search(r"swift[./]cli[./]_megatron|(?:^|[\s/])megatron (?:sft|pt|rlhf)\b", program):
+    if _SWIFT.search(program):
         return Launcher.MS_SWIFT
     if _OF_LOONGFORGE & by_name.keys() or "loongforge" in program.lower():
         return Launcher.LOONGFORGE

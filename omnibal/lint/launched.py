@@ -361,8 +361,8 @@ def _number(line: Line, stage: int) -> int:
     if launch.recompute != "full":
         return 0
     if launch.recompute_by_stage is not None:
-        return launch.recompute_by_stage[stage]
-    return EVERY if launch.recompute_method == "uniform" else launch.recompute_layers or 0
+        return max(0, launch.recompute_by_stage[stage])
+    return EVERY if launch.recompute_method == "uniform" else max(0, launch.recompute_layers or 0)
 
 
 def _encoder_number(line: Line, number: int) -> int:
@@ -384,6 +384,6 @@ def recomputing(stage: Stage, of_language: int, of_encoders: int) -> Stage:
 def _first(stage: Stage, of_language: int, of_encoders: int) -> Iterator[Span]:
     for tower in dict.fromkeys(span.name for span in stage.units if span.layers):
         held = stage.layers(tower)
-        again = held[: of_language if tower == LANGUAGE else of_encoders]
+        again = held[: max(0, of_language if tower == LANGUAGE else of_encoders)]
         if again:
             yield Span(tower, again)

@@ -115,7 +115,8 @@ def predicted_line(launched: Launched) -> Costed:
 def better_split(launched: Launched, line: Costed) -> Costed | None:
     """The fastest stages of the same sizes that fit and that the trainer can be told.
 
-    None where they are not faster than the line's, which fit, or where nothing fits.
+    None where they are not faster than the line's, which fit, or where nothing fits. What fits is
+    within the memory that a plan may use, for the line and for what is better.
     """
     job = launched.job
     cap_gib = job.memory_cap_gib
@@ -132,7 +133,7 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
     except DoesNotFit:
         return None
     better = predicted(launched, found.stages, flags_of(launched, found.stages))
-    fits = max(line.peaks_gib) <= job.cluster.memory_gib
+    fits = max(line.peaks_gib) <= cap_gib
     saved = 1 - better.step_ms / line.step_ms
     return better if saved >= _WORTH_TELLING or not fits else None
 
@@ -154,15 +155,17 @@ def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
 
 
 def least_recompute(launched: Launched) -> Costed | None:
-    """The line's own split with the fewest recomputed layers that fit; None where none do.
+    """The line's layers by stage with the recomputation that fits and costs least; None where none
+    fits.
 
-    One number for all stages, of LoongForge one a stage and of the encoders too; elsewhere layers
-    of encoders are recomputed as the line has them, or all where that is needed.
+    One number for all stages, of LoongForge one a stage and of the encoders too; elsewhere no layer
+    of the encoders or all, whichever makes the shorter step. Stages have one chunk.
     """
     per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
     cap_gib, count = launched.job.memory_cap_gib, len(launched.stages)
     most = max(stage.layer_count for stage in launched.stages)
-    for encoders in (None,) if per_stage else (launched.encoder_number, EVERY):
+    found: list[Costed] = []
+    for encoders in (None,) if per_stage else (0, EVERY):
 
         def stages_with(number: np.ndarray, encoders: int | None = encoders) -> tuple[Stage, ...]:
             numbers = zip(launched.stages, number.tolist(), strict=True)
@@ -177,8 +180,8 @@ def least_recompute(launched: Launched) -> Costed | None:
             enough = _peaks_gib(launched, stages_with(middle)) <= cap_gib
             high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
         stages = stages_with(high if per_stage else np.full_like(high, high.max()))
-        return predicted(launched, stages, flags_of(launched, stages))
-    return None
+        found.append(predicted(launched, stages, flags_of(launched, stages)))
+    return min(found, key=lambda one: one.step_ms, default=None)
 
 
 def _peaks_gib(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
@@ -189,20 +192,22 @@ def _peaks_gib(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
 
 
 def memory_finding(launched: Launched, line: Costed) -> Finding | None:
-    """A warning where a stage is predicted to take more memory than a device has."""
+    """A warning where a stage is predicted to take more memory than a plan may use."""
     cluster, peaks = launched.job.cluster, line.peaks_gib
+    cap_gib = launched.job.memory_cap_gib
     heaviest = int(np.argmax(peaks))
-    if peaks[heaviest] <= cluster.memory_gib:
+    if peaks[heaviest] <= cap_gib:
         return None
-    over = sum(peak > cluster.memory_gib for peak in peaks)
+    over = sum(peak > cap_gib for peak in peaks)
     return Finding(
         rule="memory",
         severity="warning",
         message=(
             f"stage {heaviest} is predicted to take {peaks[heaviest]:,.1f} GiB of a device, and "
-            f"one of {cluster.name} has {cluster.memory_gib:,.0f}; {over} of {len(peaks)} stages "
-            "take more than there is: recompute more layers, divide the model further, or name "
-            "your devices by --cluster"
+            f"{cap_gib:,.1f} of the {cluster.memory_gib:,.0f} of {cluster.name} may be planned "
+            f"with ({cap_gib / cluster.memory_gib:.0%}; the rest is for what is not predicted); "
+            f"{over} of {len(peaks)} stages take more: recompute more layers, divide the model "
+            "further, or name your devices by --cluster and --memory-gib"
         ),
         source=f"the prediction below, with costs {line.prediction.cost_source}",
     )

@@ -43,6 +43,18 @@ def _positive(line: Line) -> Broken | None:
     return Broken(f"uniform recomputation of {number} layers at a time", "use 1 or more")
 
 
+def _none(line: Line) -> Broken | None:
+    launch = line.launch
+    number = launch.recompute_layers
+    if launch.recompute != "full" or launch.recompute_method != "block" or number is None:
+        return None
+    if number > 0 or launch.recompute_by_stage is not None:
+        return None
+    return Broken(
+        f"block recomputation of {number} layers", "give 1 or more, or leave recomputation out"
+    )
+
+
 def _selective_number(line: Line) -> Broken | None:
     launch = line.launch
     if launch.recompute != "selective" or launch.recompute_layers is None:
@@ -204,6 +216,14 @@ RECOMPUTE_RULES = (
         source=f"{_BLOCK}:532, {CORE}",
         broken=_positive,
         severity="refused-at-first-step",
+    ),
+    Rule(
+        name="recompute-recomputes",
+        holds="a stage recomputes layers whose index is below the number, so that 0 or less "
+        "recomputes none",
+        source=f"{_BLOCK}:560-570, {CORE}",
+        broken=_none,
+        severity="ignored",
     ),
     Rule(
         name="selective-without-number",

@@ -96,6 +96,18 @@ def _middle_exists(line: Line) -> Broken | None:
     )
 
 
+def _middle_positive(line: Line) -> Broken | None:
+    layers, stages = _middle(line)
+    if not _has_ends(line) or stages <= 0 or layers >= 0:
+        return None
+    ends = ", ".join(f"{end} {count}" for end, count in _ends(line).items())
+    return Broken(
+        f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
+        f"left for {stages} stages",
+        _other_ends(line),
+    )
+
+
 def _middle_even(line: Line) -> Broken | None:
     layers, stages = _middle(line)
     if not _has_ends(line) or stages == 0 or layers % stages == 0:
@@ -198,6 +210,13 @@ SPLIT_RULES = (
         holds="middle stages and layers for them must both be there, or both not",
         source=f"{_CONFIG}:1406, {CORE}",
         broken=_middle_exists,
+    ),
+    Rule(
+        name="middle-stages-hold-layers",
+        holds="first and last stages hold no more layers than the model has",
+        source=f"this command alone: {CORE} builds middle stages of a negative number of layers as "
+        "empty ones, so that the model has more layers than it should",
+        broken=_middle_positive,
     ),
     Rule(
         name="middle-layers-divide-stages",

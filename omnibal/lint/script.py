@@ -12,6 +12,16 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.DOTALL)
 _DECLARE = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _OPENS = frozenset(("if", "while", "until", "for", "select", "case", "function", "{"))
 _CLOSES = frozenset(("fi", "done", "esac", "}"))
+_READS = frozenset(("read", "mapfile", "readarray"))
+"""Commands that set variables to what they read."""
+_ELEMENT = re.compile(r"([A-Za-z_]\w*)\[.*\]\+?=", re.DOTALL)
+_CHANGED = re.compile(
+    r"([A-Za-z_]\w*)\s*(?:(?:[-+*/%&|^]|<<|>>)?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
+)
+"""Names that arithmetic sets."""
+_PLACES = dict.fromkeys(("for", "while", "until", "select"), "in a loop") | dict.fromkeys(
+    ("function", "{"), "in a function"
+)
 _GOES_ON = frozenset(("then", "else", "elif", "do", "!"))
 
 
@@ -58,8 +68,11 @@ class _Reader:
     def __init__(self, variables: Variables) -> None:
         self.variables = variables
         self.commands: list[Command] = []
-        self.depth = 0
+        self.opened: list[str] = []
+        """Reserved words that are not closed, from the outermost."""
         self.last_operator = "\n"
+        self.above: list[dict[str, Value]] = []
+        """Variables of the shells around a subshell, from the outermost."""
 
     def read(self, tokens: list[Token]) -> None:
         words: list[Word] = []
@@ -74,7 +87,15 @@ class _Reader:
             else:
                 self._command(words)
                 words, self.last_operator = [], token.text
+                self._subshell(token.text)
         self._command(words)
+
+    def _subshell(self, operator: str) -> None:
+        """Keep what a subshell is given, and take it back at the subshell's end."""
+        if operator == "(":
+            self.above.append(dict(self.variables.values))
+        elif operator == ")" and self.above:
+            self.variables.values = self.above.pop()
 
     def _in_array(
         self, token: Token, array: tuple[Word, list[Word]]
@@ -94,10 +115,18 @@ class _Reader:
         match = _ASSIGNMENT.match(before)
         assert match is not None, before
         name, is_added = match[1], bool(match[2])
-        if self.depth > 0 or self.last_operator in ("&&", "||"):
-            self.variables.assign_perhaps(name, value, line, is_added)
+        where = self._may_be_left_out()
+        if where:
+            reason = f"line {line} sets it {where}"
+            self.variables.assign_perhaps(name, value, reason, is_added)
         else:
             self.variables.assign(name, self.variables.added(name, value) if is_added else value)
+
+    def _may_be_left_out(self) -> str:
+        """Why what stands here may not be reached, in words; empty where it is."""
+        if self.opened:
+            return _PLACES.get(self.opened[-1], "under a condition")
+        return "under a condition" if self.last_operator in ("&&", "||") else ""
 
     def _command(self, words: list[Word]) -> None:
         """Take a simple command: keep it, or set what it assigns."""
@@ -107,11 +136,11 @@ class _Reader:
             for word in assigned:
                 self._assign(word)
             return
-        if rest[0].literal in _DECLARE:
-            self._declare(rest)
+        if self._sets(rest):
             return
         texts = [text for word in rest for text in expand(word, self.variables)]
-        if texts:
+        is_pattern = self.opened[-1:] == ["case"] and texts[:1] and texts[0].startswith("-")
+        if texts and not is_pattern:
             self.commands.append(
                 Command(
                     words=tuple(texts),
@@ -120,17 +149,52 @@ class _Reader:
                 )
             )
 
+    def _sets(self, words: list[Word]) -> bool:
+        """Whether a command is one that sets variables, of which nothing is run; take what it
+        sets."""
+        name, line = words[0].literal, words[0].line
+        text = "".join(piece.text for piece in words[0].pieces)
+        element = _ELEMENT.match(text)
+        if name in _DECLARE:
+            self._declare(words)
+        elif name == "unset":
+            self._unset(words[1:])
+        elif name == "let" or text.startswith("(("):
+            written = " ".join(piece.text for word in words for piece in word.pieces)
+            for match in _CHANGED.finditer(written):
+                self.variables.forget(match[1] or match[2], f"line {line} computes it")
+        elif element is not None and not words[0].pieces[0].is_quoted:
+            new = tuple(part for word in words for part in expand(word, self.variables))
+            value = (text[element.end() :], *new[1:])
+            self.variables.forget(element[1], f"line {line} sets one of its values", value)
+        elif name in _READS or (name == "printf" and len(words) > 2 and words[1].literal == "-v"):
+            for word in words[1:] if name in _READS else words[2:3]:
+                if re.fullmatch(r"[A-Za-z_]\w*", word.literal or ""):
+                    self.variables.forget(word.literal or "", f"line {line} reads or prints it")
+        else:
+            return False
+        return True
+
+    def _unset(self, words: list[Word]) -> None:
+        for word in words:
+            name = word.literal or ""
+            where = self._may_be_left_out()
+            if where:
+                self.variables.forget(name, f"line {word.line} unsets it {where}")
+            else:
+                self.variables.remove(name)
+
     def _without_control(self, words: list[Word]) -> list[Word]:
         """Words behind reserved ones, whose nesting is counted."""
         while words and words[0].literal is not None:
             reserved = words[0].literal
             if reserved in _OPENS:
-                self.depth += 1
+                self.opened.append(reserved)
                 words = self._without_loop(words) if reserved in ("for", "select") else words[1:]
                 if reserved in ("case", "function"):
                     return []
             elif reserved in _CLOSES:
-                self.depth = max(0, self.depth - 1)
+                del self.opened[-1:]
                 words = words[1:]
             elif reserved in _GOES_ON:
                 words = words[1:]
@@ -141,7 +205,8 @@ class _Reader:
     def _without_loop(self, words: list[Word]) -> list[Word]:
         name = words[1].literal if len(words) > 1 else None
         if name is not None:
-            self.variables.assign_perhaps(name, (), words[0].line, False)
+            reason = f"line {words[0].line} sets it in a loop"
+            self.variables.assign_perhaps(name, (), reason, False)
         return []
 
     def _declare(self, words: list[Word]) -> None:

@@ -6,6 +6,7 @@ under a condition) stands in a word as `UNKNOWN`, so that only who needs the val
 
 import ast
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, mul, neg, pos, sub
@@ -19,6 +20,8 @@ _PARAMETER = re.compile(
     r"(?P<name>\w+|[@*#?$!-])(?P<all>\[[@*]\])?(?:(?P<rule>:?[-=+?])(?P<other>.*))?", re.DOTALL
 )
 _NAME = re.compile(r"(?<![\w\ue000])[A-Za-z_]\w*(?![\w\ue001])")
+_TEN_BASED = re.compile(r"(?<![\w#])10#(\d{1,18})(?!\w)")
+"""A number that arithmetic is told to read in base ten, as one with leading zeros."""
 _MOST_DIGITS, _MOST_SYMBOLS = 18, 1_000
 _MOST_LETTERS = 2**20
 """Most letters of a variable's value: a launch line is far shorter, and values that double line by
@@ -47,8 +50,8 @@ class Variables:
     exported: set[str] = field(default_factory=set)
     possible: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Words of values that are set or added under a condition, by the variables' names."""
-    conditions: dict[str, int] = field(default_factory=dict)
-    """Line that last did so."""
+    conditions: dict[str, str] = field(default_factory=dict)
+    """Which line last did so, and where it stands."""
 
     def get(self, name: str) -> Value:
         """The value of a variable, or why it is not known."""
@@ -69,20 +72,23 @@ class Variables:
             )
         self.values[name] = value
 
-    def assign_perhaps(self, name: str, value: Value, line: int, is_added: bool) -> None:
+    def assign_perhaps(self, name: str, value: Value, where: str, is_added: bool) -> None:
         """Set a variable, or add to it, where a line may not be reached.
 
         It is known afterwards only if it had the same value before; what was known of a variable
         that is added to stays, with a mark for the rest.
+
+        Args:
+            where: which line does so, and why it may not be reached.
         """
         if not is_added and self.get(name) == value:
             return
-        self.conditions[name] = line
+        self.conditions[name] = where
         if not isinstance(value, Unset):
             words = " ".join(_parts(value)).split()
             self.possible[name] = (*self.possible.get(name, ()), *words)
         if not is_added:
-            self.values[name] = Unset(f"line {line} sets it under a condition")
+            self.values[name] = Unset(where)
         elif _unknown(name) not in _texts(self.get(name)):
             mark = _unknown(name)
             self.assign(name, self.added(name, (mark,) if isinstance(value, tuple) else f" {mark}"))
@@ -98,13 +104,49 @@ class Variables:
             return value if isinstance(value, Unset) else (*before, value)
         return before + value
 
+    def without_rest(self, name: str) -> str | None:
+        """What a variable has for certain, where more is added that is not known; else None."""
+        text, mark = _texts(self.get(name)), _unknown(name)
+        return " ".join(text.replace(mark, " ").split()) if mark in text else None
+
+    def forget(self, name: str, reason: str, words: tuple[str, ...] = ()) -> None:
+        """Take a variable's value as not known from here on.
+
+        Args:
+            words: what it may hold besides the words that it held before.
+        """
+        held = _texts(self.get(name)).split()
+        self.possible[name] = (*self.possible.get(name, ()), *held, *words)
+        self.conditions.pop(name, None)
+        self.values[name] = Unset(reason)
+
+    def remove(self, name: str) -> None:
+        """Take a variable as never set."""
+        self.values.pop(name, None)
+        self.conditions.pop(name, None)
+        self.exported.discard(name)
+
+    def listed(self, name: str) -> tuple[str, ...]:
+        """What `--set` gives for an array: words as a shell reads them.
+
+        Raises:
+            UserError: a quote of it is not closed.
+        """
+        try:
+            return tuple(shlex.split(self.given[name]))
+        except ValueError as error:
+            raise UserError(
+                f"--set {name}={self.given[name]}: is the words of an array, whose quotes must be "
+                "closed; correct it"
+            ) from error
+
     def reason(self, name: str) -> str:
         """Why a value is not known."""
         value = self.get(name)
         if not re.fullmatch(r"\w+", name):
             return "it is the output of a command, and none is run"
         if name in self.conditions:
-            return f"line {self.conditions[name]} sets it under a condition"
+            return self.conditions[name]
         return value.reason if isinstance(value, Unset) else "it is made of such a value"
 
 
@@ -190,6 +232,8 @@ def _parameter(text: str, variables: Variables) -> str | tuple[str, ...]:
     name, rule = match["name"], match["rule"]
     value = variables.get(name)
     if rule is None or rule.endswith("?"):
+        if match["all"] and name in variables.given:
+            return variables.listed(name)
         known = _known(name, variables)
         return known if match["all"] or isinstance(known, str) else known[:1] or ""
     is_set = value is not _NOT_SET and not (rule.startswith(":") and value in ("", ()))
@@ -219,7 +263,8 @@ def _arithmetic(text: str, variables: Variables) -> str:
     unknown = UNKNOWN.search(expression)
     if unknown is not None:
         return unknown[0]
-    if len(expression) > _MOST_SYMBOLS:
+    expression = _TEN_BASED.sub(lambda match: str(int(match[1])), expression)
+    if len(expression) > _MOST_SYMBOLS or "#" in expression:
         return _unknown(f"$(({text}))")
     try:
         return str(_result(ast.parse(expression.strip(), mode="eval").body))

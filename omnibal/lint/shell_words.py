@@ -102,11 +102,22 @@ class _Scanner:
         if letter == "#":
             self.at = self._end_of_line()
             return None
+        if self.text.startswith("((", self.at):
+            return self._arithmetic()
         redirection = _REDIRECTION.match(self.text, self.at)
         if redirection is not None:
             self._skip_redirection(redirection)
             return None
         return self._operator() or self._word()
+
+    def _arithmetic(self) -> Token | None:
+        """A command `((...))` as one word, or the bracket that opens a subshell."""
+        end = self._closing_bracket(self.at) + 1
+        if not self.text.startswith("))", end - 2):
+            return self._operator()
+        piece, line = Piece(self.text[self.at : end], False, True), self.line
+        self.at = end
+        return Word((piece,), line)
 
     def _end_of_line(self) -> int:
         end = self.text.find("\n", self.at)

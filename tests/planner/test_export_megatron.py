@@ -255,7 +255,9 @@ def test_both_towers_lists_of_mindspeed_mm():
     begins = next(n for n, count in enumerate(text["pipeline_num_layers"]) if count)
     assert not any(vision["pipeline_num_layers"][begins + 1 :])
     assert (vision["recompute_method"], vision["recompute_num_layers"]) == ("block", 2)
-    assert "recompute_granularity" not in text
+    assert [text[f"recompute_{name}"] for name in ("granularity", "method", "num_layers")] == (
+        [None] * 3
+    )
     flags = flags_of(exported.command)
     assert json.loads(flags["cfg.parallel_config.llm_pp_layers"]) == [[0, 1, 5, 6]]
     assert json.loads(flags["cfg.parallel_config.vit_pp_layers"]) == [[4, 2, 0, 0]]

@@ -84,8 +84,6 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, tmp_path: Path):
     files = plan_of(name, load_model(model), *SIZES[model])
     plan = files.plan
     line = EXPORTS[name](given_plan(files, TARGETS[name], None, tmp_path, 0)).command
-    if name is TargetName.MEGATRON_LM:
-        line += " --recompute-vision"  # which RUN.md says, as Megatron-LM's own parser lacks it
     told = of_line(line, model)
     assert any(stage.recompute for stage in plan.stages)
     assert told.stages == plan.stages
@@ -149,6 +147,14 @@ def test_advice_fits_and_is_read_back(tmp_path: Path):
             if name == "lf-q3vl-30b" or not any(s.recomputed("vision") for s in advised.stages):
                 assert told.stages == advised.stages
             assert verdict.better.prediction.step_ms <= verdict.least.prediction.step_ms * 1.001
+
+
+def test_no_recomputation_is_never_some():
+    """Prevents: a negative number that is taken as all layers but so many."""
+    plain = "run_recipe.py -ng 8 -pp 2 -mb 1 -gb 64 -sl 4096"
+    again = "recompute_granularity=full model.recompute_method=block model.recompute_num_layers"
+    told = [of_line(f"{plain}{more}", "internvl3.5-8b") for more in ("", f" model.{again}=-3")]
+    assert told[0].stages == told[1].stages
 
 
 def without_split(line: str) -> str:

@@ -75,7 +75,12 @@ def test_set_stands_above_the_script():
         ("TP=2\nif [ -n \"$X\" ]; then TP=4; fi\nrun.py --tensor-model-parallel-size $TP", "TP",
          "line 2 sets it under a condition"),
         ("[ -z $TP ] && TP=8\nrun.py --tensor-model-parallel-size ${TP}", "TP", "condition"),
-        ("for TP in 1 2; do run.py --tensor-model-parallel-size $TP; done", "TP", "condition"),
+        ("for TP in 1 2; do run.py --tensor-model-parallel-size $TP; done", "TP", "in a loop"),
+        ("TP=2\nf() { TP=4; }\nrun.py --tensor-model-parallel-size $TP", "TP", "in a function"),
+        ("TP=2\n((TP*=2))\nrun.py --tensor-model-parallel-size $TP", "TP", "line 2 computes it"),
+        ("TP=2\nread TP\nrun.py --tensor-model-parallel-size $TP", "TP", "reads or prints"),
+        ("TP=2\nunset TP\nrun.py --tensor-model-parallel-size $TP", "TP", "does not set it"),
+        ("A=(2)\nA[0]=4\nrun.py --tensor-model-parallel-size ${A[@]}", "A", "one of its values"),
         ("N=2\nTP=$((N * M))\nrun.py --tensor-model-parallel-size $TP", "M", "does not set it"),
     ],
 )  # fmt: skip
@@ -99,7 +104,9 @@ def test_what_a_condition_adds_is_asked_for_only_if_it_matters():
     logging that nearly every script adds so."""
     launch = read_launch(LOGGED.format(added="--wandb-project"), {})
     assert (launch.tensor, launch.micro_batch, launch.unknown) == (2, 1, ("BASE",))
-    with pytest.raises(UserError, match=r"may have --global-batch-size.*--set BASE=VALUE"):
+    with pytest.raises(
+        UserError, match=r"may have --global-batch-size.*--set \"BASE=--tensor-model-p"
+    ):
         read_launch(LOGGED.format(added="--global-batch-size"), {})
     whole = {"BASE": "--tensor-model-parallel-size 2 --global-batch-size 8"}
     assert read_launch(LOGGED.format(added="--global-batch-size"), whole).global_batch == 8
@@ -109,7 +116,7 @@ def test_one_of_several_launch_lines_is_chosen():
     """Prevents: a verdict on the line that the user did not mean."""
     script = "if x; then\n  a.py --micro-batch-size 1\nelse\n  a.py --micro-batch-size 2\nfi"
     assert [read_launch(script, {}, line_number=line).micro_batch for line in (2, 4)] == [1, 2]
-    with pytest.raises(UserError, match="on lines 2 and 4, and 3 was chosen"):
+    with pytest.raises(UserError, match="on lines 2 and 4, and line 3 was chosen"):
         read_launch(script, {}, line_number=3)
 
 
@@ -121,6 +128,24 @@ def test_output_of_a_command_is_asked_for_and_nothing_runs(tmp_path: Path):
         read_launch(script, {})
     assert read_launch(script, {"X": "3"}).micro_batch == 3
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "given", "pipeline"),
+    [
+        ('if y; then A+=(--bf16 --sequence-parallel); fi\nrun "${A[@]}"',
+         {"A": "--pipeline-model-parallel-size 4"}, 4),
+        ("P=4\n(P=3)\nrun --pipeline-model-parallel-size $P", {}, 4),
+        ("N=08\nrun --pipeline-model-parallel-size $((10#$N))", {}, 8),
+        ("P=5; unset P\nrun --pipeline-model-parallel-size ${P:-2}", {}, 2),
+        ('C="run --pipeline-model-parallel-size 4 | tee log"\neval $C', {}, 4),
+        ("case $1 in --x) shift;; esac\nrun --pipeline-model-parallel-size 4", {}, 4),
+        ("megatron sft --model m", {}, 1),
+    ],
+)  # fmt: skip
+def test_sizes_are_those_of_a_shell(script: str, given: dict[str, str], pipeline: int):
+    """Prevents: subshells, leading zeros, arrays of `--set` and `eval` read as no shell does."""
+    assert read_launch(script, given).pipeline == pipeline
 
 
 def test_values_that_nobody_needs_may_be_unknown():
@@ -191,6 +216,10 @@ def test_layout_of_lists_is_read():
         ("a --x 'y", "does not close it"),
         ("a --x ${y", "does not close it"),
         ("NPROC_PER_NODE=8 swift sft --micro_batch_size 2", "DeepSpeed back end"),
+        ("swift sft --model m", "DeepSpeed back end"),
+        ("a --micro-batch-size 1 \\ \n --bf16", "line 1 has a blank behind its backslash"),
+        ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 2 is a comment"),
+        ("a --pipeline-model-parallel-layout Et|tL", "a | that is not quoted"),
     ],
 )
 def test_lines_that_cannot_be_read(line: str, message: str):
