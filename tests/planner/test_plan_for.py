@@ -231,14 +231,17 @@ def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, len
     """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
     few = tmp_path / "few.parquet"
     write_lengths(make_lengths([(0, 500), *[(0, 50)] * 150]), few)
-    for data, caps in ((lengths, "--max-tokens 512 --max-tiles 8"), (few, "")):
+    for data, options, ranks in (
+        (lengths, "--cluster laptop-cpu --gpus 12 --max-tokens 512 --max-tiles 8", 12),
+        (few, "--cluster h100-80g --gpus 8", 8),
+    ):
         plan = data.with_suffix("")
         command = (
-            f"plan --model internvl-digits --cluster laptop-cpu --gpus 12 --lengths {data} "
-            f"{caps} --for xtuner --no-compare --json -o {plan}"
+            f"plan --model internvl-digits {options} --lengths {data} --for xtuner --no-compare "
+            f"--json -o {plan}"
         )
         run(capsys, command)
-        assert open_plan(plan).plan.parallel.data == 12
+        assert open_plan(plan).plan.parallel.data == ranks
 
 
 def test_what_is_left_out_is_in_no_figure(capsys, tmp_path):
