@@ -95,7 +95,11 @@ def lint(
     )
     names = ", ".join(launch.unknown)
     unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
-    print_notes([*model_notes(model), *costed.notes, *unknown])
+    near = [
+        f"--{name} is not read and not judged; if --{known} is meant, correct it"
+        for name, known in checked.near_names.items()
+    ]
+    print_notes([*model_notes(model), *near, *costed.notes, *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
 

@@ -1,16 +1,21 @@
 """A launch line beside its model: what rules ask of the two."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from functools import cached_property
 
 from omnibal.config import ModelConfig
 from omnibal.errors import UserError
 from omnibal.export.layout import Layout, parse_layout
 from omnibal.frozen import MAX_COUNT, MAX_LAYERS
-from omnibal.lint.flags import canonical, is_nothing, is_on, whole_number
+from omnibal.lint.flags import FIELDS, FROZEN, LENGTHS, canonical, is_nothing, is_on, whole_number
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.sizes import SIZE_FLAGS, Sizes, sizes_of
 
+_NEAR = 0.9
+"""Least likeness, from 0 to 1, of a flag's name to a known one to ask whether that was meant; none
+of the published lines' other flags reaches it."""
 ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
 """Trainers whose flags Megatron-LM's `validate_args` checks."""
 
@@ -26,6 +31,17 @@ class Line:
     def flags(self) -> dict[str, str | None]:
         """Flags by names that all trainers share."""
         return {canonical(name): text for name, text in self.launch.flags.items()}
+
+    @property
+    def near_names(self) -> Mapping[str, str]:
+        """Flags that are nearly one that is read, which may have been meant, and that one."""
+        known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
+        near = {
+            name: get_close_matches(name, known, 1, _NEAR)
+            for name in self.flags
+            if name not in known
+        }
+        return {name: names[0] for name, names in near.items() if names}
 
     def on(self, name: str) -> bool:
         """Whether a switch is given and on."""

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launch_cases import BROKEN, GOOD, PublishedLine, model_of
+from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of
 
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding
@@ -46,6 +46,15 @@ def test_all_layers_are_on_some_stage(published: PublishedLine):
     layers = layers_by_chunk(line_of(launch, model))
     assert len(layers) == launch.pipeline
     assert sum(map(sum, layers)) == model.language.layers
+
+
+def test_a_name_that_is_nearly_a_flags_is_told():
+    """Prevents: a misspelled size that is taken as not given, and questions about right flags."""
+    for one in LINES:
+        assert not line_of(read_launch(one.line, {}), model_of(one.model)).near_names
+    line = "run --num-layer 4 --pipeline-model-parallel 2 --micro-batch-size 1"
+    near = line_of(read_launch(line, {}), model_of(LINES[0].model)).near_names
+    assert list(near.values()) == ["num-layers", "pipeline-model-parallel-size"]
 
 
 def replaced(line: str, flag: str, value: str) -> str | None:
