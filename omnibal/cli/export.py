@@ -69,8 +69,6 @@ def export(
     with status("reading the data"):
         manifest = read_manifest(data) if data is not None and is_manifest(data) else None
         annotations = None if data is None or manifest else Annotations.open(data)
-    if annotations is not None:
-        check_outside("--to", to, annotations.shard_folders)
     given = given_plan(files, chosen, annotations, to.absolute(), workers)
     if manifest is not None:
         given = with_manifest(given, manifest)

@@ -278,11 +278,6 @@ class Annotations:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def shard_folders(self) -> list[Path]:
-        """Folders whose shards hold samples."""
-        return [source.root for source in self._sources if source.in_shards]
-
     def take(self, indices: np.ndarray) -> "Annotations":
         """The samples at `indices` alone, in that order: little to hand to another process."""
         places = self._places.take(indices)
