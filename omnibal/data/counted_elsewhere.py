@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from omnibal.config import ModelConfig
-from omnibal.data.image_files import ImageFile
+from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.lengths import Lengths, check_positions, image_rule
 from omnibal.data.loongforge_manifest import is_manifest, read_manifest
 from omnibal.data.native_resolution import OddImage, image_segments
@@ -32,7 +32,6 @@ from omnibal.errors import UserError
 Picture = ImageFile | HeldFile
 _STATE = "state.json"
 _REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
-_IMAGE_SUFFIXES = frozenset(("bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"))
 
 
 def is_counted(path: Path) -> bool:
@@ -236,7 +235,7 @@ def _manifest_images(path: Path) -> Iterable[list[Picture]]:
     images: dict[str, list[Picture]] = {name: [] for name in manifest.names}
     if "image" in manifest.media:
         for name, shard, part, offset, size in _members(path):
-            if part.rpartition(".")[2].lower() in _IMAGE_SUFFIXES:
+            if Path(part).suffix.lower() in IMAGE_SUFFIXES:
                 file = ImageFile(_shard(path, shard), name=part, offset=offset, size=size)
                 images[name].append(file)
     return images.values()
