@@ -97,6 +97,7 @@ def pack(
     as_json: JsonOption = False,
 ) -> None:
     """Pack samples under caps, match packs into steps, share them out, and measure it all."""
+    from omnibal.data.balanced import pack_balanced
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
@@ -136,6 +137,9 @@ def pack(
         least = naive_lower_bound(samples, caps)
         if bound:
             fewest = int(np.bincount(packs.epoch).min())
+            if steps.packing is not PackingMethod.BALANCED:
+                # A bound is sought in vain, for minutes, beside packs far from the fewest.
+                fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed, thorough=False)))
             least = packs_lower_bound(samples, caps, found=fewest)
     load_ms = job.load_ms(packs.packs, samples)
     metrics = measure_packs(packs, samples, caps, steps.dp, load_ms, least)

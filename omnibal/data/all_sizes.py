@@ -64,10 +64,14 @@ class Sizes:
         return np.bincount(self.of_sample, minlength=len(self))
 
     def columns(self, packs: Packs) -> sparse.csr_array:
-        """Count the samples of each size in every pack, float64 [packs, sizes]."""
+        """Count the samples of each size in packs that differ, float64 [columns, sizes]."""
         pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
         held = (np.ones(len(pack)), (pack, self.of_sample[packs.samples]))
-        return sparse.csr_array(held, shape=(len(packs), len(self)))
+        counts = sparse.csr_array(held, shape=(len(packs), len(self)))
+        # Packs of the same counts have the same sum of random numbers, and others another one.
+        drawn = np.random.default_rng(0).integers(1 << 62, size=len(self), dtype=np.uint64)
+        _, first = np.unique(counts.astype(np.uint64) @ drawn, return_index=True)
+        return counts[np.sort(first)]
 
     def exchanges(self) -> np.ndarray:
         """Pairs of sizes of which the second is no smaller in any feature, int64 [pairs, 2].
@@ -108,13 +112,21 @@ class SizeMix:
         self._master = Master(sizes.counts, self.exchanges)
         self._master.add(self.columns)
 
-    def cover(self, demand: np.ndarray, *, max_rounds: int) -> Cover | None:
-        """Cover a demand [sizes] of some samples by the fewest packs, over all columns so far.
+    def cover(
+        self, demand: np.ndarray, *, max_rounds: int, wanted: int | None = None
+    ) -> Cover | None:
+        """Cover some samples by the fewest packs, over all columns so far.
 
-        None where the master problem takes too long.
-        New columns are made in at most `max_rounds` rounds.
+        Args:
+            demand: samples of every size, int64 [sizes].
+            max_rounds: of new columns.
+            wanted: packs, which columns are searched for until it is proven that there can be no
+                fewer; None for no search.
+
+        Returns:
+            None where the master problem takes too long.
         """
-        return self._cover(demand, max_rounds, None)[0]
+        return self._cover(demand, max_rounds, wanted)[0]
 
     def bound(self, *, max_rounds: int, wanted: int) -> float:
         """Lower bound on the packs of all samples, over all fractional covers.

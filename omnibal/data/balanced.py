@@ -18,14 +18,16 @@ How few packs are possible depends on the data in three ways, and so does what i
 
 Types are too coarse where packs hold two or three samples. There best fit alone
 (`omnibal.data.best_fit`) may need fewer packs, and of up to a thousand samples diving
-(`omnibal.data.dive`) finds the fewest or next to them. These are taken where they do, although
+(`omnibal.data.dive`) finds the fewest or next to them. So they are with limits of two kinds of
+items and more, which leave a grid of few units for each: there some hundred sizes are always dived
+for, and two thousand samples of more sizes in parts. These are taken where they are fewer, although
 their packs are no mixtures.
 """
 
 import numpy as np
 
 from omnibal.data.bound import packs_of_sums
-from omnibal.data.dive import pack_by_diving
+from omnibal.data.dive import pack_by_diving, pack_parts_by_diving
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.fit import Seed, check_samples_fit, in_common_units, size_keys
 from omnibal.data.isf import cut_groups, pack_isf
@@ -69,6 +71,12 @@ _RANDOM_SAMPLES = 20_000
 """Samples drawn to see what random packs look like."""
 _MAX_DIVED = 1000
 """Most samples that diving is tried on; with more, it takes minutes."""
+_MAX_DIVED_IN_PARTS = 2000
+"""Most samples that diving is tried on in parts, at ten to twenty milliseconds a sample."""
+_SEVERAL_KINDS = 3
+"""Features of samples that take two kinds of items."""
+_FEW_SIZES = 200
+"""Most distinct sizes that are always dived for with several kinds of items: a second's work."""
 _GOOD_ENOUGH = 0.005
 """Share of packs above what is needed at least that is not worth diving for."""
 _ONE_IS_GOOD_ENOUGH = 100
@@ -110,8 +118,22 @@ def pack_balanced(
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
     enough = max(int(_GOOD_ENOUGH * len(packs)), int(len(packs) >= _ONE_IS_GOOD_ENOUGH))
+    if len(units) >= _SEVERAL_KINDS and len(packs) > least:
+        return _dived_of_several_kinds(packs, sizes, units, rng, thorough=thorough)
     if thorough and len(packs) > least + enough and len(lengths) <= _MAX_DIVED:
         packs = pack_by_diving(sizes, units, packs, enough)
+    return packs
+
+
+def _dived_of_several_kinds(
+    packs: Packs, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator, *, thorough: bool
+) -> Packs:
+    """Fewer packs by diving, where samples have several kinds of items; else the packs given."""
+    samples = sizes.shape[1]
+    if len(np.unique(size_keys(sizes))) <= _FEW_SIZES or (thorough and samples <= _MAX_DIVED):
+        return pack_by_diving(sizes, caps, packs, 0)
+    if thorough and samples <= _MAX_DIVED_IN_PARTS:
+        return pack_parts_by_diving(sizes, caps, packs, rng)
     return packs
 
 

@@ -8,11 +8,13 @@ INFORMS Journal on Computing 31, 2019, have diving for packing problems of many 
 from collections import defaultdict
 
 import numpy as np
+from scipy import sparse
 
 from omnibal.data.all_sizes import SizeMix, Sizes
 from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.data.master import Cover
 from omnibal.data.packs import Packs
+from omnibal.data.rest import Rest
 
 _MAX_CELLS = 1 << 16
 _MAX_ROUNDS = 60
@@ -25,6 +27,9 @@ _LEAST_USED = 0.5
 _SIZE_VALUE = 1e-6
 """Value of a pack's full capacity besides the dual values, which may be 0."""
 _USED = 1e-7
+_SAMPLES_PER_PART = 250
+_SEARCHED_SIZES = 200
+"""Most distinct sizes whose best packs are searched for, beyond what the knapsack's table finds."""
 
 
 def pack_by_diving(sizes: np.ndarray, caps: np.ndarray, packs: Packs, enough: int) -> Packs:
@@ -38,39 +43,68 @@ def pack_by_diving(sizes: np.ndarray, caps: np.ndarray, packs: Packs, enough: in
     """
     distinct = Sizes.of(sizes)
     mix = SizeMix(distinct, caps, packs, _MAX_CELLS)
-    cover = mix.cover(distinct.counts, max_rounds=_MAX_ROUNDS)
+    wanted = len(packs) if len(distinct) <= _SEARCHED_SIZES else None
+    cover = mix.cover(distinct.counts, max_rounds=_MAX_ROUNDS, wanted=wanted)
     if cover is None or len(packs) <= np.ceil(cover.packs - _USED) + enough:
         return packs
     made = _dive(mix, cover)
-    return packs if made is None or len(made) >= len(packs) else _with_samples(made, distinct)
+    if made is None or sum(times for _, times in made) >= len(packs):
+        return packs
+    return _with_samples(made, distinct)
 
 
-def _dive(mix: SizeMix, cover: Cover) -> np.ndarray | None:
-    """Packs of sizes, int64 [packs, sizes]; None where a cover takes too long."""
+def pack_parts_by_diving(
+    sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
+) -> Packs:
+    """Reduce the number of packs by diving in parts of samples at random, each for itself.
+
+    The time grows with the samples and not faster, for about half a pack more in each part.
+
+    Args:
+        sizes: int64 [features, samples].
+        caps: of every pack, int64 [features].
+        packs: of all samples, which are kept where parts need as many.
+        rng: draws the parts.
+    """
+    order = rng.permutation(sizes.shape[1])
+    made = []
+    for part in np.array_split(order, -(-len(order) // _SAMPLES_PER_PART)):
+        own = sizes.take(part, axis=1)
+        fitted = Packs.from_lists(Rest(own, caps).best_fit(rng))
+        dived = pack_by_diving(own, caps, fitted, 0)
+        made.append(Packs(samples=part[dived.samples], offsets=dived.offsets))
+    joined = Packs.join(made)
+    return joined if len(joined) < len(packs) else packs
+
+
+def _dive(mix: SizeMix, cover: Cover) -> list[tuple[np.ndarray, int]] | None:
+    """Packs, int64 [sizes], and how often each is made; None where a cover takes too long."""
     left = mix.sizes.counts
-    made: list[np.ndarray] = []
+    made: list[tuple[np.ndarray, int]] = []
     while left.sum() > MAX_SAMPLES:
         most_used = np.argsort(-cover.times, kind="stable")
         at_once = max(1, int(_SHARE_AT_ONCE * cover.packs))
         trades = _Trades(mix, cover)
-        before = len(made)
+        fixed = 0
         for column in most_used[: mix.columns.shape[0]]:
-            if len(made) > before and (
-                len(made) - before >= at_once or cover.times[column] < _LEAST_USED
-            ):
+            if fixed and (fixed >= at_once or cover.times[column] < _LEAST_USED):
                 break
-            for _ in range(max(1, int(cover.times[column] + _USED))):
-                pack = trades.pack(column, left, must_fit=len(made) > before)
-                if pack is None:
+            wanted = max(1, int(cover.times[column] + _USED))
+            while wanted and (pack := trades.pack(column, left, must_fit=fixed > 0)) is not None:
+                # As long as samples of all its sizes are left, the same pack comes out again.
+                times = min(wanted, int((left[pack > 0] // pack[pack > 0]).min()))
+                made.append((pack, times))
+                left = left - times * pack
+                wanted -= times
+                fixed += times
+                if not left.any():
                     break
-                made.append(pack)
-                left = left - pack
         if left.any():
             anew = mix.cover(left, max_rounds=_ROUNDS_AGAIN)
             if anew is None:
                 return None
             cover = anew
-    return np.array(made + _exactly(mix, left))
+    return made + [(pack, 1) for pack in _exactly(mix, left)]
 
 
 def _exactly(mix: SizeMix, left: np.ndarray) -> list[np.ndarray]:
@@ -132,12 +166,13 @@ class _Trades:
             taken[np.where(fits, self._worth, -1.0).argmax()] += 1
 
 
-def _with_samples(packs: np.ndarray, sizes: Sizes) -> Packs:
-    """Packs of sizes [packs, sizes] with samples in their places."""
+def _with_samples(made: list[tuple[np.ndarray, int]], sizes: Sizes) -> Packs:
+    """Packs of sizes [sizes], each as often as it is made, with samples in their places."""
+    patterns = sparse.csr_array(np.array([pack for pack, _ in made]))
+    packs = patterns[np.repeat(np.arange(len(made)), [times for _, times in made])].tocoo()
+    slot_pack, slot_size = (np.repeat(at, packs.data) for at in packs.coords)
     by_size = np.argsort(sizes.of_sample, kind="stable")
-    pack, size = np.nonzero(packs)
-    times = packs[pack, size]
-    slot_pack, slot_size = np.repeat(pack, times), np.repeat(size, times)
     samples = np.empty(len(slot_pack), np.int64)
     samples[np.argsort(slot_size, kind="stable")] = by_size
-    return Packs(samples=samples, offsets=np.searchsorted(slot_pack, np.arange(len(packs) + 1)))
+    offsets = np.searchsorted(slot_pack, np.arange(packs.shape[0] + 1))
+    return Packs(samples=samples, offsets=offsets)

@@ -13,7 +13,7 @@ from scipy import sparse
 _DUAL_SIMPLEX, _PRIMAL_SIMPLEX = 1, 4
 """HiGHS's `simplex_strategy`."""
 _ITERATIONS_TIMES_ROWS = 1e8
-"""Simplex iterations of one solution times rows, at most: about half a minute."""
+"""Simplex iterations times rows of one master, over all its solutions, at most: half a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -47,8 +47,7 @@ class Master:
         self._solver.setOptionValue("output_flag", False)
         self._solver.setOptionValue("threads", 1)
         rows = len(demand)
-        most = int(_ITERATIONS_TIMES_ROWS / max(rows, 1))
-        self._solver.setOptionValue("simplex_iteration_limit", most)
+        self._iterations_left = int(_ITERATIONS_TIMES_ROWS / max(rows, 1))
         nothing = np.zeros(0, np.int32)
         self._solver.addRows(
             rows, demand.astype(np.float64), np.full(rows, highspy.kHighsInf), 0,
@@ -84,7 +83,7 @@ class Master:
         self._demand_changed = True
 
     def solve(self) -> Cover | None:
-        """Solve for the current columns and demand; None where that takes too long.
+        """Solve for the current columns and demand; None where all solutions take too long.
 
         Raises:
             RuntimeError: the columns do not cover the demand.
@@ -92,7 +91,9 @@ class Master:
         # The last solution stays feasible when columns come, and its values when the demand moves.
         strategy = _DUAL_SIMPLEX if self._demand_changed else _PRIMAL_SIMPLEX
         self._solver.setOptionValue("simplex_strategy", strategy)
+        self._solver.setOptionValue("simplex_iteration_limit", max(self._iterations_left, 0))
         self._solver.run()
+        self._iterations_left -= self._solver.getInfo().simplex_iteration_count
         status = self._solver.getModelStatus()
         if status == highspy.HighsModelStatus.kIterationLimit:
             return None

@@ -256,3 +256,17 @@ def test_a_master_that_takes_too_long_gives_up(monkeypatch):
     assert pack_by_diving(np.stack([tiles, tokens]), CAPS.values, packs, 0) is packs
     lengths = make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
     assert packs_lower_bound(lengths, CAPS) >= naive_lower_bound(lengths, CAPS)
+
+
+def test_all_solutions_of_a_master_have_one_limit(monkeypatch):
+    """Prevents a bound of many solutions, each within its limit, from taking the afternoon."""
+    monkeypatch.setattr("omnibal.data.master._ITERATIONS_TIMES_ROWS", 4000)
+    rng = np.random.default_rng(12)
+    master = Master(rng.integers(1, 9, 40))
+    master.add(sparse.eye_array(40, format="csr"))
+    solutions = 0
+    while solutions < 100 and master.solve() is not None:
+        solutions += 1
+        master.change_demand(rng.integers(1, 9, 40))
+        master.add(sparse.random_array((40, 40), density=0.2, format="csr", rng=rng))
+    assert 1 < solutions < 100

@@ -131,8 +131,9 @@ def test_pack_seed_decides_the_file(tmp_path, lengths_file):
     assert contents[0] == contents[1] != contents[2]
 
 
-def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, tmp_path):
-    """Prevents a packing that gets worse with every iteration without a word."""
+@pytest.fixture
+def lumpy_file(tmp_path) -> Path:
+    """Lengths of samples of which few sets fill a pack of 9 tiles: ISF needs more than must be."""
     tiles = np.repeat(np.array([5, 3], np.int32), [600, 400])
     lumpy = replace(
         example_lengths(count=1000),
@@ -142,11 +143,34 @@ def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, tmp_path):
         source=tiles * 0,
     )
     write_lengths(lumpy, tmp_path / "lumpy.parquet")
+    return tmp_path / "lumpy.parquet"
+
+
+def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, lumpy_file):
+    """Prevents a packing that gets worse with every iteration without a word."""
     command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --no-bound"
-    run(command, tmp_path / "lumpy.parquet", "--packing", "isf")
+    run(command, lumpy_file, "--packing", "isf")
     assert "do not suit these sizes" in capsys.readouterr().err
-    run(command, tmp_path / "lumpy.parquet")
+    run(command, lumpy_file)
     assert "note:" not in capsys.readouterr().err
+
+
+def test_packs_of_isf_are_not_what_a_bound_is_sought_for(capsys, monkeypatch, lumpy_file):
+    """Prevents minutes of proving that packs far from the fewest might be the fewest."""
+    sought = []
+
+    def lower_bound(lengths, caps, *, found):
+        sought.append(found)
+        return 1
+
+    monkeypatch.setattr("omnibal.data.bound.packs_lower_bound", lower_bound)
+    packs = {}
+    for method in ("balanced", "isf"):
+        command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --micro-batches 1 --json"
+        run(command, lumpy_file, "--packing", method)
+        packs[method] = json.loads(capsys.readouterr().out)["packs"]
+    assert packs["balanced"] < packs["isf"]
+    assert sought == [packs["balanced"]] * 2
 
 
 def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_file):

@@ -254,6 +254,82 @@ def test_many_samples_are_packed_once_under_all_caps(names, most):
         assert naive_lower_bound(lengths, caps) <= len(packs) <= len(isf)
 
 
+GIVEN_SIZES = (
+    ((72, 8, 2904), 241),
+    ((89, 11, 4186), 29),
+    ((92, 11, 4357), 165),
+    ((95, 13, 3235), 225),
+    ((111, 12, 6452), 9),
+    ((127, 7, 2110), 146),
+    ((167, 11, 3678), 47),
+    ((172, 6, 4948), 172),
+)
+"""Sizes (tiles, clips, tokens) and how many samples have each: at their caps, 251 packs suffice."""
+
+
+def few_sizes(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sizes [features, sizes], counts [sizes] and caps [features]; 2 to 6 samples fill a pack."""
+    if seed < 0:
+        sizes, counts = zip(*GIVEN_SIZES, strict=True)
+        return np.array(sizes).T, np.array(counts) * -seed, np.array([512, 40, 16_384])
+    rng = np.random.default_rng(seed)
+    caps = np.array([rng.choice([40, 512]), rng.choice([24, 64]), rng.choice([8192, 16_384])])
+    shares = rng.uniform(0.12, 0.55, (3, 9)) * rng.uniform(0.7, 1.0, (3, 1))
+    return np.ceil(shares * caps[:, None]).astype(int), rng.integers(5, 300, 9), caps
+
+
+def packs_by_rounding_down(sizes: np.ndarray, counts: np.ndarray, caps: np.ndarray) -> int:
+    """Packs of the linear program over all patterns, rounded down, and first fit of the rest."""
+    patterns: list[np.ndarray] = []
+
+    def extend(pattern: np.ndarray, first: int) -> None:
+        for size in range(first, sizes.shape[1]):
+            more = pattern + (np.arange(sizes.shape[1]) == size)
+            if (sizes @ more <= caps).all():
+                patterns.append(more)
+                extend(more, size)
+
+    extend(np.zeros(sizes.shape[1], int), 0)
+    columns = np.array(patterns)
+    times = np.floor(linprog(np.ones(len(columns)), A_ub=-columns.T, b_ub=-counts).x + 1e-9)
+    left = np.maximum(counts - times @ columns, 0).astype(int)
+    rooms: list[np.ndarray] = []
+    for size in np.repeat(np.arange(len(left)), left):
+        place = next((room for room in rooms if (room >= sizes[:, size]).all()), None)
+        if place is None:
+            place = caps.copy()
+            rooms.append(place)
+        place -= sizes[:, size]
+    return int(times.sum()) + len(rooms)
+
+
+@pytest.mark.parametrize("thorough", [True, False])
+@pytest.mark.parametrize("seed", [-1, -60, 1, 2, 3, 4])
+def test_three_limits_need_no_more_packs_than_rounding_down(seed, thorough):
+    """Prevents a grid too coarse for several kinds of items: 3 to 12 % more packs than must be."""
+    sizes, counts, caps = few_sizes(seed)
+    columns = np.repeat(sizes, counts, axis=1)
+    lengths = lengths_of(**dict(zip(("tiles", "clips", "tokens"), columns, strict=True)))
+    limits = Caps.of(tiles=int(caps[0]), clips=int(caps[1]), tokens=int(caps[2]))
+    packs = pack_samples(lengths, limits, PackingMethod.BALANCED, 0, thorough=thorough)
+    assert_valid(packs, lengths, limits)
+    assert len(packs) <= packs_by_rounding_down(sizes, counts, caps)
+    if seed == -1:
+        assert len(packs) == packs_lower_bound(lengths, limits) == 251
+
+
+def test_parts_of_many_sizes_are_dived_for():
+    """Prevents two thousand samples of three limits, all of another size, from 5 % more packs."""
+    rng = np.random.default_rng(12)
+    caps = Caps.of(tiles=64, clips=40, tokens=16_384)
+    drawn_sizes = np.ceil(rng.uniform(0.05, 0.6, (3, 1100)) * [[64], [40], [16_384]])
+    lengths = lengths_of(**dict(zip(("tiles", "clips", "tokens"), drawn_sizes, strict=True)))
+    hasty = pack_samples(lengths, caps, PackingMethod.BALANCED, 0, thorough=False)
+    packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
+    assert_valid(packs, lengths, caps)
+    assert len(packs) < 0.98 * len(hasty)
+
+
 def test_bound_of_many_sizes_is_no_more_than_packs():
     """Prevents a bound from fitted values that is above what a packing needs."""
     rng = np.random.default_rng(4)
