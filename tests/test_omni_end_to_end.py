@@ -69,10 +69,13 @@ def script_commands(folder: Path, *arguments: str) -> tuple[int, list[list[str]]
     (folder / "scripts" / "environment.sh").write_text(
         f'cd "$(dirname "${{BASH_SOURCE[0]}}")/.."\n{refuse[0]}\nPATH="{programs}:$PATH"\n'
     )
+    if not (interpreter := programs / "stand-in-python").exists():
+        interpreter.symlink_to(sys.executable)
     for name in ("python", "omnibal", "torchrun"):
         program = programs / name
         program.write_text(
-            f"#!{sys.executable}\nimport json, sys, os\n"
+            # Through env, as the kernel ends an interpreter's path at its first space.
+            "#!/usr/bin/env stand-in-python\nimport json, sys, os\n"
             f"print(json.dumps([{name!r}, *sys.argv[1:]]), file=open({str(log)!r}, 'a'))\n"
             "made = [sys.argv[i + 1] for i, w in enumerate(sys.argv) if w in ('--save',)]\n"
             "[os.makedirs(one, exist_ok=True) for one in made]\n"
