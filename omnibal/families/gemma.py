@@ -85,9 +85,7 @@ class GemmaText(TextTable):
 
 
 class SiglipVision(HubTable):
-    """SigLIP, whose pooling head the model does without."""
-
-    without_effect: ClassVar[frozenset[str]] = frozenset({"vision_use_head"})
+    """SigLIP, with its pooling head unless a file says that there is none, as its class has it."""
 
     hidden_size: PositiveInt = 768
     intermediate_size: PositiveInt = 3072
@@ -99,6 +97,7 @@ class SiglipVision(HubTable):
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     layer_norm_eps: PositiveFloat = 1e-6
     attention_dropout: NoDropout = 0.0
+    vision_use_head: bool = True
 
 
 def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
@@ -106,6 +105,11 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     whole = as_table(_Whole, given, str(path))
     table = as_table(SiglipVision, whole.vision_config, inner(path, "vision_config"))
     text = as_table(GemmaText, whole.text_config, inner(path, "text_config"))
+    if table.vision_use_head:
+        raise ValueError(
+            "vision_config has a pooling head, which runs and whose output nothing takes; "
+            "vision_use_head must be false, as in releases"
+        )
     image = square(table.image_size, "image_size")
     patch = square(table.patch_size, "patch_size")
     side = image // patch

@@ -72,7 +72,7 @@ class GlmText(TextTable):
     rms_norm_eps: PositiveFloat = 1e-5
     hidden_act: Literal["silu"] = "silu"
     attention_bias: bool = True
-    use_qk_norm: bool = False
+    use_qk_norm: Literal[False] = False
     moe_intermediate_size: PositiveInt = 1408
     num_experts_per_tok: PositiveInt = 8
     n_shared_experts: PositiveInt = 1
@@ -103,7 +103,7 @@ class GlmText(TextTable):
             head_size=self.head_dim,
             ffn_hidden_size=self.intermediate_size,
             qkv_bias=self.attention_bias,
-            qk_norm=self.use_qk_norm,
+            qk_norm=False,
             tied_head=tied_head,
             prediction_layers=self.num_nextn_predict_layers,
             runs=runs_of(kinds),

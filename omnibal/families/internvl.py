@@ -16,7 +16,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
 from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.errors import UserError
-from omnibal.families.folder import CONFIG_FILE, model_name
+from omnibal.families.folder import CONFIG_FILE, model_name, stored_tensors
 from omnibal.families.hub_table import is_without_effect
 from omnibal.families.released_language import (
     Case,
@@ -51,6 +51,8 @@ _DUMPED = frozenset(
     "router_aux_loss_coef num_local_experts use_deepep".split()
 )
 """Keys of released files that are not read and change nothing of a training step."""
+_HEADS = ("lm_head.weight", "language_model.output.weight")
+"""Ends of the names that a head's tensor has."""
 _REMEDY = "pass the config.json of a released InternVL, or its folder"
 
 
@@ -182,6 +184,8 @@ class InternVLFile:
 def read_internvl(path: Path) -> ModelConfig:
     """Read the model that a config.json of InternVL, or the one in a folder, describes.
 
+    Where the names of a checkpoint's tensors are beside it, they tell whether there is a head.
+
     Raises:
         UserError: the file is broken, of no InternVL, or of a variant that this project's model is
             not; the message names it.
@@ -190,7 +194,8 @@ def read_internvl(path: Path) -> ModelConfig:
     file = open_internvl(path)
     if file is None:
         raise UserError(f"{path}: is of no InternVL; {_REMEDY}")
-    return file.model()
+    names = stored_tensors(path.parent)
+    return file.model(has_head=None if names is None else any(n.endswith(_HEADS) for n in names))
 
 
 def open_internvl(path: Path) -> InternVLFile | None:
@@ -240,15 +245,17 @@ def is_tied(
 ) -> bool:
     """Whether the head is tied to the token embedding.
 
-    The language model's own configuration takes precedence over the whole model's, which InternVL's
-    class sets from it. Transformers 5 goes by the latter, so a missing head is tied in its
-    format if either says so.
+    InternVL's own class goes by the language model's configuration, from which it sets the whole
+    model's. Transformers 5 builds what the whole model's says, and unties a head that a checkpoint
+    has; a missing head is tied if either says so.
     """
     inner = language.tie_word_embeddings
-    if has_head is False and not is_original:
-        return bool(inner or outer) or (inner is None and outer is None)
-    stated = outer if inner is None else inner
-    return has_head is False if stated is None else stated
+    if is_original or has_head:
+        stated = outer if inner is None else inner
+        return has_head is False if stated is None else stated
+    if has_head is None:
+        return bool(inner if outer is None else outer)
+    return bool(inner or outer) or (inner is None and outer is None)
 
 
 def _from_original(given: _Original, language: LanguageConfig, path: Path) -> ModelConfig:

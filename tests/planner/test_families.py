@@ -179,6 +179,10 @@ REFUSED = {
         nested("kimi-k2.5", "vision_config", mm_projector_type="linear"),
         "vision_config: mm_projector_type",
     ),
+    "a pooling head": (
+        nested("gemma-3-4b", "vision_config", vision_use_head=True),
+        "pooling head.*vision_use_head must be false",
+    ),
     "widths that differ": (
         nested("qwen3-vl-8b", "vision_config", out_hidden_size=3584),
         "width 3584.*hidden_size 4096",

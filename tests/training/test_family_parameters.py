@@ -1,14 +1,22 @@
 """Models read from a hub's `config.json` beside Transformers' classes that read the same file."""
 
 import json
+import random
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    InternVLConfig,
+)
 
 from megatron.vlm.conversion.released_config import read_config
 from omnibal.cost.parameters import model_parameters
+from omnibal.errors import UserError
 from omnibal.families import deepseek, gemma, glm, kimi, qwen, text
 from omnibal.families.named import named_model
 
@@ -61,6 +69,109 @@ def test_parameters_are_those_of_transformers(name, tmp_path):
     with torch.device("meta"):
         theirs = maker.from_config(AutoConfig.from_pretrained(tmp_path))
     assert model_parameters(model).stored == sum(each.numel() for each in theirs.parameters())
+
+
+def parameters_of_transformers(folder: Path, *, is_text: bool) -> int:
+    maker = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    with torch.device("meta"):
+        model = maker.from_config(AutoConfig.from_pretrained(folder))
+    return sum(each.numel() for each in model.parameters())
+
+
+VALUES = {
+    "num_hidden_layers": (1, 2, 3, 6),
+    "depth": (1, 2, 5),
+    "hidden_size": (256, 512),
+    "intermediate_size": (96, 320, 1000),
+    "num_key_value_heads": (1, 2, 4),
+    "head_dim": (32, 48, 64),
+    "vocab_size": (1003, 32_000, 50_001),
+    "moe_intermediate_size": (48, 160),
+    "num_experts": (4, 16),
+    "n_routed_experts": (4, 16),
+    "num_experts_per_tok": (1, 2),
+    "n_shared_experts": (1, 2),
+    "shared_expert_intermediate_size": (64, 128),
+    "first_k_dense_replace": (0, 1, 2),
+    "kv_lora_rank": (64, 128),
+    "q_lora_rank": (None, 96),
+    "qk_nope_head_dim": (32, 64),
+    "v_head_dim": (32, 64),
+    "decoder_sparse_step": (1, 2),
+    "attention_bias": (False, True),
+    "qkv_bias": (False, True),
+    "use_qk_norm": (False, True),
+    "tie_word_embeddings": (False, True),
+}
+"""Values of keys that random files take; each is tried in every table that has the key."""
+OUTER_WIDTHS = {"out_hidden_size", "text_hidden_size", "projection_hidden_size"}
+LISTED_LAYERS = {"deepstack_visual_indexes", "fullatt_block_indexes"}
+
+
+def changed(config: dict, rng: random.Random) -> dict:
+    """A file with some keys changed, in tables at all depths, and widths that follow each other."""
+    config = json.loads(json.dumps(config))
+    language = config.get("text_config", config)
+    tables = [config, language, config.get("vision_config", {})]
+    for table in tables:
+        for key in sorted(VALUES.keys() & table.keys()):
+            if rng.random() < 0.4 and (key != "hidden_size" or table is language):
+                table[key] = rng.choice(VALUES[key])
+    kinds = language.get("layer_types")
+    if kinds:
+        language["layer_types"] = (kinds * 8)[: language["num_hidden_layers"]]
+    vision = config.get("vision_config", {})
+    for key in OUTER_WIDTHS & vision.keys():
+        vision[key] = language["hidden_size"]
+    for key in LISTED_LAYERS & vision.keys():
+        vision[key] = [at for at in vision[key] if at < vision["depth"]] or vision[key][:0]
+    if language.get("pad_token_id") and "vocab_size" in language:
+        language["pad_token_id"] %= language["vocab_size"]
+    if "num_experts_per_tok" in language:
+        experts = language.get("num_experts") or language["n_routed_experts"]
+        language["num_experts_per_tok"] = min(language["num_experts_per_tok"], experts)
+    if rng.random() < 0.3:
+        config["tie_word_embeddings"] = rng.choice((False, True))
+    return config
+
+
+@pytest.mark.parametrize("name", [*CASES, "internvl"])
+def test_random_files_have_the_parameters_of_transformers(name, tmp_path):
+    """Prevents: a key that decides what is built, and is read otherwise or not at all."""
+    if name == "internvl":
+        InternVLConfig().save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+    else:
+        config = fewer_layers(name)
+    rng, agreed = random.Random(name), 0
+    for _ in range(30):
+        (tmp_path / "config.json").write_text(json.dumps(changed(config, rng)))
+        try:
+            model = named_model(str(tmp_path)).with_tower("language", prediction_layers=0)
+            theirs = parameters_of_transformers(tmp_path, is_text=not model.encoders)
+        except (UserError, ValueError, RuntimeError, AssertionError):
+            continue  # refused by either
+        assert model_parameters(model).stored == theirs, (tmp_path / "config.json").read_text()
+        agreed += 1
+    assert agreed >= 10
+
+
+def test_internvl_as_its_class_saves_it(tmp_path):
+    """Prevents: a head counted that the class ties by the outer key, 622 million parameters."""
+    InternVLConfig().save_pretrained(tmp_path)
+    theirs = parameters_of_transformers(tmp_path, is_text=False)
+    assert model_parameters(named_model(str(tmp_path))).stored == theirs == 11_765_025_792
+
+
+@pytest.mark.parametrize(("outer", "has_head"), list(product((True, False), repeat=2)))
+def test_a_checkpoint_tells_whether_internvl_has_a_head(outer, has_head, tmp_path):
+    """Prevents: a released head left out of a plan because a newer version saved the file again."""
+    InternVLConfig(tie_word_embeddings=outer).save_pretrained(tmp_path)
+    names = ["model.language_model.embed_tokens.weight", *["lm_head.weight"] * has_head]
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    tied = named_model(str(tmp_path)).language.tied_head
+    assert tied == (outer and not has_head)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "kimi-k2.5"])
