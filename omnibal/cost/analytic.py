@@ -55,17 +55,13 @@ from omnibal.cost.counts import (
     Kept,
     Product,
 )
-from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
+from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.image_counts import (
     deepstack_bytes,
-    images_embed,
-    images_layer,
-    images_projector,
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
-from omnibal.encoders import ImagesEncoder
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
 from omnibal.units import (
@@ -419,28 +415,14 @@ def _counts(
             return head(*sizes_of_head), head(*sizes_of_head, padded=False)
         return counts, counts
     tower = model.encoders[kind.tower]
-    if isinstance(tower, ImagesEncoder):
-        return _image_counts(model, tower, kind, device, features)
-    if kind.is_layer:
-        sizes = tower, device, features.one(tower.feature), tower.positions_per_item
-        return encoder_layer(*sizes), encoder_layer(*sizes, padded=False)
-    if kind.is_embed:
-        counts = encoder_embed(tower, device, features)
-    else:
-        counts = encoder_projector(tower, model, device, features)
-    return counts, counts
-
-
-def _image_counts(
-    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features
-) -> tuple[Counts, Counts]:
+    counted = counts_of_kind(tower)
     if kind.is_layer:
         sizes = model, tower, kind, device, features
-        return images_layer(*sizes), images_layer(*sizes, padded=False)
+        return counted.layer(*sizes, padded=True), counted.layer(*sizes, padded=False)
     if kind.is_embed:
-        counts = images_embed(tower, device, features)
+        counts = counted.embed(tower, device, features)
     else:
-        counts = images_projector(tower, model, device, features)
+        counts = counted.projector(tower, model, device, features)
     return counts, counts
 
 

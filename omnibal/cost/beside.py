@@ -23,12 +23,11 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
-from omnibal.cost.image_counts import patch_values
+from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.whole_encoders import cost_of_copies
-from omnibal.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.parallel import Parallel
 from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
@@ -209,7 +208,7 @@ def _encoder_cost(
         working_bytes=np.concatenate(
             [unit.transient_bytes[:, columns] + unit.shared_bytes[columns] for _, unit in held]
         ),
-        input_bytes=FP32_BYTES * _values_of_item(tower),
+        input_bytes=FP32_BYTES * counts_of_kind(tower).values_of_item(tower),
         feature_bytes=float(feature_bytes),
         is_trained=is_trained,
     )
@@ -217,17 +216,6 @@ def _encoder_cost(
 
 def _again_ms(unit: UnitCost) -> np.ndarray:
     return unit.recompute_ms if unit.has_backward else unit.forward_ms
-
-
-def _values_of_item(tower: Encoder) -> int:
-    """Numbers that an item is read as."""
-    match tower:
-        case TilesEncoder():
-            return 3 * tower.image_size**2
-        case ClipsEncoder():
-            return tower.frames * tower.mel_bins
-        case ImagesEncoder():
-            return tower.positions_per_item * patch_values(tower)
 
 
 def _columns(features: Sequence[str], feature: str) -> list[int]:

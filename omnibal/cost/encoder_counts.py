@@ -17,18 +17,9 @@ LAST_OUTPUT = "last layer's output"
 """What a norm before the projector's stacking keeps; the tower's last layer makes it."""
 
 
-def encoder_embed(tower: TilesEncoder | ClipsEncoder, device: Device, features: Features) -> Counts:
-    """Count the input embedding of an encoder."""
-    items = features.one(tower.feature)
-    match tower:
-        case TilesEncoder():
-            return _tiles_embed(tower, device, items)
-        case ClipsEncoder():
-            return _clips_embed(tower, device, items)
-
-
-def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Counts:
-    size = device.element_bytes
+def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Counts:
+    """Count the embedding of image tiles: patches by a convolution, and their positions."""
+    items, size = features.one(tower.feature), device.element_bytes
     patches, patch_values = tower.patches_per_side**2, 3 * tower.patch_size**2
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
@@ -61,8 +52,12 @@ def _tiles_embed(tower: TilesEncoder, device: Device, items: np.ndarray) -> Coun
     )
 
 
-def _clips_embed(tower: ClipsEncoder, device: Device, items: np.ndarray) -> Counts:
-    """Two convolutions of width 3, the second of stride 2, each with GELU; fixed positions."""
+def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Counts:
+    """Count the embedding of clips: two convolutions of width 3, each with GELU, and positions.
+
+    The second convolution has a stride of 2, and positions are fixed.
+    """
+    items = features.one(tower.feature)
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size

@@ -12,7 +12,8 @@ from rate_cases import ring_ms, tiled_ms, tiled_rates
 from omnibal.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import Counts, Device, Features
-from omnibal.cost.encoder_counts import encoder_embed, encoder_layer, encoder_projector
+from omnibal.cost.encoder_counts import encoder_layer, encoder_projector
+from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.language_counts import head, language_layer
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, ring_line, send_line
@@ -162,7 +163,7 @@ def test_products_hold_every_weight_of_a_layer_once(name, tensor):
         # Their positions are fixed.
         positions = 0 if clips else tower.positions_per_item
         assert vectors == 2 * normed + h + h // tensor
-        embed = encoder_embed(tower, device, features)
+        embed = counts_of_kind(tower).embed(tower, device, features)
         assert embed.parameters - products_of(embed) == (2 + positions) * width
 
 

@@ -13,13 +13,16 @@ from omnibal.config import (
     ModelConfig,
     load_cluster,
     load_model,
+    preset_names,
 )
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.context import exchange_mistake
+from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
-from omnibal.encoders import ClipsEncoder
+from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, TilesEncoder
+from omnibal.errors import UserError
 from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.levels import ContextExchange, Level
 from omnibal.limits import Caps
@@ -310,3 +313,20 @@ def test_the_documented_model_files_are_read(tmp_path):
     (tmp_path / "runs.toml").write_text(f"{before}{part}{after}")
     kinds = load_model(str(tmp_path / "runs.toml")).language.kinds
     assert [kind.window for kind in kinds[:7]] == [1024] * 5 + [None, 1024] and len(kinds) == 48
+
+
+class PointsEncoder(TilesEncoder):
+    """An encoder of a kind that nobody has counted."""
+
+
+def test_every_kind_of_encoder_is_counted_or_refused_in_a_line():
+    """Prevents: a kind of encoder that lacks one count of many ending a plan in a traceback."""
+    models = map(load_model, preset_names("models"))
+    towers = [tower for model in models for tower in model.encoders.values()]
+    assert {tower.kind for tower in towers} == set(ENCODER_KINDS)
+    for tower in towers:
+        assert counts_of_kind(tower).values_of_item(tower) > 0
+    tiles = next(tower for tower in towers if isinstance(tower, TilesEncoder))
+    with pytest.raises(UserError, match="encoders of PointsEncoder have no costs") as error:
+        counts_of_kind(PointsEncoder(**dict(tiles)))
+    assert "\n" not in str(error.value)

@@ -51,7 +51,9 @@ def compare(links, model, tensor):
     sum(losses).backward()
     theirs = dict(engine.named_parameters())
     for name, parameter in local.named_parameters():
-        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+        # Sums in fp32 of either order are good to some of the largest's last digits.
+        rounding = 1e-5 * float(parameter.grad.abs().max())
+        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=rounding)
 
 
 def is_of_engine(trainer):
