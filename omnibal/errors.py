@@ -12,13 +12,18 @@ class UserError(ValueError):
 
 
 class DoesNotFit(UserError):
-    """The model cannot be trained in the memory of the devices, however it is split.
+    """The model cannot be trained in the memory of the devices, however it is split."""
 
-    What to change is the last part of the message, behind a semicolon, and in general terms.
-    """
+    def __init__(self, need: str, advice: str):
+        """Put the message together.
 
-    @property
-    def need(self) -> str:
-        """The message without the advice on what to change."""
-        message = str(self)
-        return message.rpartition("; ")[0] or message
+        Args:
+            need: what needs how much memory, and what there is.
+            advice: what to change, in general terms.
+        """
+        # Both are arguments of the base, so that the error can come from another process.
+        super().__init__(need, advice)
+        self.need, self.advice = need, advice
+
+    def __str__(self) -> str:
+        return f"{self.need}; {self.advice}"

@@ -112,7 +112,7 @@ def baseline_stages(
         split.stages for split in splits if fits_cap(split.peak_bytes.max(), memory_cap_bytes)
     ]
     if not fitting:
-        raise DoesNotFit(_does_not_fit(method, rule, model, splits, memory_cap_bytes))
+        raise _does_not_fit(method, rule, model, splits, memory_cap_bytes)
     if len(fitting) == 1:
         return fitting[0]
     sample = workload.some_steps(BMP_STEPS)
@@ -293,17 +293,17 @@ def _does_not_fit(
     model: ModelConfig,
     splits: Sequence[_Split],
     memory_cap_bytes: float,
-) -> str:
+) -> DoesNotFit:
     """The worst stage of the split that comes nearest, and what would help."""
     nearest = min(splits, key=lambda split: split.peak_bytes.max())
     stage = int(nearest.peak_bytes.argmax())
     need, cap = nearest.peak_bytes[stage] / GIB, memory_cap_bytes / GIB
     tried = f" the nearest of {len(splits)} splits," if len(splits) > 1 else ""
     remedy = "" if rule == RecomputeRule.FRONT else "recompute by the rule front, "
-    return (
+    return DoesNotFit(
         f"partition method {method} with recompute rule {rule} puts {need:.2f} GiB on stage "
         f"{stage} of {len(nearest.stages)} of {model.name},{tried} and the memory cap of a device "
-        f"is {cap:.2f} GiB, which must hold every stage; {remedy}partition by the method omnibal, "
-        "raise the memory cap, use more pipeline stages or tensor parallelism, or pack to smaller "
-        "caps"
+        f"is {cap:.2f} GiB, which must hold every stage",
+        f"{remedy}partition by the method omnibal, raise the memory cap, use more pipeline stages "
+        "or tensor parallelism, or pack to smaller caps",
     )

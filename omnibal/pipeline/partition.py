@@ -342,7 +342,7 @@ def _first_split(
             if not fits_cap(need, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise DoesNotFit(_infeasible(problem, least_peak(None)))
+    raise _infeasible(problem, least_peak(None))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
@@ -377,7 +377,7 @@ def _even_ms(problem: SearchProblem) -> float:
     return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 
-def _infeasible(problem: SearchProblem, least_peak: float) -> str:
+def _infeasible(problem: SearchProblem, least_peak: float) -> DoesNotFit:
     """The smallest cap that some split would fit, and what else would help."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)
@@ -387,9 +387,9 @@ def _infeasible(problem: SearchProblem, least_peak: float) -> str:
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"
     )
-    return (
+    return DoesNotFit(
         f"{problem.model.name} on {stages} needs {need:.2f} GiB per device at best, with "
         f"recomputation where it helps: {need - cap:.2f} GiB more than the memory cap of "
-        f"{cap:.2f} GiB, which must hold every stage; raise the memory cap, use {sizes}, or pack "
-        "to smaller caps"
+        f"{cap:.2f} GiB, which must hold every stage",
+        f"raise the memory cap, use {sizes}, or pack to smaller caps",
     )

@@ -111,7 +111,7 @@ def search_beside(problem: PlacementProblem) -> BesideSearch:
     """
     choices = list(_choices(problem))
     if not choices:
-        raise DoesNotFit(_too_large(problem))
+        raise _too_large(problem)
     best: BesideSearch | None = None
     of_all, simulated = _bound_of_all(problem, choices), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
@@ -131,7 +131,7 @@ def search_beside(problem: PlacementProblem) -> BesideSearch:
         for other in np.flatnonzero(is_open):
             proven_ms[other] = max(proven_ms[other], bound.of(choices[other]))
     if best is None:
-        raise DoesNotFit(_too_large(problem))
+        raise _too_large(problem)
     search = replace(
         best.search,
         lower_bound_ms=min(float(proven_ms.min()), best.search.step_ms),
@@ -197,14 +197,15 @@ def _ends(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return step, is_first, np.append(is_first[1:], True)
 
 
-def _too_large(problem: PlacementProblem) -> str:
+def _too_large(problem: PlacementProblem) -> DoesNotFit:
     need, cap = least_peak_beside(problem) / GIB, problem.memory_cap_bytes / GIB
-    return (
+    return DoesNotFit(
         f"{problem.model.name} on {problem.stages} pipeline stages with its encoders beside them "
         f"needs {need:.2f} GiB per device at best, with recomputation where it helps: "
         f"{need - cap:.2f} GiB more than the memory cap of {cap:.2f} GiB, which must hold every "
-        "stage and a whole copy of the encoders; raise the memory cap, use more pipeline stages or "
-        "tensor parallelism, pack to smaller caps, or give --encoder pipeline"
+        "stage and a whole copy of the encoders",
+        "raise the memory cap, use more pipeline stages or tensor parallelism, pack to smaller "
+        "caps, or give --encoder pipeline",
     )
 
 

@@ -209,7 +209,8 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
             if found is None:
                 raise DoesNotFit(
                     f"packs of {level.caps} of the earlier plan fit no number of ranks of "
-                    f"{job.parallel}; raise --tp, --pp or --dp"
+                    f"{job.parallel}",
+                    "raise --tp, --pp or --dp",
                 )
         levels.append(Level(caps=level.caps) if found is None else found[1])
     context = np.array([level.context for level in levels])[of_packs]
@@ -288,7 +289,8 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
     return DoesNotFit(
         f"no levels of packs can be trained on {parallel}: with packs of up to "
         f"{level.caps['tokens']:,} tokens, each shared by {level.context} rank(s), {error.need}; "
-        f"weights, gradients and optimizer state alone are {state_gib:.2f} GiB on average; {advice}"
+        f"weights, gradients and optimizer state alone are {state_gib:.2f} GiB on average",
+        advice,
     )
 
 

@@ -613,6 +613,6 @@ def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserErr
         f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
         f"{request.job.model.name} into memory: the nearest, {parallel.options} at {caps}, "
         f"needs {gib_text(need_gib)} GiB per device at best, "
-        f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage; use more "
-        "GPUs, devices with more memory or smaller caps"
+        f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage",
+        "use more GPUs, devices with more memory or smaller caps",
     )

@@ -1,5 +1,6 @@
 """What would fit: every change that is named makes a plan, and no smaller one of its kind does."""
 
+import pickle
 import re
 from dataclasses import replace
 from itertools import product
@@ -340,8 +341,17 @@ def test_changes_stand_in_place_of_general_advice(method):
     for general in ("raise the memory cap", "pack to smaller"):
         assert general in str(raised.value)
         assert general not in message
-    plain = DoesNotFit("needs 93.0 GiB")
-    assert does_not_fit_message(plain, Advice(changes=(), tried=())) == "needs 93.0 GiB"
+
+
+def test_a_cause_with_semicolons_stays_whole():
+    """Prevents a cause cut at its last semicolon, or lost on the way from another process."""
+    sent = DoesNotFit("needs 93.0 GiB; the cap is 80.0", "raise it; or use less")
+    error = pickle.loads(pickle.dumps(sent))
+    assert (error.need, error.advice) == (sent.need, sent.advice)
+    assert str(error) == "needs 93.0 GiB; the cap is 80.0; raise it; or use less"
+    found = does_not_fit_message(error, Advice(changes=(), tried=("more stages",)))
+    assert found.startswith("needs 93.0 GiB; the cap is 80.0; of these, no single one")
+    assert does_not_fit_message(error, Advice(changes=(), tried=())) == str(error)
 
 
 @pytest.mark.parametrize("gib", [125.06, 72.0, 9.996, 0.5, 0.01234, 0.000321])

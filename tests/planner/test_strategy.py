@@ -437,7 +437,7 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list
         tried.append(planned.job.parallel)
         if len(tried) <= unfit:
             raise DoesNotFit(
-                f"needs too much on {planned.job.parallel.pipeline} stages; buy memory"
+                f"needs too much on {planned.job.parallel.pipeline} stages", "buy memory"
             )
         return make_plan(planned)
 
