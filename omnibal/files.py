@@ -46,7 +46,7 @@ def atomic(path: Path) -> Iterator[Path]:
             yield written
             _pour(written, path)
         return
-    target = Path(os.path.realpath(path))
+    target = real_path(path)
     # A unique name, as a file beside it may be the user's own.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
@@ -56,6 +56,19 @@ def atomic(path: Path) -> Iterator[Path]:
         if temporary.is_file():
             temporary.unlink()
         raise
+
+
+def real_path(path: Path) -> Path:
+    """The path without links and dots; it need not exist.
+
+    Raises:
+        UserError: it has a NUL character, which files that name others may hold.
+    """
+    if "\0" in str(path):
+        raise UserError(
+            f"{path}: has a NUL character, which no path can have; correct the file that names it"
+        )
+    return Path(os.path.realpath(path))
 
 
 def check_new_folder(path: Path) -> None:

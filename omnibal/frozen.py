@@ -1,8 +1,8 @@
 """Base of every configuration, and the types of its numbers."""
 
-from typing import Annotated
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 MAX_LAYERS = 1_000
 """Most layers of one tower: with more, the search takes many minutes, then too much memory."""
@@ -17,7 +17,34 @@ Rate = Annotated[float, Field(ge=1e-9, le=1e18)]
 Share = Annotated[float, Field(ge=1e-9, le=1)]
 
 
-class Frozen(BaseModel):
+class Numbered(BaseModel):
+    """Base of what is read: a truth value in place of a number is an error."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _no_truth_values_as_numbers(
+        cls, given: Any, handler: ModelWrapValidatorHandler[Self]
+    ) -> Self:
+        made = handler(given)
+        if isinstance(given, dict):
+            for name, value in given.items():
+                if _is_taken_for_number(value, made.__dict__.get(name)):
+                    raise ValueError(f"{name} must be a number (given: {value!r})")
+        return made
+
+
+class Frozen(Numbered):
     """Base of every configuration: immutable; an unknown key is an error, and so is NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _is_taken_for_number(given: Any, made: Any) -> bool:
+    """Whether a truth value, or one in a list or table, was read as a number."""
+    if isinstance(given, bool):
+        return isinstance(made, int | float) and not isinstance(made, bool)
+    if isinstance(given, list | tuple) and isinstance(made, list | tuple):
+        return any(map(_is_taken_for_number, given, made))
+    if isinstance(given, dict) and isinstance(made, dict):
+        return any(_is_taken_for_number(value, made.get(key)) for key, value in given.items())
+    return False

@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 from omnibal.errors import UserError
-from omnibal.files import is_stream
+from omnibal.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
@@ -68,9 +68,9 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
             f"{option}"
         )
     _check_parent(option, folder)
-    real = Path(os.path.realpath(folder))
+    real = real_path(folder)
     for read in inputs:
-        if Path(os.path.realpath(read)).is_relative_to(real):
+        if real_path(read).is_relative_to(real):
             raise UserError(
                 f"{option} {folder}: is or holds {read}, which this command reads; an output must "
                 f"not replace an input: choose another {option}"
@@ -83,9 +83,9 @@ def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
     Raises:
         UserError: it does.
     """
-    real = Path(os.path.realpath(folder))
+    real = real_path(folder)
     for read in inputs:
-        if real.is_relative_to(os.path.realpath(read)):
+        if real.is_relative_to(real_path(read)):
             raise UserError(
                 f"{option} {folder}: lies in {read}, which this command reads; an output must not "
                 f"change an input: choose another {option}"
@@ -94,7 +94,7 @@ def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
 def is_same_file(path: Path, other: Path) -> bool:
     """Whether two paths lead to one file, also by links; neither needs to exist."""
-    if os.path.realpath(path) == os.path.realpath(other):
+    if real_path(path) == real_path(other):
         return True
     try:
         return path.samefile(other)
@@ -128,7 +128,7 @@ def _check_place(option: str, path: Path) -> None:
 
 def _check_parent(option: str, path: Path) -> None:
     # For a link, the folder of its target.
-    parents = Path(os.path.realpath(path)).parents
+    parents = real_path(path).parents
     if is_stream(path):
         return
     nearest = next(parent for parent in parents if parent.exists())

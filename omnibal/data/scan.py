@@ -52,7 +52,7 @@ from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
 from omnibal.errors import UserError
-from omnibal.files import atomic
+from omnibal.files import atomic, real_path
 
 Before = TypeVar("Before")
 After = TypeVar("After")
@@ -156,7 +156,7 @@ def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer)
     given = (
         __version__,
         _origin(annotations, model, tokenizer).model_dump_json(),
-        *(str(root.resolve()) for root in annotations.roots),
+        *(str(real_path(root)) for root in annotations.roots),
         model.language.max_positions,
     )
     return hashlib.sha256(json.dumps(given).encode()).hexdigest()

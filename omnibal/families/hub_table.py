@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from omnibal.errors import UserError
 from omnibal.files import complaint
+from omnibal.frozen import Numbered
 
 T = TypeVar("T", bound="HubTable")
 NoDropout = Annotated[float, Field(ge=0, le=0)]
@@ -50,7 +51,7 @@ def is_without_effect(key: str) -> bool:
     return key in _WITHOUT_EFFECT or _NAMED_WITHOUT_EFFECT.fullmatch(key) is not None
 
 
-class HubTable(BaseModel):
+class HubTable(Numbered):
     """A table of `config.json`; a key that it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)

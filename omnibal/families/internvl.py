@@ -28,6 +28,7 @@ from omnibal.families.released_language import (
     refuse,
 )
 from omnibal.files import read_json_model
+from omnibal.frozen import Numbered
 
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
@@ -56,7 +57,7 @@ _HEADS = ("lm_head.weight", "language_model.output.weight")
 _REMEDY = "pass the config.json of a released InternVL, or its folder"
 
 
-class _OriginalVision(BaseModel):
+class _OriginalVision(Numbered):
     hidden_size: PositiveInt = 3200
     intermediate_size: PositiveInt = 12_800
     num_hidden_layers: PositiveInt = 48
@@ -72,7 +73,7 @@ class _OriginalVision(BaseModel):
     initializer_factor: float = 0.1
 
 
-class _Original(BaseModel):
+class _Original(Numbered):
     vision_config: _OriginalVision
     llm_config: ReleasedLanguage
     tie_word_embeddings: bool | None = None
@@ -94,7 +95,7 @@ class _TransformersLanguage(ReleasedLanguage):
     model_type: str = "qwen2"
 
 
-class _TransformersVision(BaseModel):
+class _TransformersVision(Numbered):
     hidden_size: PositiveInt = 1024
     intermediate_size: PositiveInt = 4096
     num_hidden_layers: PositiveInt = 24
@@ -113,7 +114,7 @@ class _TransformersVision(BaseModel):
     use_mean_pooling: bool = True
 
 
-class _Transformers(BaseModel):
+class _Transformers(Numbered):
     vision_config: _TransformersVision
     text_config: _TransformersLanguage
     tie_word_embeddings: bool | None = None

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, PositiveInt, ValidationError
+from pydantic import AliasChoices, Field, PositiveInt, ValidationError
 
 from omnibal.config import LanguageConfig
 from omnibal.errors import UserError
 from omnibal.files import complaint
+from omnibal.frozen import Numbered
 from omnibal.layers import ExpertsConfig, LayerRun
 
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]
@@ -53,7 +54,7 @@ def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: 
     return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
 
 
-class _Rope(BaseModel):
+class _Rope(Numbered):
     rope_type: str | None = None
     type: str | None = None
     rope_theta: float | None = None
@@ -74,7 +75,7 @@ class _Rope(BaseModel):
         return (self.kind, *numbers, self.original_max_position_embeddings)
 
 
-class ReleasedLanguage(BaseModel):
+class ReleasedLanguage(Numbered):
     """A language model's configuration: these kinds share their names."""
 
     architectures: list[str] | None = None

@@ -499,6 +499,7 @@ HUGE = 10**20
         ("check a\0b", r"'a\x00b': holds a NUL character"),
         (PLAN + " -o a\0b", "holds a NUL character"),
         ("pack nul.json --max-tiles 8 --max-tokens 512 --dp 2", "embedded null byte"),
+        ("pack nul.json --max-tiles 8 --max-tokens 512 --dp 2 -o p", "has a NUL character,"),
         ("check \x1b[2J", r"\x1b[2J"),
     ],
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """Presets that load, and configurations that are refused before anything divides by them."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -7,12 +9,14 @@ import pytest
 from omnibal.config import (
     LanguageConfig,
     ModelConfig,
+    cluster_file,
     load_cluster,
     load_model,
     model_toml,
     preset_names,
 )
 from omnibal.errors import UserError
+from omnibal.families.named import named_model
 
 pytestmark = pytest.mark.quick
 
@@ -133,3 +137,32 @@ def test_an_encoder_has_a_name_of_its_own(name):
     encoders = {name: DIGITS.vision.model_dump()}
     with pytest.raises(ValueError, match="choose another, such as vision or audio"):
         ModelConfig(name="x", language=DIGITS.language, encoders=encoders)
+
+
+def _numbers(text: str) -> list[re.Match[str]]:
+    return list(re.finditer(r"^(\w+) = ([\d.]+)$", text, re.MULTILINE))
+
+
+def test_a_truth_value_is_no_number(tmp_path):
+    """Prevents a model of one layer, or a link of 1 GB/s, planned from `true`."""
+    path = tmp_path / "edited.toml"
+    for text, load in (
+        (model_toml(DIGITS), load_model),
+        (cluster_file("laptop-cpu").read_text(), load_cluster),
+    ):
+        found = _numbers(text)
+        assert len(found) > 8
+        for number in found:
+            path.write_text(f"{text[: number.start(2)]}true{text[number.end(2) :]}")
+            with pytest.raises(UserError, match=number[1]):
+                load(str(path))
+
+
+@pytest.mark.parametrize("value", [True, [True]])
+def test_a_truth_value_is_no_number_of_a_hubs_file(tmp_path, value):
+    """Prevents a hub's file of one layer, planned from `true`."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
+    config = {"model_type": "qwen3", "vocab_size": 100, **sizes, "num_hidden_layers": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="num_hidden_layers"):
+        named_model(str(tmp_path))
