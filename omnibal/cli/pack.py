@@ -26,7 +26,7 @@ from omnibal.config import cluster_file, load_cluster
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.data.metrics import measure_packs
 from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import write_packs
+from omnibal.data.packs import ScheduledPacks, write_packs
 from omnibal.encoders import ITEM_FEATURES
 from omnibal.errors import UserError
 from omnibal.families.named import named_model, named_model_file
@@ -146,9 +146,24 @@ def pack(
     if steps.packing is PackingMethod.ISF:
         note = isf_note(samples, caps, steps.seed)
         print_notes([] if note is None else [note])
+    print_notes(_ranks_without_packs(packs, steps.dp))
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
     print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
+
+
+def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:
+    """A note of the step that takes what is over, where that is fewer packs than ranks."""
+    at_work = np.bincount(packs.step[packs.slot == 0])
+    step = int(at_work.argmin())
+    idle = ranks - int(at_work[step])
+    if not idle:
+        return []
+    said = (
+        f"step {step + 1:,} of {len(at_work):,} takes what is over, {at_work[step]:,} packs for "
+        f"{ranks:,} ranks: {idle:,} of them have none in it, and wait; --micro-batches 2 avoids that"
+    )
+    return [said]
 
 
 def _check_picture(picture: Path | None) -> None:

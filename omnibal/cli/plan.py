@@ -71,7 +71,6 @@ _DATA_OPTIONS = (
     "curriculum_steps window dispatch"
 ).split()
 _STRATEGY_OPTIONS = "micro_batches sequence_parallel steps_of method recompute".split()
-_LEVEL_OPTIONS = "levels curriculum_steps".split()
 _WINDOW_OPTIONS = "window dispatch".split()
 _STEP_OPTIONS = "micro_batches seed packing curriculum_steps".split()
 """Options by which packs are made and matched into steps, which a window leaves no choice of."""
@@ -454,7 +453,12 @@ def _refuse_overruled(context: typer.Context, data: DataOptions, strategy: Strat
     if strategy.gpus is None:
         refuse_given(context, ("samples_per_step",), "it goes with --gpus")
     else:
-        refuse_given(context, _LEVEL_OPTIONS, "--gpus compares plans of one level")
+        if data.levels not in ("auto", "1"):
+            raise UserError(
+                f"--levels {data.levels} cannot be given: --gpus compares plans of one level; give "
+                "--levels 1, or leave it out"
+            )
+        refuse_given(context, ("curriculum_steps",), "--gpus compares plans of one level")
         refuse_given(context, _WINDOW_OPTIONS, "--gpus compares plans of shuffled samples")
         refuse_given(context, _STRATEGY_OPTIONS, "--gpus chooses that")
     if data.steps_of is not None:

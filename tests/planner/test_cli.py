@@ -131,6 +131,21 @@ def test_pack_seed_decides_the_file(tmp_path, lengths_file):
     assert contents[0] == contents[1] != contents[2]
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5, 7])
+def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks):
+    """Prevents a step in which half of the ranks idle without a word."""
+    made = tmp_path / "packs.parquet"
+    command = f"pack --max-tiles 8 --max-tokens 512 --dp {ranks} --micro-batches 1"
+    run(command, lengths_file, "-o", made)
+    error, packs = capsys.readouterr().err, read_packs(made)
+    of_steps = [set(packs.dp_rank[packs.step == step]) for step in range(packs.step[-1] + 1)]
+    idle = ranks - min(map(len, of_steps))
+    said = re.findall(r"for \d+ ranks: (\d+) of them have none", error)
+    assert said == ([str(idle)] if idle else [])
+    # What is over is a step of its own from half of one.
+    assert idle == (-len(packs) % ranks if len(packs) % ranks >= ranks / 2 else 0)
+
+
 @pytest.fixture
 def lumpy_file(tmp_path) -> Path:
     """Lengths of samples of which few sets fill a pack of 9 tiles: ISF needs more than must be."""
