@@ -19,7 +19,7 @@ from omnibal.limits import check_limits, words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
-from omnibal.plan import PACKS_FILE, DataPlan, Plan, read_plan
+from omnibal.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.plan_data import model_of_lengths
 from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.planner import prediction_of
@@ -72,7 +72,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
                 f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
             )
         passed.append("the plan has neither data nor shapes: memory is not checked")
-        return files, passed
+        return files, passed + _check_settings(plan)
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
@@ -80,7 +80,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
         f"costs are of {job.cost.source}",
         _check_costs(files, lengths, packs, to_train=to_train),
     ]
-    return files, passed
+    return files, passed + _check_settings(plan)
 
 
 def training_obstacles(plan: Plan) -> list[str]:
@@ -178,6 +178,22 @@ def _check_partition(plan: Plan) -> str:
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
     return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
+
+
+def _check_settings(plan: Plan) -> list[str]:
+    """Refuse settings that change training and none of the figures that are checked before."""
+    hashes = plan.settings_sha256
+    if hashes is None:
+        return []
+    found = SettingsHashes.of(plan.model, plan.data)
+    for part in ("model", "data"):
+        if dict(hashes)[part] != dict(found)[part]:
+            raise UserError(
+                f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
+                f"training would differ from what was asked for: restore `{part}`, or {_ANEW}"
+            )
+    what = "the model's settings are" if plan.data is None else "settings of model and data are"
+    return [f"{what} those that the plan was made with"]
 
 
 def _check_recomputed(plan: Plan, level: int) -> None:

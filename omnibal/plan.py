@@ -4,10 +4,12 @@ A hand-written plan and a searched plan are the same type. `prediction` is for r
 absent; everything training needs is in the other fields.
 """
 
+import hashlib
+import json
 from collections.abc import Collection
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -101,6 +103,31 @@ class PlannedLevel(Level):
         return Level(**{name: getattr(self, name) for name in Level.model_fields})
 
 
+class SettingsHashes(Frozen):
+    """SHA-256 of settings that a plan was made with, so that an edit of one is noticed."""
+
+    model: str
+    data: str | None
+    """None for a plan of shapes only."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: DataPlan | None) -> Self:
+        """Hash a model's whole description, and of the data what no file beside it tells."""
+        chosen = None if data is None else _sha256_of(data, without=_TOLD_BY_FILES)
+        return cls(model=_sha256_of(model), data=chosen)
+
+
+_TOLD_BY_FILES = frozenset(
+    "samples left_out packs steps lengths_sha256 packs_sha256 steps_sha256 origin".split()
+)
+"""Fields of a DataPlan that its packs and lengths tell too."""
+
+
+def _sha256_of(settings: Frozen, without: frozenset[str] = frozenset()) -> str:
+    given = settings.model_dump(mode="json", exclude=set(without))
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
 class Plan(Frozen):
     """Everything needed to build and feed the training job."""
 
@@ -124,6 +151,10 @@ class Plan(Frozen):
     """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
     shapes: Shapes | None = None
     """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
+    settings_sha256: Annotated[
+        SettingsHashes | None, Field(exclude_if=lambda hashes: hashes is None)
+    ] = None
+    """Of the model and the data as `omnibal plan` had them; None in plans of other makers."""
     prediction: Prediction | None = None
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import DataPlan, Plan, PlannedLevel
+from omnibal.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.plan_data import PlanData
 from omnibal.units import feature_names_at
 
@@ -146,9 +146,10 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     else:
         stages_at, search = _stages(request, workload, effort)
     described = request.data.described(packs, job)
-    has_samples = isinstance(described, DataPlan)
+    data = described if isinstance(described, DataPlan) else None
+    model = request.data.trained_model(job.model)
     plan = Plan(
-        model=request.data.trained_model(job.model),
+        model=model,
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
@@ -157,13 +158,14 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         levels=_planned(levels, stages_at),
         beside=job.beside,
         cluster=job.cluster,
-        data=described if has_samples else None,
-        shapes=None if has_samples else described,
+        data=data,
+        shapes=described if data is None else None,
+        settings_sha256=SettingsHashes.of(model, data),
     )
     prediction = prediction_of(plan, job, packs, workload)
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
-        data=(packs, lengths) if has_samples else None,
+        data=None if data is None else (packs, lengths),
         profile=job.profile,
         search=search,
     )

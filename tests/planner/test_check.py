@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +89,7 @@ def backward_epochs(packs: ScheduledPacks) -> ScheduledPacks:
 
 def test_a_good_plan_passes(directory):
     """Prevents checks that refuse what the planner makes."""
-    assert len(check_plan(directory)) == 13
+    assert len(check_plan(directory)) == 14
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,8 @@ def test_model_that_takes_shorter_samples_is_refused(directory):
     for limit, passes in ((most, True), (most - 1, False)):
         language = plan.model.language.model_copy(update={"max_positions": limit})
         model = plan.model.model_copy(update={"language": language})
-        write_plan(plan.model_copy(update={"model": model}), directory)
+        update = {"model": model, "settings_sha256": None}
+        write_plan(plan.model_copy(update=update), directory)
         if passes:
             check_plan(directory)
         else:
@@ -269,7 +272,7 @@ def test_frozen_parts_must_leave_something_to_train(directory, frozen):
     [
         lambda plan: {"precision": "bf16"},
         lambda plan: {"parallel": plan.parallel.model_copy(update={"tensor": 2})},
-        lambda plan: {"model": with_vocabulary(plan.model, 512)},
+        lambda plan: {"model": with_vocabulary(plan.model, 512), "settings_sha256": None},
         lambda plan: {"stages": (recomputing_all(plan.stages[0]), *plan.stages[1:])},
         lambda plan: {"prediction": plan.prediction.model_copy(update={"cost_source": "x"})},
         lambda plan: {"prediction": plan.prediction.model_copy(update={"step_ms": 1.0})},
@@ -287,6 +290,56 @@ def test_edited_plan_with_its_old_prediction_is_refused(directory, change):
     assert open_plan(directory, to_train=True).plan == edited
     write_plan(edited.model_copy(update={"prediction": None}), directory)
     assert check_plan(directory)
+
+
+def other_than(value: object) -> list[object]:
+    """Values that a careless edit may put in place of one: of a number, a text or nothing."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 1, value * 2, None]
+    return [f"{value}x", 1] if isinstance(value, str) else [1, 0.5, "x", True]
+
+
+def leaves(value: object, place: tuple = ()) -> Iterator[tuple]:
+    """Places of all values of a JSON document that are no tables or lists with entries."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in inner:
+        if isinstance(entry, dict | list) and entry:
+            yield from leaves(entry, (*place, key))
+        else:
+            yield (*place, key)
+
+
+@pytest.mark.parametrize("has_samples", [True, False])
+def test_every_edit_of_model_and_data_is_refused(tmp_path, has_samples):
+    """Prevents another epsilon, base of RoPE, system message or seed from being trained than was
+    planned, as these are in none of the figures."""
+    lengths = example_lengths(origin_of(MODEL)) if has_samples else None
+    directory = tmp_path / "plan"
+    save_plan(make_plan(request(lengths=lengths)), directory)
+    path, planned = directory / "plan.json", read_plan(directory)
+    written = path.read_text()
+    plan = json.loads(written)
+    places = [*leaves({"model": plan["model"]}), *leaves({"data": plan["data"] or {}})]
+    names = {place[-1] for place in places}
+    assert {"norm_eps", "rope_base", "rope_scaling", "layer_scale_init", "vocab_size"} <= names
+    assert not has_samples or {"method", "seed"} <= names
+    refused = 0
+    for *outer, name in places:
+        for other in other_than(reduce(getitem, outer, plan)[name]):
+            edited = json.loads(written)
+            reduce(getitem, outer, edited)[name] = other
+            path.write_text(json.dumps(edited))
+            try:
+                if read_plan(directory) == planned:
+                    continue  # the same, left out or in another spelling
+            except UserError:
+                continue  # no plan at all
+            with pytest.raises(UserError):
+                check_plan(directory)
+            refused += 1
+    assert refused > 40
 
 
 def every_figure(value: object, place: tuple = ()) -> Iterator[tuple]:
@@ -422,7 +475,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     """Prevents training on data or tiles that the lengths are not of."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=example_lengths(origin_of(MODEL)))), directory)
-    assert len(check_plan(directory)) == 13
+    assert len(check_plan(directory)) == 14
     plan = read_plan(directory)
     for origin, expected in (
         (None, "data.origin of plan.json is not that"),

@@ -236,7 +236,7 @@ def test_plan_check_and_report(capsys, tmp_path, lengths_file):
     assert 1 <= language["bound"] <= language["imbalance_before"] < 2
     run("check --json", tmp_path / "plan")
     checked = json.loads(capsys.readouterr().out)
-    assert (len(checked["passed"]), len(checked["notes"])) == (13, 1)
+    assert (len(checked["passed"]), len(checked["notes"])) == (14, 1)
     run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
     assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
@@ -284,7 +284,7 @@ def test_readable_output_shows_the_figures(capsys, tmp_path, lengths_file):
         assert word in printed
     run("check", tmp_path / "plan")
     printed = capsys.readouterr().out
-    assert (printed.count("ok: "), printed.count("note: ")) == (13, 1)
+    assert (printed.count("ok: "), printed.count("note: ")) == (14, 1)
     run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file)
     assert "300 of 300" in capsys.readouterr().out
 
