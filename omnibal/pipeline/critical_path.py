@@ -11,7 +11,8 @@ receives for that, of a bucket's share of its forward and backward, then exchang
 ms. A path's weights are laid out alike. A path begins with the gather of all weights, on which a
 bucket's share of the stage's first forward follows, or with that of the first bucket and the whole
 forward; it ends with the reduction of all gradients after a share of the last backward, or with
-that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`).
+that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`). Where ranks run
+that forward or backward together, it hides as much as it lasts, by the slowest of them.
 
 Ranks that share a pack start every pass of it together, when the last of them can, and take as long
 as the slowest. A path then goes on with the rank that was the last, or takes the time of the
@@ -213,6 +214,8 @@ class PipelineSimulator:
     """Features of the operation's micro-batch, [operations, features, rows]."""
     delay_ms: np.ndarray
     """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
+    passes: np.ndarray
+    """Forwards (0) and backwards (1) of every micro-batch and stage, [2, m, p]."""
     last: np.ndarray
     """Last operation of every stage, [p]."""
     before: np.ndarray
@@ -240,6 +243,7 @@ class PipelineSimulator:
             graph=graph,
             features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)[graph.micro_batch]),
             delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
+            passes=_passes(graph),
             last=graph.last_of_stages(),
             before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
             shared=_by_size(context),
@@ -259,7 +263,7 @@ class PipelineSimulator:
     @property
     def _backwards(self) -> np.ndarray:
         """Whether each operation is a backward (1) or a forward (0). [operations]"""
-        return (self.graph.kind == Pass.BACKWARD).astype(np.int64)
+        return _backwards(self.graph)
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
         """Mean step time of candidates [n, p, terms]. [n]"""
@@ -296,10 +300,29 @@ class PipelineSimulator:
         weights[np.arange(n), :, slowest_update, layout.optimizer] = 1
         of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 6, -1)
         row, operation = self.steps.rows[step, rank], self.last[stage]
-        exposed = self._exposed(terms)
-        self._take_exposed(exposed[1], weights, of_kind, (candidate, step, stage, row))
         graph, backwards = self.graph, self._backwards
         is_in_step = self._is_in_step(terms)
+        gather, reduction = self._exposed(terms)
+
+        def take(exposed: _Exposed, at: tuple[np.ndarray, ...]) -> None:
+            """Add what is exposed at an end of paths, each at (candidate, step, stage, row)."""
+            candidate, step, stage, row = at
+            whole = exposed.whole[candidate, stage, row]
+            term = np.where(whole, exposed.whole_term, exposed.one_term)
+            weights[candidate, step, stage, term] += 1
+            candidate, step, stage, row = (values[whole] for values in at)
+            operation, together = exposed.operation[stage, row], is_in_step[stage, candidate]
+            slowest = self._leading(alone_ms, (operation, candidate, row), together)
+            left = np.flatnonzero(together & (slowest != row))
+            if len(left):
+                weights[candidate[left], step[left], stage[left], layout.without_experts] = (
+                    _NO_PATH_MS
+                )
+            features = self.steps.features[slowest, graph.micro_batch[operation]]
+            of_kind[candidate, step, stage, exposed.block] -= features
+            of_kind[candidate, step, stage, exposed.share_block] += features
+
+        take(reduction, (candidate, step, stage, row))
         while len(operation):
             backward, stage = backwards[operation], graph.stage[operation]
             place = operation, candidate, row
@@ -320,8 +343,7 @@ class PipelineSimulator:
             of_kind[sent] += self.steps.features[row[waits], graph.micro_batch[operation[waits]]]
             operation = np.where(waits, sender, before)
             begun = operation > len(graph)
-            at = candidate[begun], step[begun], stage[begun], row[begun]
-            self._take_exposed(exposed[0], weights, of_kind, at)
+            take(gather, (candidate[begun], step[begun], stage[begun], row[begun]))
             going = operation < len(graph)
             operation, candidate, step, row = (
                 values[going] for values in (operation, candidate, step, row)
@@ -370,24 +392,6 @@ class PipelineSimulator:
                 found[here] = members[np.arange(len(here)), values.argmax(axis=1)]
         return found
 
-    @staticmethod
-    def _take_exposed(
-        exposed: "_Exposed",
-        weights: np.ndarray,
-        of_kind: np.ndarray,
-        at: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
-    ) -> None:
-        """Add what is exposed at an end of paths, each at (candidate, step, stage, row), to their
-        weights [n, steps, p, terms]; `of_kind` are those by feature."""
-        candidate, step, stage, row = at
-        whole = exposed.whole[candidate, stage, row]
-        term = np.where(whole, exposed.whole_term, exposed.one_term)
-        weights[candidate, step, stage, term] += 1
-        beside = candidate[whole], step[whole], stage[whole]
-        features = exposed.features[row[whole]]
-        of_kind[(*beside, exposed.block)] -= features
-        of_kind[(*beside, exposed.share_block)] += features
-
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """End of operations [operations + 1 + p, n, rows], and their links' times.
 
@@ -422,12 +426,15 @@ class PipelineSimulator:
         of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
         return np.matmul(of_kind[self.graph.stage, self._backwards], self.features)
 
-    def _of_block(self, values_ms: np.ndarray, chosen: slice, together: np.ndarray) -> np.ndarray:
+    def _of_block(
+        self, values_ms: np.ndarray, chosen: slice | np.ndarray, together: np.ndarray
+    ) -> np.ndarray:
         """The largest value of the rows that run an operation together, on each. [operations, n,
         rows]
 
         Args:
             values_ms: of the chosen operations, [operations, n, rows].
+            chosen: which operations these are.
             together: whether rows run them in step, [operations, n].
         """
         if not together.any():
@@ -441,15 +448,47 @@ class PipelineSimulator:
     def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
         """What the first forwards do not hide of the gather, and the last backwards of the
         reduction."""
-        layout, steps = self.steps.layout, self.steps
-        last = np.maximum(steps.counts - 1, 0)
+        layout, counts = self.steps.layout, self.steps.counts
         gather = layout.gather, layout.first_gather
         reduction = layout.reduction, layout.last_reduction
         return (
-            _Exposed.of(terms, layout, _FORWARD, gather, steps.features[:, 0]),
-            _Exposed.of(
-                terms, layout, _BACKWARD, reduction, steps.features[np.arange(len(last)), last]
-            ),
+            self._exposed_beside(terms, _FORWARD, gather, np.zeros_like(counts)),
+            self._exposed_beside(terms, _BACKWARD, reduction, np.maximum(counts - 1, 0)),
+        )
+
+    def _exposed_beside(
+        self, terms: np.ndarray, block: int, exchange: tuple[int, int], micro_batch: np.ndarray
+    ) -> "_Exposed":
+        """What one pass of each row does not hide of an exchange of candidates [n, p, terms].
+
+        Rows that run the pass together hide as much as the slowest of them, which it lasts for.
+
+        Args:
+            block: of the pass's time.
+            exchange: terms of the whole exchange and of one bucket's.
+            micro_batch: of the pass, [rows].
+        """
+        share_block = {_FORWARD: _FORWARD_SHARE, _BACKWARD: _BACKWARD_SHARE}[block]
+        of_kind = terms[:, :, self.steps.layout.by_feature].reshape(*terms.shape[:2], 6, -1)
+        hiding = (of_kind[:, :, block] - of_kind[:, :, share_block]).transpose(1, 0, 2)
+        rows = np.arange(len(micro_batch))
+        hidden_ms = hiding @ self.steps.features[rows, micro_batch].T
+        if self.in_step:
+            together = self._is_in_step(terms)
+            for number in np.unique(micro_batch).tolist():
+                of_rows, passes = micro_batch == number, self.passes[block, number]
+                alone_ms = np.matmul(hiding, self.features[passes])
+                hidden_ms[..., of_rows] = self._of_block(alone_ms, passes, together)[..., of_rows]
+        whole_ms = terms[:, :, exchange[0], None] - hidden_ms.transpose(1, 0, 2)
+        one_ms = terms[:, :, exchange[1], None]
+        return _Exposed(
+            ms=np.maximum(whole_ms, one_ms),
+            whole=whole_ms > one_ms,
+            operation=self.passes[block, micro_batch].T,
+            block=block,
+            share_block=share_block,
+            whole_term=exchange[0],
+            one_term=exchange[1],
         )
 
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
@@ -458,13 +497,24 @@ class PipelineSimulator:
         return reduced_ms[:, :, self.steps.rows].transpose(0, 2, 3, 1)
 
 
+def _backwards(graph: OperationGraph) -> np.ndarray:
+    return (graph.kind == Pass.BACKWARD).astype(np.int64)
+
+
+def _passes(graph: OperationGraph) -> np.ndarray:
+    """Operations by kind, micro-batch and stage, [2, m, p]."""
+    passes = np.empty((2, graph.schedule.micro_batches, graph.schedule.stages), np.int64)
+    passes[_backwards(graph), graph.micro_batch, graph.stage] = np.arange(len(graph))
+    return passes
+
+
 def _by_size(sizes: np.ndarray) -> dict[int, np.ndarray]:
     """Where blocks have each size above 1. [operations, rows] each"""
     return {size: sizes == size for size in np.unique(sizes[sizes > 1]).tolist()}
 
 
 def _most_of_blocks(
-    values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice
+    values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice | np.ndarray
 ) -> np.ndarray:
     """The largest value of every block of rows, on each of them. [operations, n, rows]
 
@@ -486,45 +536,16 @@ def _most_of_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Exposed:
-    """What an operation does not hide of the exchange beside it."""
+    """What a pass does not hide of the exchange beside it."""
 
     ms: np.ndarray
     """Exposed time, [n, p, rows]."""
     whole: np.ndarray
     """Whether it is the whole exchange less what is hidden, and not the one bucket that nothing
     can hide, [n, p, rows]."""
-    features: np.ndarray
-    """Features of the operation's micro-batch, [rows, features]; 0 where there is none."""
+    operation: np.ndarray
+    """The pass that it is beside, [p, rows]."""
     block: int
     share_block: int
     whole_term: int
     one_term: int
-
-    @classmethod
-    def of(
-        cls,
-        terms: np.ndarray,
-        layout: TermLayout,
-        block: int,
-        exchange: tuple[int, int],
-        features: np.ndarray,
-    ) -> "_Exposed":
-        """Of candidates [n, p, terms], beside the operation of a block.
-
-        Args:
-            exchange: terms of the whole exchange and of one bucket's.
-        """
-        share_block = {_FORWARD: _FORWARD_SHARE, _BACKWARD: _BACKWARD_SHARE}[block]
-        of_kind = terms[:, :, layout.by_feature].reshape(*terms.shape[:2], 6, -1)
-        hidden_ms = (of_kind[:, :, block] - of_kind[:, :, share_block]) @ features.T
-        whole_ms = terms[:, :, exchange[0], None] - hidden_ms
-        one_ms = terms[:, :, exchange[1], None]
-        return cls(
-            ms=np.maximum(whole_ms, one_ms),
-            whole=whole_ms > one_ms,
-            features=features,
-            block=block,
-            share_block=share_block,
-            whole_term=exchange[0],
-            one_term=exchange[1],
-        )

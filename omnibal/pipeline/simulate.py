@@ -180,11 +180,7 @@ def simulate_schedule(
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
     blocks = _blocks_of_parts(context, in_step, duration.shape[1:])
-    took = duration
-    if blocks:
-        took = duration.copy()
-        for (micro_batch, part), block in blocks.items():
-            took[:, micro_batch, part] = block.most(duration[:, micro_batch, part])
+    took = _taken(duration, blocks)
     end = np.empty_like(duration)  # [kinds, m, k, steps]
     free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
     for stage, place, sender, over in _orders(graph):
@@ -222,6 +218,16 @@ class _Blocks:
     def most(self, values: np.ndarray) -> np.ndarray:
         """The largest value of the block, in all of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
+
+
+def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> np.ndarray:
+    """Time that passes take where rows run them together: the slowest row's. [..., m, k, rows]"""
+    if not blocks:
+        return duration
+    took = duration.copy()
+    for (micro_batch, part), block in blocks.items():
+        took[..., micro_batch, part, :] = block.most(duration[..., micro_batch, part, :])
+    return took
 
 
 def _blocks_of_parts(
@@ -339,11 +345,10 @@ def predict_steps(
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         rows = _Rows.of(times, workload, packs, step_index[packs] - first)
         # A stage's first chunk is the first to run forward, and the last to run backward.
-        ready_ms = once.first_wait_ms(rows.forward_ms[:, 0, :stages])
+        ready_ms = once.first_wait_ms(rows.first_forward_ms[:, :stages])
         graph = operation_graph(rule, stages, chunks, rows.forward_ms.shape[1])
         timeline = rows.simulated(graph, ready_ms)
-        last = np.maximum(rows.counts - 1, 0)
-        exposed_ms = once.exposed_ms(rows.backward_ms[np.arange(len(last)), last, :stages])
+        exposed_ms = once.exposed_ms(rows.last_backward_ms[:, :stages])
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
@@ -426,6 +431,23 @@ class _Rows:
             in_step=_in_step(times, workload),
             waits_ms=waits_ms,
         )
+
+    @property
+    def first_forward_ms(self) -> np.ndarray:
+        """Time that each row's first forward takes, with those that run it too. [rows, k]"""
+        return self._taken(self.forward_ms)[:, 0]
+
+    @property
+    def last_backward_ms(self) -> np.ndarray:
+        """Time that each row's last backward takes, with those that run it too. [rows, k]"""
+        last = np.maximum(self.counts - 1, 0)
+        return self._taken(self.backward_ms)[np.arange(len(last)), last]
+
+    def _taken(self, alone_ms: np.ndarray) -> np.ndarray:
+        """Time that passes [rows, m, k] take, given how long each row's own part of them is."""
+        duration = np.moveaxis(alone_ms, 0, -1)
+        blocks = _blocks_of_parts(self.context, self.in_step, duration.shape)
+        return np.moveaxis(_taken(duration, blocks), -1, 0)
 
     def simulated(self, graph: OperationGraph, ready_ms: np.ndarray | None = None) -> Timeline:
         """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p]."""

@@ -156,7 +156,9 @@ class OnceAStep:
 
     A stage's exchange with its data-parallel ranks is in equal buckets. One is reduced when its
     share of the last backward has run, and a share of the first forward waits for one to be
-    gathered: what these leave is exposed. Traffic between stages on the same links is not modelled.
+    gathered: what these leave is exposed. A pass that ranks run together hides as much on all of
+    them, since it takes as long as the slowest's. Traffic between stages on the same links is not
+    modelled.
     """
 
     reduction_ms: np.ndarray

@@ -1,5 +1,6 @@
 """Costs, micro-batches and plain walks of steps whose packs are of several levels."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
@@ -16,7 +17,8 @@ from omnibal.units import unit_names
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
     """Costs of every level: other times and bytes, but parameters and links alike."""
-    first, *others = (random_cost(rng, model) for _ in range(levels))
+    exchange = _random_exchange(rng)
+    first, *others = (replace(random_cost(rng, model), **exchange) for _ in range(levels))
     costs = [first]
     for other in others:
         units = {
@@ -29,6 +31,16 @@ def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> l
         }
         costs.append(replace(first, units=units))
     return costs
+
+
+def _random_exchange(rng: np.random.Generator) -> dict[str, float]:
+    """Rates of data-parallel ranks' exchange, from next to nothing to more than a pass takes."""
+    (own,) = rng.spawn(1)
+    return {
+        "bucket_parameters": float(own.choice([np.inf, 3e6, 3e5])),
+        "weight_gather_ms_per_parameter": float(10 ** own.uniform(-7, -5)),
+        "gradient_reduction_ms_per_parameter": float(10 ** own.uniform(-7, -5)),
+    }
 
 
 def random_level_packs(
@@ -237,7 +249,7 @@ def walked_step_ms(
 ) -> float:
     """Mean step time, by letting every block of ranks run its next pass when all its ranks can.
 
-    Without gather and overlap of gradients, which levels do not touch.
+    Weights come and gradients go bucket by bucket, each as its part of a pass begins or has run.
     """
     first = costs[0]
     units = [[first.units[unit] for unit in stage.units] for stage in stages]
@@ -250,12 +262,34 @@ def walked_step_ms(
     reduction_ms = (
         first.gradient_reduction_ms_per_parameter * others + rates.gradient_reduction_ms * experts
     )
+    gather_ms = first.weight_gather_ms_per_parameter * others + rates.weight_gather_ms * experts
+    buckets = [1] * len(stages)
+    buckets[0] = max(math.ceil((others[0] + experts[0]) / first.bucket_parameters), 1)
     step_ms = []
     for step in np.unique(packs.step):
-        ends = _StepWalk(costs, stages, packs, int(step)).ends()
-        reduced = [end + reduction_ms[stage] for (_, stage), end in ends.items()]
+        walk = _StepWalk(costs, stages, packs, int(step), gather_ms, buckets)
+        reduced = [
+            _reduced(end, walk.lasted[place], reduction_ms[place[1]], buckets[place[1]])
+            for place, end in walk.ends().items()
+        ]
         step_ms.append(max(reduced) + update_ms)
     return float(np.mean(step_ms))
+
+
+def _reduced(end_ms: float, lasted_ms: float, reduction_ms: float, buckets: int) -> float:
+    """End of the last bucket's reduction beside a backward of such an end and duration."""
+    free = 0.0
+    for ran in range(1, buckets + 1):
+        ready = end_ms - lasted_ms * (1 - ran / buckets)
+        free = max(free, ready) + reduction_ms / buckets
+    return free
+
+
+def _begun(lasts_ms: float, gather_ms: float, buckets: int) -> float:
+    """Start of a forward that runs without a break and has each bucket in time."""
+    return max(
+        (came + 1) * gather_ms / buckets - came * lasts_ms / buckets for came in range(buckets)
+    )
 
 
 class _StepWalk:
@@ -267,13 +301,19 @@ class _StepWalk:
         stages: Sequence[WalkedStage],
         packs: Workload,
         step: int,
+        gather_ms: np.ndarray,
+        buckets: Sequence[int],
     ) -> None:
         self.costs, self.stages, self.packs = costs, stages, packs
         ranks, p = range(packs.data_parallel_size), len(stages)
         self.rows = [np.flatnonzero((packs.step == step) & (packs.dp_rank == r)) for r in ranks]
         self.lists = [one_forward_one_backward(p, 1, len(rows)).operations for rows in self.rows]
         self.at = {(rank, stage): 0 for rank in ranks for stage in range(p)}
-        self.free = dict.fromkeys(self.at, 0.0)
+        self.lasted = dict.fromkeys(self.at, 0.0)
+        self.free = {
+            place: _begun(self._lasts(place), gather_ms[place[1]], buckets[place[1]])
+            for place in self.at
+        }
         self.ended: dict[tuple[int, int, Operation], float] = {}
 
     def ends(self) -> dict[tuple[int, int], float]:
@@ -294,19 +334,32 @@ class _StepWalk:
         operation = self._next((rank, stage))
         if operation is None:
             return False
-        context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
-        if holds_experts(self.costs, self.stages[stage]):
-            context = max(context, self.packs.in_step)
-        first = rank // context * context
-        block = [(each, stage) for each in range(first, first + context)]
+        block = self._block((rank, stage), operation)
         starts = [self._start(place, operation) for place in block]
         if None in starts:
             return False
         took = [self._took(place, operation) for place in block]
         for place in block:
             self.free[place] = self.ended[*place, operation] = max(starts) + max(took)
+            self.lasted[place] = max(took)
             self.at[place] += 1
         return True
+
+    def _lasts(self, place: tuple[int, int]) -> float:
+        """Time of a rank's first pass, with all that run it too."""
+        operation = self._next(place)
+        if operation is None:
+            return 0.0
+        return max(self._took(each, operation) for each in self._block(place, operation))
+
+    def _block(self, place: tuple[int, int], operation: Operation) -> list[tuple[int, int]]:
+        """Places that run a pass of one of them together."""
+        rank, stage = place
+        context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
+        if holds_experts(self.costs, self.stages[stage]):
+            context = max(context, self.packs.in_step)
+        first = rank // context * context
+        return [(each, stage) for each in range(first, first + context)]
 
     def _start(self, place: tuple[int, int], operation: Operation) -> float | None:
         """When a rank can start a pass; None where another is its next, or its input not known."""
