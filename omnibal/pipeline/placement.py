@@ -8,7 +8,8 @@ that save most time for their memory are kept first.
 
 The more memory a choice takes the slower the pipeline can only be. So a pipeline's bound beside one
 choice holds beside all that leave no more room, and with a choice's own waits it bounds the step.
-Choices are searched in the order of these bounds until none is left that may be faster.
+Choices are searched in the order of these bounds until none is left that may be faster. What is
+proven is of the choices on the grid: a number of kept items between two of them may be faster.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,7 +71,8 @@ class BesideSearch:
 
     beside: EncodersBeside
     search: SearchResult
-    """Its bound is over all choices."""
+    """Its bound is over all choices that are tried, and all their stages: of the items that are
+    kept, over `_KEPT_CHOICES` + 1 numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -107,8 +107,10 @@ class StrategySearch:
     planned: int
     """Choices that were planned, without those that are slower by their bounds."""
     gap: float
-    """Share of the best time per sample by which a choice that was not planned may be faster, by
-    its bound; 0 where bounds rule out all of them, and 1 where one has no bound."""
+    """Gap between the best plan's time per sample and the lowest bound of a choice that was not
+    planned, as a share of the former. Bounds count neither memory nor recomputation, so that it
+    says how little is proven and not how much is lost. 0 where bounds rule out all choices that
+    were not planned, and 1 where one has no bound."""
 
     @property
     def best(self) -> Strategy:
