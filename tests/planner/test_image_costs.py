@@ -28,6 +28,7 @@ from omnibal.data.packs import Packs
 from omnibal.encoders import ImagesEncoder, VideoConfig
 from omnibal.parallel import Parallel
 from omnibal.pipeline.recompute import Alike
+from omnibal.pipeline.stage_memory import LINKS, RunningPasses, memory_table
 from omnibal.pipeline.units import stages_from_cuts, unit_counts
 from omnibal.units import unit_kinds, unit_names
 
@@ -225,6 +226,72 @@ def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them() ->
         assert cell @ more == number * feature_bytes, name
         back = cost.units[name].output_gradient_bytes - plain.units[without].output_gradient_bytes
         assert cell @ back == number * feature_bytes, name
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_a_layer_keeps_is_counted_by_hand(tensor: int) -> None:
+    """Prevents activations that tensor-parallel ranks are said to hold whole, or not at all."""
+    tower = encoder(layers=2)
+    cost = analytic_cost(model_with(tower), CLUSTER, Parallel(pipeline=1, tensor=tensor), "bf16")
+    h, f, heads = tower.hidden_size, tower.ffn_hidden_size, tower.heads
+    # Input, normed twice, and the residual between the blocks, whole; query, key, value and what
+    # attention makes of them; into the activation, with its gate if any, and out of it.
+    elements = 4 * h + (4 * h + (2 + tower.gated) * f) / tensor
+    statistics = 2 * (1 if tower.normalization == "RMSNorm" else 2) + heads / tensor
+    column = cost.features.index("image_tokens")
+    kept = cost.units["vision_layer"].activation_bytes[column]
+    assert kept == tower.positions_per_item * (2 * elements + 4 * statistics)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_what_a_gated_projector_works_with_is_counted_by_hand(tensor: int) -> None:
+    """Prevents a gradient of the last product, or of its weight, that takes no memory."""
+    tower, _ = small("glm-4.5v")
+    cost = analytic_cost(model_with(tower), CLUSTER, Parallel(pipeline=1, tensor=tensor), "bf16")
+    unit, column = cost.units["projector"], cost.features.index("image_tokens")
+    inner = (tower.projector_hidden_size or tower.projector_input_size) // tensor
+    # Of the output and of what goes into the last product, and that product's weight.
+    expected = {(2 * inner * WIDTH, 2 * (WIDTH + inner))}
+    assert expected <= {(row[0], row[column]) for row in unit.transient_bytes}
+
+
+def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
+    """Prevents a peak that leaves out what the last of them brings back, where kinds differ in
+    nothing but what they carry."""
+    model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
+    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
+    kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
+    cells = np.array([float(name == "image_tokens") for name in cost.features])
+    passes = RunningPasses(
+        own=cells[None], others=0 * cells[None], links=np.zeros((1, len(LINKS))), largest=cells
+    )
+    table, held = memory_table(cost, passes), unit_counts(kinds, whole)
+    layers = [at for at, kind in enumerate(kinds) if kind.is_layer and kind.tower == "vision"]
+    plain = [at for at in layers if "deepstack" not in kinds[at].name]
+    assert len(plain) > 1
+    kept, input_ = (
+        np.array([cells @ each for each in units])
+        for units in (
+            [unit.activation_bytes for unit in cost.units.values()],
+            [unit.boundary_bytes for unit in cost.units.values()],
+        )
+    )
+
+    def at_most(recomputed: np.ndarray) -> float:
+        return float(table.running_bytes(held, recomputed)[0])
+
+    none, every = np.zeros((2, len(kinds)), np.int64)
+    every[layers] = held[layers]
+    # While the last one runs backward, it has all that it dropped beside the inputs of the others.
+    last = plain[-1]
+    working = max(cells @ moment for moment in list(cost.units.values())[last].transient_bytes)
+    before = kept[0] + (held[layers] * input_[layers]).sum() - input_[last]
+    assert at_most(every) >= before + kept[last] + working
+    # As long as one of their kind is kept, another brings back no more than was kept before.
+    some = none.copy()
+    some[plain[0]] = held[plain[0]]
+    saved = held[plain[0]] * (kept[plain[0]] - input_[plain[0]])
+    assert at_most(none) - at_most(some) == pytest.approx(saved)
 
 
 def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> None:

@@ -11,9 +11,12 @@ from plan_cases import MODEL, example_lengths, job_spec
 from omnibal import cli
 from omnibal.check import open_plan
 from omnibal.data.lengths import write_lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan_data import SampleData
-from omnibal.search.limits import CostOfLimits, LimitName, Limits
+from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.search.limits import CostOfLimits, LimitName, Limits, requests_lifted
 from omnibal.targets import ANY_PACKS, FREE, TARGETS, Sharding, TargetName
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
@@ -212,6 +215,36 @@ def test_the_sentence_names_what_costs_most():
     assert "no slower" in CostOfLimits.of(limits, 91, 90, {first: 0}, 0).sentence
     together = CostOfLimits.of(limits, 91, 100, {first: 91}, 0)
     assert "of its limits together" in together.sentence
+
+
+@pytest.mark.parametrize("others", [(0.05, 0.04), (0.03, 0.02), (0.06, 0.06)])
+def test_what_limits_cost_together_is_said_where_each_costs_little(others):
+    """Prevents two limits that explain a part of what a plan loses, and no word of the rest."""
+    limits, names = Limits.of(TargetName.MS_SWIFT), (LimitName.ENCODERS_ON_FIRST, LimitName.HEAD)
+    rates = {name: 90 / (1 - each) for name, each in zip(names, others, strict=True)}
+    said = CostOfLimits.of(limits, 90, 100, rates, 0).sentence
+    # Of the tenth that is lost, six hundredths are most of it.
+    assert said.endswith("than each alone") == (sum(others) < 0.06)
+
+
+def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
+    """Prevents a search for what a limit of tokens alone costs where caps were given, and none
+    where the free plan has others."""
+    limits = Limits.of(TargetName.MS_SWIFT)
+    lengths = example_lengths()
+
+    def planned(caps: Caps) -> PlanResult:
+        data = SampleData(
+            lengths=lengths, caps=caps, packing=PackingMethod.BALANCED, packs_per_step=8,
+            epochs=1, seed=0,
+        )  # fmt: skip
+        return make_plan(PlanRequest(job=job_spec(), data=data))
+
+    small, large = planned(Caps.of(tiles=8, tokens=512)), planned(Caps.of(tiles=12, tokens=640))
+    for free, is_looked_at in ((small, False), (large, True)):
+        found = requests_lifted(limits, small, PackingMethod.BALANCED, free)
+        assert (LimitName.TOKENS_ALONE in found) == is_looked_at
+        assert LimitName.ENCODERS_ON_FIRST in found
 
 
 def test_a_job_keeps_its_limits_when_it_is_sized():

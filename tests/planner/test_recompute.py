@@ -9,6 +9,7 @@ from cost_cases import LinksInTime, model_of, random_cost, random_features, smal
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline import recompute
+from omnibal.pipeline import stage_memory as stage_memory_module
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.stage import joined
@@ -345,3 +346,26 @@ def test_a_cap_holds_a_peak_of_its_size():
     assert fits_cap(parts.sum(), parts[::-1].sum())
     assert fits_cap(parts[::-1].sum(), parts.sum())
     assert not fits_cap(parts.sum() + 1, parts.sum())
+
+
+def test_drawn_stages_keep_each_unit_once():
+    """Prevents passes chosen by stages that hold part of a layer, or lose one, and by the tensors
+    of another cut than theirs: memory would be predicted of the wrong micro-batches."""
+    rng = np.random.default_rng(8)
+    cost = random_cost(rng, small_model(3, 3))
+    fours = np.full(len(cost.features), 4.0)
+    units = {
+        name: replace(
+            unit, activation_bytes=fours, boundary_bytes=fours, transient_bytes=0 * fours[None]
+        )
+        for name, unit in cost.units.items()
+    }
+    plain = replace(cost, units=units)
+    others, own, _, links = stage_memory_module._drawn_stages(plain, fours)
+    # A unit keeps four bytes of each feature, recomputed or not, besides an input.
+    numbers = (others - others.min()) / 4
+    np.testing.assert_allclose(numbers, np.rint(numbers), atol=1e-9)
+    assert numbers.max() >= 10
+    assert (own <= others + 1e-9).all() and (own < others - 0.5).any()
+    # Some stages begin with the model, and others behind a cut.
+    assert len(np.unique(links[:, 0])) > 1

@@ -15,10 +15,16 @@ from omnibal.job import JobSpec
 from omnibal.levels import MAX_CONTEXT, Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import best_of_rising, level_forms, possible_contexts
+from omnibal.search.level_choice import (
+    WholeModel,
+    best_of_rising,
+    level_forms,
+    possible_contexts,
+)
 from omnibal.search.level_estimates import candidate_caps, top_caps
 from omnibal.search.level_trial import (
     LevelTrial,
@@ -331,3 +337,34 @@ def test_given_steps_are_shared_anew():
 
 def _fields(data: SampleData) -> dict:
     return {name: getattr(data, name) for name in data.__dataclass_fields__}
+
+
+def test_the_recomputed_share_is_the_least_that_fits():
+    """Prevents working memory that makes room, and shares that recompute more than must be."""
+    job = job_of(8, pipeline=2)
+    base = replace(WholeModel.of(job, job.cost), state_bytes=0)
+    rng = np.random.default_rng(4)
+    room = job.memory_cap_gib * GIB / 100
+    some = infinite = 0
+    for _ in range(200):
+        kept, saved = rng.uniform(0, 60, 2), rng.uniform(0, 1, 2)
+        working = rng.uniform(0, 40, (3, 2))
+        model = replace(
+            base, kept_bytes=kept * room, saved_bytes=(saved * kept * room)[None],
+            working_bytes=working * room,
+        )  # fmt: skip
+        features = rng.uniform(0, 2, (4, 2))
+        found = model.recomputed_share(features, job, micro_batches=1)
+        stays = np.array([
+            [kept @ row - share * (saved * kept) @ row for row in features]
+            for share in np.linspace(0, 1, 201)
+        ]) / job.parallel.pipeline  # fmt: skip
+        needed = (stays + (features @ working.T).max(axis=1)).max(axis=1)
+        fits = np.linspace(0, 1, 201)[needed <= 100]
+        if not len(fits):
+            assert found > 0.994
+            infinite += 1
+        else:
+            assert fits[0] - 0.0051 <= found <= fits[0] + 1e-9
+            some += 0 < found
+    assert some > 10 and infinite > 10

@@ -191,11 +191,31 @@ def test_ranks_send_what_the_exchange_says() -> None:
                 # A latency for each collective: one gathers, two turn to heads and back.
                 latency_ms = 0.01 * (1 if exchange is ContextExchange.GATHER else 2)
                 assert forward_ms[0] == pytest.approx(latency_ms)
+                # Backward both gather again and scatter gradients, or turn there and back.
+                assert backward_ms[0] == pytest.approx(0.02)
         assert sent["gather", 2] < sent["heads", 2] and sent["gather", 4] < sent["heads", 4]
     # Of the same tokens, as 8 ranks share them: 7 k against 7/8 (2 h + k).
     both = [text_job().costs_at([level(8, exchange=each)])[0] for each in ContextExchange]
     gather, heads = (cost.units["language_layer"].context_ms[0, -1] for cost in both)
     assert heads < gather
+
+
+def test_gathered_keys_are_copied_three_times() -> None:
+    """Prevents own keys and values that cost no copies: beside each other, beside the others', and
+    in the order of the rank's pieces, each read and written."""
+    copies_alone = load_cluster("h100-80g").model_copy(
+        update={"intra_node_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 1e-12}
+    )
+    for tensor in (1, 2):
+        job = text_job(tensor, cluster=copies_alone)
+        language = job.model.language
+        head_size = language.hidden_size // language.heads
+        elements = 2 * language.kv_heads * head_size / tensor
+        bytes_per_ms = copies_alone.memory_gb_per_s * 1e6 * copies_alone.memory_efficiency
+        (cost,) = job.costs_at([level(2)])
+        forward_ms = cost.units["language_layer"].context_ms[0]
+        own_ms = forward_ms[cost.features.index("tokens")]
+        assert own_ms == pytest.approx(3 * 2 * elements * 2 / bytes_per_ms)
 
 
 def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:

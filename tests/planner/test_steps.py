@@ -285,3 +285,18 @@ def test_hash_follows_the_seed(change, same):
     """Prevents schedules that differ between two equal runs, and a seed that is ignored."""
     _, lengths = single_sample_packs(np.random.default_rng(7).integers(50, 300, 100))
     assert (draw(lengths).sha256 == draw(lengths, **change).sha256) is same
+
+
+def test_full_last_steps_are_not_always_of_the_lightest():
+    """Prevents the lightest packs of every epoch from being its last step where all are full."""
+    rng = np.random.default_rng(3)
+    load, items = rng.uniform(1, 2, 24), np.zeros(24, np.int64)
+    for rest_last in (True, False):
+        lightest = {
+            int(match_packs(items, load, 4, 2, seed, rest_last=rest_last)[load.argmin()])
+            for seed in range(40)
+        }
+        assert lightest == set(range(6))
+    # What is over and fills no step is the last one.
+    steps = match_packs(items[:22], load[:22], 4, 2, 0, rest_last=True)
+    assert np.bincount(steps).tolist() == [4] * 5 + [2]
