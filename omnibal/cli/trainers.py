@@ -125,7 +125,7 @@ def cost_of_limits(
         packing: rule that it was packed by.
         plan_freely: makes the plan without limits, with the gap of its search.
     """
-    from omnibal.search.limits import CostOfLimits, plan_rate, rate_of, requests_lifted
+    from omnibal.search.limits import CostOfLimits, rate_of, rates_lifted, requests_lifted
 
     try:
         free, gap = plan_freely()
@@ -133,11 +133,8 @@ def cost_of_limits(
         print_notes([f"not compared: without limits there is no plan of this job: {error}"])
         return None
     requests = requests_lifted(limits, result, packing, free)
-    lifted = {}
     with progress("lifting limits", len(requests)) as advance:
-        for name, request in requests.items():
-            lifted[name] = plan_rate(request)
-            advance(1)
+        lifted = rates_lifted(limits, result, packing, requests, advance)
     cost = CostOfLimits.of(limits, rate_of(result), rate_of(free), lifted, gap)
     print_notes([cost.sentence], prefix="")
     return cost

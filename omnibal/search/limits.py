@@ -6,13 +6,14 @@ never slower than one under more, since it may be the same; where a search says 
 faster of the two counts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
 from omnibal.config import ModelConfig
 from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import Packs
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.limits import words
@@ -35,6 +36,8 @@ from omnibal.targets import (
 NAMED_COST = 0.002
 """Share of the rate below which a limit is not named as a reason."""
 _MOST_NAMED = 3
+_COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
+"""Most samples that limits are compared on, and least full steps of them."""
 _MOST_OF_IT = 0.6
 """Share of what all limits cost from which on those named are said to be the reason."""
 
@@ -310,13 +313,20 @@ def requests_lifted(
     for name in names:
         lifted = limits.lifted(name)
         of = free if name is LimitName.SHARDING else result
-        job, data = JobSpec.of_plan(of.plan, of.profile), _data_of(of, packing, lifted.packs)
+        request = _request_of(lifted, of, packing)
         if name is LimitName.TOKENS_ALONE and free_data is not None:
-            assert isinstance(data, SampleData)
+            assert isinstance(request.data, SampleData)
             per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
-            data = replace(data, caps=free_data.caps, packs_per_step=per_step)
-        requests[name] = PlanRequest(job=lifted.applied(job), data=data)
+            data = replace(request.data, caps=free_data.caps, packs_per_step=per_step)
+            request = replace(request, data=data)
+        requests[name] = request
     return requests
+
+
+def _request_of(limits: Limits, result: PlanResult, packing: PackingMethod) -> PlanRequest:
+    """Request of a plan's sizes and data, under other limits."""
+    job = limits.applied(JobSpec.of_plan(result.plan, result.profile))
+    return PlanRequest(job=job, data=_data_of(result, packing, limits.packs))
 
 
 def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
@@ -347,9 +357,65 @@ def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> Pl
     )
 
 
-def plan_rate(request: PlanRequest) -> float:
-    """Rate of the plan of a request; 0 where it cannot be made."""
-    try:
-        return rate_of(make_plan(request))
-    except UserError:
-        return 0.0
+def rates_lifted(
+    limits: Limits,
+    result: PlanResult,
+    packing: PackingMethod,
+    requests: Mapping[LimitName, PlanRequest],
+    on_progress: Callable[[int], None],
+) -> dict[LimitName, float]:
+    """Rates of plans from which one limit alone is lifted, beside the rate of the plan.
+
+    Of many samples some are drawn at random, and limits are compared on these: the rate of the plan
+    is multiplied by what lifting the limit gains there.
+
+    Args:
+        limits: of the plan.
+        result: the plan.
+        packing: rule that it was packed by.
+        requests: as `requests_lifted` gives them.
+        on_progress: called with 1 after each of them.
+
+    Returns:
+        Samples per second and device; 0 where there is no plan.
+    """
+    rate, most = rate_of(result), max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
+    whole, gain = _request_of(limits, result, packing), 0.0
+    if isinstance(whole.data, SampleData) and len(whole.data.lengths) > most and requests:
+        drawn = _Rates(most=most)
+        rate_of_drawn = drawn.of(whole)
+        gain = rate / rate_of_drawn if rate_of_drawn else 0.0
+    all_samples, rates = _Rates(most=None), {}
+    for name, request in requests.items():
+        rates[name] = gain * drawn.of(request) if gain else all_samples.of(request)
+        on_progress(1)
+    return rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rates:
+    """Rates of plans on the same samples, which are packed once for all plans of the same packs."""
+
+    most: int | None
+    """Samples that are drawn of all; None for all."""
+    packs: dict[tuple[object, ...], list[Packs]] = field(default_factory=dict)
+
+    def of(self, request: PlanRequest) -> float:
+        """Rate of the plan of a request; 0 where it cannot be made."""
+        try:
+            return rate_of(make_plan(self._packed(request)))
+        except UserError:
+            return 0.0
+
+    def _packed(self, request: PlanRequest) -> PlanRequest:
+        data, job = request.data, request.job
+        if not isinstance(data, SampleData):
+            return request
+        if self.most is not None:
+            data = data.sampled(self.most)
+        # How packs are padded is no matter of what is in them.
+        rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
+        key = data.caps, data.packing, data.seed, data.epochs, rules
+        if key not in self.packs:
+            self.packs[key] = data.packed(job)
+        return replace(request, data=data.drawn(job, self.packs[key]))

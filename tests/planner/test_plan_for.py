@@ -1,6 +1,7 @@
 """`omnibal plan --for`: plans within what a trainer can be told, and what its limits cost."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,12 +12,19 @@ from plan_cases import MODEL, example_lengths, job_spec
 from omnibal import cli
 from omnibal.check import open_plan
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packing import PackingMethod
+from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
 from omnibal.plan_data import SampleData
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search.limits import CostOfLimits, LimitName, Limits, requests_lifted
+from omnibal.search.limits import (
+    CostOfLimits,
+    LimitName,
+    Limits,
+    rate_of,
+    rates_lifted,
+    requests_lifted,
+)
 from omnibal.targets import ANY_PACKS, FREE, TARGETS, Sharding, TargetName
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
@@ -245,6 +253,41 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
         found = requests_lifted(limits, small, PackingMethod.BALANCED, free)
         assert (LimitName.TOKENS_ALONE in found) == is_looked_at
         assert LimitName.ENCODERS_ON_FIRST in found
+
+
+def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
+    """Prevents as many whole searches as limits, each with packs of its own, and drawn samples that
+    say something else than all do."""
+    limits, lengths = Limits.of(TargetName.MEGATRON_LM), example_lengths(count=3000)
+    data = SampleData(
+        lengths=lengths, caps=Caps.of(tiles=8, tokens=512), packing=PackingMethod.BALANCED,
+        packs_per_step=16, epochs=1, seed=0,
+    )  # fmt: skip
+    job = job_spec(parallel=Parallel(pipeline=2, data=2))
+    free = make_plan(PlanRequest(job=job, data=data))
+    limited = replace(data, rules=limits.packs)
+    result = make_plan(PlanRequest(job=limits.applied(job), data=limited))
+    requests = requests_lifted(limits, result, PackingMethod.BALANCED, free)
+    assert len(requests) >= 3
+    packed = []
+
+    def pack(samples, *arguments, **options):
+        packed.append(len(samples))
+        return pack_samples(samples, *arguments, **options)
+
+    monkeypatch.setattr("omnibal.data.steps.pack_samples", pack)
+    done = []
+    of_all = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
+    assert done == [1] * len(requests) and set(packed) == {3000} and len(packed) <= 2
+    for name, request in requests.items():
+        assert of_all[name] == pytest.approx(rate_of(make_plan(request)))
+    monkeypatch.setattr("omnibal.search.limits._COMPARED_SAMPLES", 900)
+    packed.clear()
+    of_some = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
+    assert set(packed) == {900} and len(packed) <= 2
+    assert of_some.keys() == of_all.keys()
+    for name, rate in of_some.items():
+        assert rate == pytest.approx(of_all[name], rel=0.05), name
 
 
 def test_a_job_keeps_its_limits_when_it_is_sized():
