@@ -216,7 +216,9 @@ def with_plain_batches(balanced: PlanResult, seed: int) -> PlanResult:
             "steps_sha256": steps.sha256,
         }
     )
-    plan = balanced.plan.model_copy(update={"data": data, "prediction": None})
+    plan = balanced.plan.model_copy(
+        update={"data": data, "settings_sha256": None, "prediction": None}
+    )
     return replace(balanced, plan=plan, data=(plain, lengths))
 
 

@@ -190,7 +190,8 @@ def _check_settings(plan: Plan) -> list[str]:
         if dict(hashes)[part] != dict(found)[part]:
             raise UserError(
                 f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
-                f"training would differ from what was asked for: restore `{part}`, or {_ANEW}"
+                f"training would differ from what was asked for: restore `{part}`, {_ANEW}, or "
+                "remove settings_sha256 if the edit is meant"
             )
     what = "the model's settings are" if plan.data is None else "settings of model and data are"
     return [f"{what} those that the plan was made with"]

@@ -71,6 +71,7 @@ def shared_plan(single: Path, folder: Path, data: int, contexts: tuple[int, int]
             "parallel": Parallel(pipeline=1, data=data),
             "levels": tuple(levels),
             "data": data_plan,
+            "settings_sha256": None,
             "prediction": None,
         }
     )
