@@ -100,8 +100,8 @@ def encoder_of(packs: ModuleType) -> DefaultTaskEncoder:
 def prepare(folder: Path) -> None:
     """Index shards as a user does."""
     energon = Path(sys.executable).with_name("energon")
-    words = f"{energon} prepare {folder} --non-interactive --split-ratio 1,0,0 --skip-dataset-yaml"
-    subprocess.run([*words.split(), "--num-workers", "1"], check=True, capture_output=True)
+    options = "--non-interactive --split-ratio 1,0,0 --skip-dataset-yaml --num-workers 1"
+    subprocess.run([energon, "prepare", folder, *options.split()], check=True, capture_output=True)
 
 
 def check_read(made: Planned, ranks: int, workers: int) -> None:
