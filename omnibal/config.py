@@ -364,6 +364,11 @@ class ClusterConfig(Frozen):
     intra_node_gb_per_s: Rate
     inter_node_gb_per_s: Rate
     link_efficiency: Share = Field(description="share of both rates that transfers reach")
+    network_efficiency: Share | None = Field(
+        default=None,
+        exclude_if=lambda share: share is None,
+        description="share of inter_node_gb_per_s instead; left out: link_efficiency",
+    )
     link_latency_us: Rate
     peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
         default=None,
@@ -382,6 +387,11 @@ class ClusterConfig(Frozen):
         # As before there were any: plans are known by the hash of what is written.
         fields: dict[str, Any] = serialize(self)
         return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
+
+    @property
+    def network_share(self) -> float:
+        """Share of the network adapter's rate that transfers reach."""
+        return self.network_efficiency or self.link_efficiency
 
     @property
     def peer_bytes(self) -> float:

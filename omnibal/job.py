@@ -14,7 +14,7 @@ from omnibal.beside import EncoderPlacement, EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
-from omnibal.cost.context import costs_at
+from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
@@ -35,6 +35,7 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
+from omnibal.runtime import OWN, RuntimeOptions
 from omnibal.targets import FREE, TARGETS, Padding, Sharding, StageRules, TargetName
 from omnibal.units import feature_names_at, frozen_mistake
 
@@ -69,6 +70,8 @@ class JobSpec:
     sharding: Sharding = Sharding.OPTIMIZER
     """What data-parallel ranks divide."""
     padded: Padding = Padding.NOWHERE
+    runtime: RuntimeOptions = OWN
+    """How the trainer runs a step."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -95,7 +98,11 @@ class JobSpec:
         self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
-        cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
+        cost = (
+            fitted_cost(self.profile, *sizes)
+            if self.profile
+            else analytic_cost(*sizes, runtime=self.runtime)
+        )
         if self.rules.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
@@ -165,7 +172,8 @@ class JobSpec:
         if self.profile is not None and self.profile.rates is not None:
             cluster = with_measured_rates(cluster, self.profile)
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
-        return costs_at(self.cost, *sizes, levels, self.profile)
+        source = ExchangeSource(profile=self.profile, ring_tokens=self.runtime.ring_tokens)
+        return costs_at(self.cost, *sizes, levels, source)
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Costs of units at every level side by side, as a plan is predicted and checked with."""
@@ -250,4 +258,5 @@ def limits_of(name: TargetName | None) -> dict[str, Any]:
         "rules": target.stages,
         "sharding": target.sharding,
         "padded": target.packs.padded,
+        "runtime": target.runtime,
     }

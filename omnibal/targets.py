@@ -13,6 +13,7 @@ from pydantic import Field
 from omnibal.errors import UserError
 from omnibal.frozen import Frozen
 from omnibal.parallel import Parallel
+from omnibal.runtime import OWN, RuntimeOptions
 
 
 class TargetName(StrEnum):
@@ -122,6 +123,8 @@ class Target(Frozen):
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
     sharding: Sharding = Sharding.OPTIMIZER
+    runtime: RuntimeOptions = OWN
+    """How it runs a step where an export says nothing of it."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
     """Most pipeline stages; None where there is no limit."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
@@ -156,6 +159,8 @@ _MEGATRON = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
+_MEGATRON_RUNTIME = RuntimeOptions(fused_loss=False)
+"""As Megatron-LM runs exports, which ask for hidden exchanges and a loss per token."""
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
@@ -168,6 +173,7 @@ TARGETS = {
             version="4.6.0",
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
+            runtime=_MEGATRON_RUNTIME,
         ),
         Target(
             name=TargetName.MS_SWIFT_DEEPSPEED,
@@ -199,6 +205,7 @@ TARGETS = {
                 update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
             ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
+            runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
         ),
         Target(
             name=TargetName.MEGATRON_LM,
@@ -206,6 +213,7 @@ TARGETS = {
             version="core 0.16.1",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            runtime=_MEGATRON_RUNTIME,
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,

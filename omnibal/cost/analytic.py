@@ -41,14 +41,14 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.cost.adapters import with_adapters
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
-    GRADIENT_BYTES,
     Counts,
     Device,
     Features,
@@ -60,10 +60,20 @@ from omnibal.cost.image_counts import (
     deepstack_bytes,
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
-from omnibal.cost.model import CostModel, ExpertRates, UnitCost
-from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.cost.links import (
+    Group,
+    all_to_all_line,
+    expert_copies,
+    message_line,
+    pass_line,
+    ring_ms_per_byte,
+    stage_group,
+)
+from omnibal.cost.model import CostModel, ParameterRates, UnitCost
+from omnibal.cost.shaped_rates import Line, ProductTimes
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
+from omnibal.runtime import OWN, RuntimeOptions
 from omnibal.units import (
     HEAD,
     LANGUAGE,
@@ -92,6 +102,8 @@ class _Counted:
     unpadded: Counts
     """The same without padded attention heads and words."""
     trained: bool
+    adapted: bool
+    """Whether adapters are trained beside it."""
     before_trained: bool
     """Whether anything that the unit's input comes from is trained."""
     carried_bytes: np.ndarray
@@ -99,6 +111,11 @@ class _Counted:
     on too."""
     carried_gradient_bytes: np.ndarray
     """Gradient of them, sent back: 0 where what made them is frozen."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether gradients reach the unit."""
+        return self.trained or self.adapted or self.before_trained
 
 
 def analytic_cost(
@@ -109,6 +126,7 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     distributed_optimizer: bool = True,
+    runtime: RuntimeOptions = OWN,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -116,16 +134,18 @@ def analytic_cost(
         frozen: parts that are not trained.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
+        runtime: how the trainer runs a step.
     """
-    element_bytes = ELEMENT_BYTES[precision]
-    shards = parallel.data if distributed_optimizer else 1
-    state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    device = _device(cluster, parallel, precision)
-    streamed_bytes_per_ms = device.streamed_bytes_per_ms
-    send = _send_line(cluster, parallel, precision)
-    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
-    units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
+    element_bytes, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
+    device = _device(cluster, parallel, precision, runtime)
+    send = message_line(cluster, parallel.world_size, precision)
+    units = {
+        one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen, runtime)
+    }
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
+    once = _Once(cluster, precision, device, runtime, is_sharded=distributed_optimizer)
+    rates = once.rates(stage_group(parallel))
+    overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
         features=feature_names(model),
         kinds=unit_kinds(model),
@@ -133,44 +153,56 @@ def analytic_cost(
         # Multi-token prediction embeds words on the last stage too.
         tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
         weight_bytes_per_parameter=element_bytes,
-        gradient_bytes_per_parameter=GRADIENT_BYTES,
-        optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
+        gradient_bytes_per_parameter=gradient_bytes,
+        optimizer_bytes_per_parameter=rates.optimizer_bytes,
         optimizer_ms_fixed=0.0,
-        # Weight, gradient and state are read and written once, each rank its own share.
-        optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
+        optimizer_ms_per_parameter=rates.optimizer_ms,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
-        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
-        gradient_reduction_ms_per_parameter=exchange_ms_per_byte
-        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
-        weight_gather_ms_per_parameter=exchange_ms_per_byte
-        * (element_bytes if distributed_optimizer else 0),
-        bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
-        expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
+        gradient_reduction_ms_per_parameter=rates.gradient_reduction_ms,
+        weight_gather_ms_per_parameter=rates.weight_gather_ms,
+        bucket_parameters=parallel.bucket_parameters if overlaps else math.inf,
+        expert_rates=once.rates(expert_copies(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
 
 
-def _expert_rates(
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    device: Device,
-    distributed_optimizer: bool,
-) -> ExpertRates:
-    """What a trained parameter of an expert costs; as that of others, over other ranks."""
-    size, ranks = ELEMENT_BYTES[precision], parallel.expert_data
-    shards = ranks if distributed_optimizer else 1
-    state_bytes = size + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, ranks, precision)
-    return ExpertRates(
-        optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
-        optimizer_ms=2 * state_bytes / device.streamed_bytes_per_ms / shards,
-        gradient_reduction_ms=exchange_ms_per_byte
-        * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
-        weight_gather_ms=exchange_ms_per_byte * (size if distributed_optimizer else 0),
-    )
+@dataclass(frozen=True, slots=True)
+class _Once:
+    """What a trained parameter costs once a step, on the ranks that hold it."""
+
+    cluster: ClusterConfig
+    precision: Precision
+    device: Device
+    runtime: RuntimeOptions
+    _: KW_ONLY
+    is_sharded: bool
+    """Whether these ranks divide the optimizer's state."""
+
+    def rates(self, group: Group) -> ParameterRates:
+        """Count a parameter that the ranks of a group hold.
+
+        Its gradient is set to zero, and where Megatron averages divided by the ranks; the norm and
+        the update read and write gradient, weight and state, each rank its own share. Weights that
+        are not gathered beside the next forward are gathered within the update.
+        """
+        size, gradient_bytes = ELEMENT_BYTES[self.precision], self.runtime.gradient_bytes
+        state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[self.precision]
+        shards = group.ranks if self.is_sharded else 1
+        divides = self.runtime.averages_gradients and group.ranks > 1
+        moved_bytes = (3 if divides else 1) * gradient_bytes + 2 * state_bytes / shards
+        update_ms = moved_bytes / self.device.streamed_bytes_per_ms
+        byte_ms = ring_ms_per_byte(self.cluster, group, self.precision)
+        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+        gather_ms = byte_ms * size if self.is_sharded else 0.0
+        is_beside = self.runtime.overlap_weights
+        return ParameterRates(
+            optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
+            optimizer_ms=update_ms + (0.0 if is_beside else gather_ms),
+            gradient_reduction_ms=byte_ms * gradient_bytes * (1 if self.is_sharded else 2),
+            weight_gather_ms=gather_ms if is_beside else 0.0,
+        )
 
 
 def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]) -> np.ndarray:
@@ -195,7 +227,7 @@ def unit_flops(
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
-    for one in _counted(model, device, frozen):
+    for one in _counted(model, device, frozen, OWN):
         products = 1 + _backward_products(one)
         attention = 3 if one.trained or one.before_trained else 1
         counts = one.unpadded
@@ -225,15 +257,20 @@ def kept_lines(
         one.kind.name: tuple(
             line for line in one.counts.kept if one.trained or not line.for_weights
         )
-        for one in _counted(model, device, frozen)
+        for one in _counted(model, device, frozen, OWN)
     }
 
 
-def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Device:
+def _device(
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    runtime: RuntimeOptions = OWN,
+) -> Device:
     memory_bytes_per_ms = cluster.memory_gb_per_s * 1e6
     rates = cluster.rates.get(precision)
-    ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
-    experts = _expert_line(cluster, parallel.expert, precision)
+    ring = pass_line(cluster, Group(parallel.tensor), precision)
+    experts = all_to_all_line(cluster, parallel.expert, precision)
     products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
@@ -249,27 +286,11 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
+        gradient_bytes=runtime.gradient_bytes,
+        overlaps_tensor=runtime.overlap_tensor,
+        fused_loss=runtime.fused_loss,
         expert=parallel.expert,
     )
-
-
-def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
-    """Time of an all-to-all of `ranks` consecutive ones, and of a byte of each one's tensor.
-
-    A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
-    those between nodes, and the slower of the two counts; the latency is a send's, as ranks send to
-    all others at the same time.
-    """
-    if ranks == 1:
-        return Line(fixed_ms=0, each_ms=0)
-    neighbours = min(ranks, cluster.gpus_per_node)
-    within = exchange_line(cluster, neighbours, precision)
-    within_ms = within.each_ms * (neighbours - 1) / ranks
-    if ranks <= cluster.gpus_per_node:
-        return Line(fixed_ms=within.fixed_ms, each_ms=within_ms)
-    between = exchange_line(cluster, ranks, precision)
-    between_ms = between.each_ms * (ranks - neighbours) / ranks
-    return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
 def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
@@ -289,87 +310,9 @@ def _copied_bytes_per_ms(rates: Rates | None) -> float | None:
     return max((one.bytes / one.ms for one in copies), default=None)
 
 
-def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
-    """Time of a send between stages and of a byte of it; measured ones are of one node."""
-    rates, ranks = cluster.rates.get(precision), parallel.world_size
-    measured = send_line(rates.collectives) if rates and ranks <= cluster.gpus_per_node else None
-    latency_ms = cluster.link_latency_us / 1e3
-    return measured or Line(fixed_ms=latency_ms, each_ms=_link_ms_per_byte(cluster, ranks))
-
-
-def exchange_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
-    """Time of a message, and of a byte that a rank sends or receives, where ranks among so many
-    consecutive ones each send to several."""
-    return _send_line(cluster, Parallel(pipeline=consecutive_ranks), precision)
-
-
-def tensor_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
-    """Time of a pass round the ring of tensor-parallel ranks, and of a byte that a rank sends."""
-    return _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
-
-
-def gather_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
-    """Time of a pass round a ring of consecutive ranks, and of a byte that a rank sends."""
-    return _ring_line(cluster, ranks, ranks, precision)
-
-
-def _ring_line(
-    cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
-) -> Line:
-    """Time of a pass round a ring and of a byte that a rank sends; measured ones are of one node.
-
-    Args:
-        ranks: of the ring.
-        consecutive_ranks: of which the ring's are some.
-    """
-    measured = _measured_ring(cluster, ranks, consecutive_ranks, precision)
-    return measured or Line(fixed_ms=0, each_ms=_link_ms_per_byte(cluster, consecutive_ranks))
-
-
-def context_line(cluster: ClusterConfig, context: int, tensor: int, precision: Precision) -> Line:
-    """Time of a collective of the ranks that share a pack, and of a byte that a rank sends in it.
-
-    Megatron numbers ranks tensor first, then data, so that they are of so many consecutive ones.
-    Where none was measured, the collective takes the latency of a send once: every layer waits for
-    its exchange, so that it cannot be left out.
-    """
-    measured = _measured_ring(cluster, context, context * tensor, precision)
-    return measured or Line(
-        fixed_ms=cluster.link_latency_us / 1e3,
-        each_ms=_link_ms_per_byte(cluster, context * tensor),
-    )
-
-
-def _measured_ring(
-    cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
-) -> Line | None:
-    rates, within_node = cluster.rates.get(precision), consecutive_ranks <= cluster.gpus_per_node
-    return ring_line(rates.collectives, ranks) if rates and within_node else None
-
-
-def _link_ms_per_byte(cluster: ClusterConfig, consecutive_ranks: int) -> float:
-    """Milliseconds per byte for a group of `consecutive_ranks`, within a node or between nodes."""
-    within_node = consecutive_ranks <= cluster.gpus_per_node
-    rate = cluster.intra_node_gb_per_s if within_node else cluster.inter_node_gb_per_s
-    return 1 / (rate * 1e6 * cluster.link_efficiency)
-
-
-def _exchange_ms_per_byte(
-    cluster: ClusterConfig, parallel: Parallel, ranks: int, precision: Precision
-) -> float:
-    """Ring reduce-scatter or all-gather over `ranks` of a stage, per byte of the whole buffer.
-
-    A ring sends (d - 1) / d of the buffer. Megatron numbers ranks tensor first, then data, so that
-    both the data-parallel ones and those that hold the same experts are spread over all of the
-    stage. The fixed time of a pass comes once a bucket of tens of millions of parameters, and is
-    left out.
-    """
-    share = (ranks - 1) / ranks
-    ring = _ring_line(cluster, ranks, parallel.tensor * parallel.data, precision)
-    return share * ring.each_ms
-
-
-def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Iterator[_Counted]:
+def _counted(
+    model: ModelConfig, device: Device, frozen: Collection[str], runtime: RuntimeOptions
+) -> Iterator[_Counted]:
     """Counts of every kind of unit, in model order."""
     features = Features(names=feature_names(model))
     carried, carried_gradient, before_trained = features.none, features.none, False
@@ -379,8 +322,11 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
         if kind.is_embed:
             # Nothing comes before an encoder; all encoders come before the language model.
             before_trained = is_language and any_encoder_trained
-        trained = kind.part not in frozen
+        is_adapted = runtime.adapters and is_language and kind.is_layer
+        trained = kind.part not in frozen and not runtime.adapters
         counts, unpadded = _counts(model, kind, device, features)
+        if is_adapted:
+            counts, unpadded = (with_adapters(each, device) for each in (counts, unpadded))
         deepstack = deepstack_bytes(model, kind, device, features)
         deepstack_returns = deepstack_returns or (kind.has_deepstack and trained)
         yield _Counted(
@@ -388,13 +334,14 @@ def _counted(model: ModelConfig, device: Device, frozen: Collection[str]) -> Ite
             counts=counts,
             unpadded=unpadded,
             trained=trained,
+            adapted=is_adapted,
             before_trained=before_trained,
             carried_bytes=deepstack + (features.none if is_language else carried),
             carried_gradient_bytes=(
                 deepstack_returns * deepstack + (features.none if is_language else carried_gradient)
             ),
         )
-        before_trained = before_trained or trained
+        before_trained = before_trained or trained or is_adapted
         any_encoder_trained = any_encoder_trained or trained
         if kind.is_projector:
             carried = carried + counts.output_bytes
@@ -433,7 +380,8 @@ def _backward_products(one: _Counted) -> int:
 
 
 def _wants_input_gradient(one: _Counted) -> bool:
-    return one.before_trained or (one.trained and not one.counts.begins_with_weights)
+    own = (one.trained or one.adapted) and not one.counts.begins_with_weights
+    return one.before_trained or own
 
 
 def _unit_cost(device: Device, one: _Counted) -> UnitCost:
@@ -441,8 +389,8 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     forward_ms, backward_ms = _times_ms(device, one, one.counts)
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
-    has_backward = one.trained or one.before_trained
-    kept_bytes = counts.kept_bytes(trained=one.trained)
+    has_backward = one.has_backward
+    kept_bytes = counts.kept_bytes(trained=one.trained or one.adapted)
     # Products of measured times may be slower for being smaller.
     padding_ms = np.maximum(
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
@@ -488,7 +436,7 @@ def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
     """Time of a unit's collectives in backward, [features]."""
     counts = one.counts
-    if not one.trained and not one.before_trained:
+    if not one.has_backward:
         return 0 * counts.back_collective_bytes
     back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
     passes = counts.back_passes + one.trained * counts.passes_again
@@ -503,8 +451,15 @@ def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
 
 
 def _passes_ms(device: Device, sent_bytes: np.ndarray, passes: int) -> np.ndarray:
-    """Time of passes round the tensor-parallel ring, [features]."""
-    return sent_bytes / device.collective_bytes_per_ms + _fixed(passes * device.pass_ms, sent_bytes)
+    """Time of passes round the tensor-parallel ring that nothing hides, [features].
+
+    Beside the product that it feeds or follows, an exchange goes in as many parts as there are
+    ranks; the first, or the last one, is waited for (Transformer Engine's user buffers). Products
+    are taken to be the longer of the two.
+    """
+    all_ms = sent_bytes / device.collective_bytes_per_ms
+    all_ms = all_ms + _fixed(passes * device.pass_ms, sent_bytes)
+    return all_ms / device.tensor if device.overlaps_tensor else all_ms
 
 
 def _fixed(value: float, like: np.ndarray) -> np.ndarray:
@@ -559,9 +514,9 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     moved_ms = counts.moved_bytes / device.bytes_per_ms
     collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
-    if not one.trained and not one.before_trained:
+    if not one.has_backward:
         return forward_ms, 0 * forward_ms
-    accumulated_bytes = one.trained * counts.parameters * 2 * GRADIENT_BYTES
+    accumulated_bytes = one.trained * counts.parameters * 2 * device.gradient_bytes
     backward_ms = (
         back_matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms

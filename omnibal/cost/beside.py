@@ -21,9 +21,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import analytic_cost, exchange_line, tensor_line
+from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.encoder_kinds import counts_of_kind
+from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
@@ -143,7 +144,7 @@ def encoders_cost(
     held = [unit for name in model.encoders for unit in _held(model, cost, name)]
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
-    within_node = exchange_line(cluster, 1, precision)
+    within_node = message_line(cluster, 1, precision)
     if profile is not None and profile.links:
         within_node = link_line(profile)
     return EncodersCost(
@@ -155,8 +156,8 @@ def encoders_cost(
         reduction_ms=trained * cost.gradient_reduction_ms_per_parameter,
         update_ms=trained * cost.optimizer_ms_per_parameter,
         within_node=within_node,
-        between_nodes=exchange_line(cluster, cluster.gpus_per_node + 1, precision),
-        tensor=tensor_line(cluster, parallel, precision),
+        between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
+        tensor=pass_line(cluster, Group(parallel.tensor), precision),
         peer_bytes=cluster.peer_bytes,
         parallel=parallel,
         gpus_per_node=cluster.gpus_per_node,

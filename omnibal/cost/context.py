@@ -32,16 +32,37 @@ from typing import Any
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import context_line
 from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
+from omnibal.cost.links import Group, pass_line
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.levels import ContextExchange, Level
 from omnibal.parallel import Parallel
-from omnibal.units import EXCHANGED, LANGUAGE_EMBED, feature_names_at, projector_name
+from omnibal.units import (
+    EXCHANGED,
+    LANGUAGE_EMBED,
+    attended_feature,
+    feature_names_at,
+    projector_name,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeSource:
+    """Where the times of exchanges come from, if not all are counted."""
+
+    profile: Profile | None = None
+    """Measured times of layers on shares; None where there are none."""
+    ring_tokens: int | None = None
+    """Tokens of the samples that hide a ring of keys and values
+    (`omnibal.runtime.RuntimeOptions`); None where they are gathered."""
+
+
+COUNTED = ExchangeSource()
+"""All exchanges are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +134,53 @@ class _Times:
     """In the second forward, with recomputation."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ring:
+    """Keys and values on their way round the ranks that share samples, while these attend.
+
+    Every rank attends to its own part and then to each other one's, while the next is on its way
+    (Liu et al. 2023, Ring Attention, arXiv 2310.01889, section 3; in Transformer Engine
+    `context_parallel.py`). Backward sends keys, values and their gradients. What a step's attention
+    does not hide is waited for; partial outputs are put together in a pass over both.
+    """
+
+    context: int
+    sample_tokens: int
+    attended: int
+    """Place of the feature that attention costs."""
+    output_bytes: np.ndarray
+    """Attention's output of a rank, [features]."""
+
+    def of(self, added: _Added, unit: UnitCost, rates: _Rates) -> _Times:
+        """Times that the ring adds to a layer."""
+        there, back = added.forward.sent_bytes, added.backward.sent_bytes
+        return _Times(
+            forward_ms=self._pass_ms(there, unit.forward_ms, rates),
+            # Partial gradients of keys and values are added up beside those of queries.
+            backward_ms=self._pass_ms(back, unit.backward_ms, rates, summed=2),
+            again_ms=self._pass_ms(there, unit.recompute_ms, rates),
+        )
+
+    def _pass_ms(
+        self, sent_bytes: np.ndarray, pass_ms: np.ndarray, rates: _Rates, summed: int = 1
+    ) -> np.ndarray:
+        """Time that a pass takes longer, given that without a ring. Both [features]"""
+        others, own_tokens = self.context - 1, self.sample_tokens / self.context
+        attention_ms = pass_ms[self.attended] * self.sample_tokens * own_tokens / self.context
+        sent_ms = rates.line.each_ms * sent_bytes
+        step_ms = sent_ms.sum() * own_tokens / others + rates.line.fixed_ms
+        waited = max(1 - attention_ms / step_ms, 0)
+        # Each further part reads what is there and its own, and writes their sum.
+        moved_bytes = 3 * summed * others * self.output_bytes
+        time_ms = waited * sent_ms + moved_bytes / rates.bytes_per_ms
+        time_ms[0] += others * (waited * rates.line.fixed_ms + _RING_KERNELS * rates.kernel_ms)
+        return time_ms
+
+
+_RING_KERNELS = 4
+"""Kernels of a further part of a ring, attention's among them."""
+
+
 def costs_at(
     cost: CostModel,
     model: ModelConfig,
@@ -121,7 +189,7 @@ def costs_at(
     precision: Precision,
     frozen: Collection[str],
     levels: Sequence[Level],
-    profile: Profile | None = None,
+    source: ExchangeSource = COUNTED,
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
@@ -141,7 +209,7 @@ def costs_at(
         for part in (name, projector_name(model, name))
     )
     return tuple(
-        _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, profile)
+        _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, source)
         for level in levels
     ) or (cost,)
 
@@ -195,17 +263,18 @@ def _at_level(
     precision: Precision,
     encoder_trained: bool,
     level: Level,
-    profile: Profile | None,
+    source: ExchangeSource,
 ) -> CostModel:
     mistake = exchange_mistake(model, parallel, level)
     if mistake is not None:
         raise UserError(mistake)
     if level.context == 1:
         return cost
-    if level.context * parallel.tensor > cluster.gpus_per_node:
+    group, profile = Group(level.context, parallel.tensor), source.profile
+    if not group.is_within(cluster):
         profile = None  # which is of one node
     rates = _Rates(
-        line=context_line(cluster, level.context, parallel.tensor, precision),
+        line=pass_line(cluster, group, precision),
         bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
         kernel_ms=cluster.kernel_us / 1e3,
     )
@@ -220,6 +289,14 @@ def _at_level(
             )
             measured = measured_exchange(profile, model, kind, level) if profile else None
             times = _as_measured(*measured, added) if measured else rates.of(added)
+            if source.ring_tokens is not None and level.exchange is ContextExchange.GATHER:
+                ring = _Ring(
+                    context=level.context,
+                    sample_tokens=source.ring_tokens,
+                    attended=cost.features.index(attended_feature(kind.layer)),
+                    output_bytes=features.one("tokens") * widths.output / parallel.tensor * size,
+                )
+                times = ring.of(added, unit, rates)
             units[kind.name] = _with_exchange(unit, added, times, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)

@@ -13,8 +13,6 @@ from omnibal.cost.shaped_rates import ProductTimes
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 FP32_BYTES = 4
-GRADIENT_BYTES = 4
-"""Megatron accumulates gradients in fp32 in either precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +80,12 @@ class Device:
     sequence_parallel: bool
     """Whether the language model runs under Megatron's sequence parallelism."""
     element_bytes: int
+    gradient_bytes: int = 4
+    """Of a gradient as it is summed: Megatron does so in fp32 unless it is told otherwise."""
+    overlaps_tensor: bool = False
+    """Whether the exchange of tensor-parallel ranks runs beside products."""
+    fused_loss: bool = True
+    """Whether one kernel makes the loss and the gradient of the logits."""
     expert: int = 1
     """Ranks that share out the experts of a layer."""
 

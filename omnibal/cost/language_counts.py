@@ -16,6 +16,10 @@ from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.layers import LayerKind
 
 _TOKEN_ID_BYTES = 8
+_UNFUSED_LOSS_MOVED = (19, 7)
+"""Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its
+passes in fp32 counts twice: to fp32, the largest, less that, the exponential, its sum, divided by
+it; backward times the loss's gradient, and to bf16 (`tensor_parallel/cross_entropy.py`)."""
 
 
 def language_embed(model: ModelConfig, device: Device, features: Features) -> Counts:
@@ -254,13 +258,14 @@ def _logits(
     gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
+    loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
         # The norm, and the logits read once; backward they are read again, and their gradient
         # written.
-        moved_bytes=2 * hidden_bytes + logits_bytes,
-        back_moved_bytes=3 * hidden_bytes + 2 * logits_bytes,
+        moved_bytes=2 * hidden_bytes + loss_moved * logits_bytes,
+        back_moved_bytes=3 * hidden_bytes + back_loss_moved * logits_bytes,
         # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
         # gradient scattered, and the input gathered again.
         collective_bytes=gather_bytes,

@@ -81,11 +81,12 @@ class UnitCost:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertRates:
-    """What a trained parameter of an expert costs once a step, and of memory.
+class ParameterRates:
+    """What a trained parameter costs once a step, and of memory.
 
     Its gradient is reduced, its weight gathered and its optimizer state shared out over the ranks
-    that hold the same experts (`omnibal.parallel.Parallel.expert_data`), in buffers of their own.
+    that hold it: of an expert over `omnibal.parallel.Parallel.expert_data` ranks, in buffers of
+    their own.
     """
 
     optimizer_bytes: float
@@ -96,7 +97,7 @@ class ExpertRates:
     weight_gather_ms: float
 
 
-_NO_EXPERTS = ExpertRates(
+_NO_EXPERTS = ParameterRates(
     optimizer_bytes=0.0, optimizer_ms=0.0, gradient_reduction_ms=0.0, weight_gather_ms=0.0
 )
 
@@ -135,7 +136,7 @@ class CostModel:
     """Parameters on this device of the matrix that is both language embed and head, or that embeds
     words for multi-token prediction in the head. Both units count it, but a stage that holds both
     has it once."""
-    expert_rates: ExpertRates = _NO_EXPERTS
+    expert_rates: ParameterRates = _NO_EXPERTS
     """In place of the four rates per parameter above, for parameters of experts."""
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that

@@ -24,8 +24,8 @@ from itertools import pairwise
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import gather_line
-from omnibal.cost.model import CostModel, ExpertRates, UnitCost, with_features
+from omnibal.cost.links import Group, pass_line
+from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
@@ -69,7 +69,7 @@ class ShardedExchange:
             cost: of ranks that hold weights whole.
             precision: of weights, in which gradients are exchanged too.
         """
-        line = gather_line(cluster, ranks, precision)
+        line = pass_line(cluster, Group(ranks), precision)
         units = [cost.units[kind.name] for kind in cost.kinds]
         names = [kind.name for kind in cost.kinds]
         size = cost.weight_bytes_per_parameter
@@ -155,7 +155,7 @@ def sharded_cost(cost: CostModel, ranks: int) -> CostModel:
         gradient_reduction_ms_per_parameter=0.0,
         weight_gather_ms_per_parameter=0.0,
         bucket_parameters=np.inf,
-        expert_rates=ExpertRates(
+        expert_rates=ParameterRates(
             optimizer_bytes=experts.optimizer_bytes,
             optimizer_ms=experts.optimizer_ms,
             gradient_reduction_ms=0.0,

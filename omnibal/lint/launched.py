@@ -14,10 +14,10 @@ from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.encoders import ClipsEncoder
 from omnibal.errors import UserError
 from omnibal.job import JobSpec, limits_of
-from omnibal.levels import CutRule, Level
+from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.lint.launch import Launcher
-from omnibal.lint.line import Line
+from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
@@ -26,6 +26,7 @@ from omnibal.pipeline.units import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Shapes
 from omnibal.plan_data import SampleData, caps_of_tokens, data_at_caps, limited_features, shape_caps
+from omnibal.runtime import RuntimeOptions
 from omnibal.targets import TARGETS, TargetName
 from omnibal.units import LANGUAGE, model_parts
 
@@ -92,7 +93,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision="bf16",
         frozen=_frozen(line, model),
-        **limits_of(TargetName(line.launch.launcher.value)),
+        **limits_of(TargetName(line.launch.launcher.value)) | {"runtime": runtime_of(line)},
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -115,6 +116,32 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
             *notes_on(line, chunks_are_simulated=bool(parts)),
             *_notes_on_samples(line, samples),
         ),
+    )
+
+
+def runtime_of(line: Line) -> RuntimeOptions:
+    """How the line's trainer runs a step, by its switches.
+
+    Recipes of Megatron-Bridge hide exchanges and fuse the loss where they say nothing else; in
+    Megatron-LM and the trainers that take its flags, each is a switch. ms-swift's loss is per
+    token, which leaves nothing to average.
+    """
+    is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
+    averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
+
+    def is_on(name: str) -> bool:
+        return line.on(name) if name in line.flags else is_bridge
+
+    exchange = line.text("cp-comm-type") or "p2p"
+    return RuntimeOptions(
+        overlap_gradients=is_on("overlap-grad-reduce"),
+        overlap_weights=is_on("overlap-param-gather"),
+        overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
+        ring_tokens=line.launch.sequence_length if exchange == "p2p" else None,
+        bf16_gradients=line.on("grad-reduce-in-bf16"),
+        averages_gradients=averages and not line.on("ddp-average-in-collective"),
+        fused_loss=is_on("cross-entropy-loss-fusion"),
+        adapters=is_adapter(line),
     )
 
 
@@ -252,7 +279,9 @@ def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
     if context == 1 or cuts_samples(line):
         return ()
     of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
-    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG),)
+    is_heads = line.text("cp-comm-type") == "a2a"
+    exchange = ContextExchange.HEADS if is_heads else ContextExchange.GATHER
+    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
 
 
 def _micro_batches(

@@ -42,8 +42,6 @@ class Costed:
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
     interleaved: InterleavedPrediction | None = None
     """Of the line's chunks; None where a stage has one, or they cannot be simulated."""
-    without_state: bool = False
-    """Whether gradients and optimizer state are left out of memory, as of adapters."""
 
     @property
     def step_ms(self) -> float:
@@ -68,11 +66,7 @@ class Costed:
     def peaks_gib(self) -> list[float]:
         """Peak memory of a device of every stage."""
         memories = [stage.memory for stage in self.prediction.stages]
-        state = [
-            each.weights_gib
-            + (0 if self.without_state else each.gradients_gib + each.optimizer_gib)
-            for each in memories
-        ]
+        state = [each.weights_gib + each.gradients_gib + each.optimizer_gib for each in memories]
         passes = [each.activations_gib + each.transient_gib for each in memories]
         if self.interleaved is not None:
             passes = [float(gib) for gib in self.interleaved.passes_gib]
@@ -98,7 +92,6 @@ def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] 
         stages=tuple(stages),
         prediction=prediction,
         flags=tuple(flags),
-        without_state=launched.is_adapter,
     )
 
 

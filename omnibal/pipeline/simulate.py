@@ -344,11 +344,18 @@ def predict_steps(
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
         rows = _Rows.of(times, workload, packs, step_index[packs] - first)
-        # A stage's first chunk is the first to run forward, and the last to run backward.
-        ready_ms = once.first_wait_ms(rows.first_forward_ms[:, :stages])
         graph = operation_graph(rule, stages, chunks, rows.forward_ms.shape[1])
-        timeline = rows.simulated(graph, ready_ms)
-        exposed_ms = once.exposed_ms(rows.last_backward_ms[:, :stages])
+        if chunks == 1:
+            ready_ms = once.first_wait_ms(rows.first_forward_ms)
+            timeline = rows.simulated(graph, ready_ms)
+            exposed_ms = once.exposed_ms(rows.last_backward_ms)
+        else:
+            by_chunk = (-1, chunks, stages)
+            first_start_ms = rows.simulated(graph).start_ms[Pass.FORWARD].min(axis=1)
+            ready_ms = once.first_waits_ms(first_start_ms.reshape(by_chunk))
+            timeline = rows.simulated(graph, ready_ms)
+            last_end_ms = timeline.end_ms[Pass.BACKWARD].max(axis=1)
+            exposed_ms = once.chunks_exposed_ms(last_end_ms.reshape(by_chunk))
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:

@@ -4,6 +4,7 @@ Units cost, and stages recompute, by the level of the micro-batch; all else of s
 every level.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -167,6 +168,8 @@ class OnceAStep:
     """Time of the gather of new weights, at the start of the step, were it alone."""
     buckets: np.ndarray
     """Number of buckets."""
+    overlaps: bool = True
+    """Whether chunks of a stage are exchanged while others compute."""
     tied_ms: np.ndarray
     """Exchange of a tied matrix's gradient with its other stage, after the reduction."""
     update_ms: np.ndarray
@@ -181,6 +184,35 @@ class OnceAStep:
         """Wait for weights before the first forward, given its time. Both [..., stages]"""
         hidden_ms = first_forward_ms * (1 - 1 / self.buckets)
         return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
+
+    def first_waits_ms(self, first_start_ms: np.ndarray) -> np.ndarray:
+        """Wait for weights where chunks are gathered one after another. [..., stages]
+
+        Args:
+            first_start_ms: start of the first forward of every chunk, were all weights there,
+                [..., chunks, stages].
+        """
+        chunks = first_start_ms.shape[-2]
+        if not self.overlaps:
+            return np.broadcast_to(self.gather_ms, first_start_ms[..., 0, :].shape)
+        there_ms = np.arange(1, chunks + 1)[:, None] * self.gather_ms / chunks
+        there_ms[0] /= self.buckets
+        return np.maximum((there_ms - first_start_ms).max(axis=-2), 0)
+
+    def chunks_exposed_ms(self, last_end_ms: np.ndarray) -> np.ndarray:
+        """Time from the end of a stage's last backward to that of the exchange of gradients, where
+        a chunk's are reduced when its last backward has run. [..., stages]
+
+        Args:
+            last_end_ms: end of the last backward of every chunk, [..., chunks, stages].
+        """
+        finish_ms, chunks = last_end_ms.max(axis=-2), last_end_ms.shape[-2]
+        if not self.overlaps:
+            return np.broadcast_to(self.reduction_ms, finish_ms.shape) + self.tied_ms
+        reduced_ms = np.zeros_like(finish_ms)
+        for end_ms in np.moveaxis(np.sort(last_end_ms, axis=-2), -2, 0):
+            reduced_ms = np.maximum(reduced_ms, end_ms) + self.reduction_ms / chunks
+        return reduced_ms - finish_ms + self.tied_ms
 
     def exposed_ms(self, last_backward_ms: np.ndarray) -> np.ndarray:
         """Time from the end of the last backward to that of the exchange of gradients, given the
@@ -210,6 +242,7 @@ def once_a_step(cost: CostModel, stages: Sequence[Stage]) -> OnceAStep:
         reduction_ms=cost.reduction_ms(parameters, of_experts),
         gather_ms=cost.gather_ms(parameters, of_experts),
         buckets=buckets,
+        overlaps=math.isfinite(cost.bucket_parameters),
         tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
         update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, of_experts),
     )

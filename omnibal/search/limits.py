@@ -21,6 +21,7 @@ from omnibal.parallel import Parallel
 from omnibal.plan import DataPlan
 from omnibal.plan_data import MockData, PlanData, SampleData
 from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.runtime import OWN
 from omnibal.targets import (
     ANY_PACKS,
     FREE,
@@ -106,6 +107,7 @@ class Limits:
             rules=self.stages,
             sharding=self.sharding,
             padded=self.packs.padded,
+            runtime=OWN if self.made_for is None else TARGETS[self.made_for].runtime,
         )
 
     def lifted(self, limit: LimitName) -> Self:

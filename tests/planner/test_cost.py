@@ -320,7 +320,9 @@ def test_links_leave_the_node_only_when_the_job_does():
     assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 150e6)
     assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 12.5e6)
     assert cost_of(data=1).gradient_reduction_ms_per_parameter == 0
-    for cost, rate in ((cost_of(tensor=2, data=4), 150e6), (cost_of(tensor=4, data=4), 12.5e6)):
+    # A ring through the network has the adapters of all the ranks that it has in a node.
+    for sizes, rate in (((2, 4), 150e6), ((4, 4), 2 * 12.5e6), ((8, 4), 12.5e6), ((1, 4), 150e6)):
+        cost = cost_of(tensor=sizes[0], data=sizes[1])
         assert cost.gradient_reduction_ms_per_parameter == pytest.approx(3 / 4 * 4 / rate)
         assert cost.weight_gather_ms_per_parameter == pytest.approx(3 / 4 * 2 / rate)
 

@@ -17,7 +17,7 @@ from test_level_search import walked
 from test_shared_packs import contexts_of, joint_event_loop, random_step
 
 from omnibal.config import ModelConfig
-from omnibal.cost.model import CostModel, ExpertRates
+from omnibal.cost.model import CostModel, ParameterRates
 from omnibal.pipeline.bounds import Structure, least_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
@@ -71,7 +71,7 @@ def expert_case(
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
     """Costs of every level, a small model, packs whose ranks run in step, and pipeline size."""
     model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
-    rates = ExpertRates(
+    rates = ParameterRates(
         optimizer_bytes=rng.uniform(0, 40),
         optimizer_ms=rng.uniform(0, 1e-5),
         gradient_reduction_ms=rng.uniform(0, 1e-5),

@@ -255,9 +255,7 @@ def test_adapters_have_no_state_of_the_model():
     told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
     verdict = Verdict.of(told)
     memory = verdict.line.prediction.stages[0].memory
-    assert verdict.line.peaks_gib[0] == pytest.approx(
-        memory.peak_gib - memory.gradients_gib - memory.optimizer_gib
-    )
+    assert memory.gradients_gib == memory.optimizer_gib == 0
     assert verdict.finding is None and any("adapters" in note for note in told.notes)
 
 

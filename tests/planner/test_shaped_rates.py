@@ -184,7 +184,9 @@ def test_costs_are_of_the_table_that_the_cluster_has():
     assert measured.link_latency_ms + 5e6 * measured.link_ms_per_byte == pytest.approx(
         ring_ms("send", 2, 5e6)
     )
-    assert measured.optimizer_ms_per_parameter == pytest.approx(2 * (2 + 4 + 12) * 0.1 / 2**28)
+    assert measured.optimizer_ms_per_parameter == pytest.approx(
+        (4 + 2 * (2 + 4 + 12)) * 0.1 / 2**28
+    )
     for name, counted in plain.units.items():
         assert measured.units[name].parameters == counted.parameters
         np.testing.assert_array_equal(

@@ -219,12 +219,13 @@ def test_gathered_keys_are_copied_three_times() -> None:
 
 
 def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
-    """Prevents levels whose ranks talk over the network at the price of a node's links."""
+    """Prevents levels whose ranks talk over the network at the price of a node's links, or through
+    one adapter where they have two."""
     within, beyond = (
         text_job(tensor).costs_at([level(4)])[0].units["language_layer"].context_ms[0, -1]
         for tensor in (2, 4)
     )
-    assert beyond == pytest.approx(within * 450 / 50 / 2)
+    assert beyond == pytest.approx(within * 450 / (2 * 50) / 2)
 
 
 def test_costs_of_levels_differ_by_their_exchange_alone() -> None:

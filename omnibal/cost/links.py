@@ -1,0 +1,105 @@
+"""Times of exchanges between ranks, by how many they are, where they stand, and what was measured.
+
+Within a node a rank sends at the node's rate. A ring that leaves the node goes through the network
+adapters of all the ranks that it has in a node, side by side, and is as fast as these together or
+as the links within the node, whichever is slower (NCCL lays a ring through each adapter; NCCL's
+tests call the rate of a rank in it the bus bandwidth). So a group of neighbours crosses nodes at
+eight adapters' rate, and a group with one rank a node at one's. A message between two ranks takes
+one adapter.
+"""
+
+from dataclasses import dataclass
+
+from omnibal.config import ClusterConfig, Precision
+from omnibal.cost.shaped_rates import Line, ring_line, send_line
+from omnibal.parallel import Parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that exchange, `stride` apart: Megatron numbers ranks tensor first, then data."""
+
+    ranks: int
+    stride: int = 1
+
+    @property
+    def consecutive(self) -> int:
+        """Consecutive ranks that the group reaches over."""
+        return self.ranks * self.stride
+
+    def is_within(self, cluster: ClusterConfig) -> bool:
+        """Whether one node holds all of the group."""
+        return self.consecutive <= cluster.gpus_per_node
+
+
+def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
+    """Time of a pass round a group's ring, and of a byte that a rank sends in it.
+
+    An all-gather and a reduce-scatter are one pass, an all-reduce is two. Where none was measured,
+    a pass takes the latency of a send once. Measured ones are of one node.
+    """
+    if group.ranks == 1:
+        return Line(fixed_ms=0, each_ms=0)
+    rates = cluster.rates.get(precision)
+    measured = ring_line(rates.collectives, group.ranks) if rates else None
+    if measured is not None and group.is_within(cluster):
+        return measured
+    gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
+    if not group.is_within(cluster):
+        adapters = max(cluster.gpus_per_node // group.stride, 1)
+        gb_per_s = min(gb_per_s, adapters * _adapter_gb_per_s(cluster))
+    return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+
+
+def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
+    """Time of a message between two of so many consecutive ranks, and of a byte of it."""
+    rates = cluster.rates.get(precision)
+    within_node = consecutive_ranks <= cluster.gpus_per_node
+    measured = send_line(rates.collectives) if rates and within_node else None
+    if measured is not None:
+        return measured
+    within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
+    gb_per_s = within_gb_per_s if within_node else _adapter_gb_per_s(cluster)
+    return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+
+
+def all_to_all_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
+    """Time of an all-to-all of consecutive ranks, and of a byte of each one's tensor.
+
+    A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
+    those between nodes, and the slower of the two counts; the latency is a send's, as ranks send to
+    all others at the same time.
+    """
+    if ranks == 1:
+        return Line(fixed_ms=0, each_ms=0)
+    neighbours = min(ranks, cluster.gpus_per_node)
+    within = message_line(cluster, neighbours, precision)
+    within_ms = within.each_ms * (neighbours - 1) / ranks
+    if ranks <= cluster.gpus_per_node:
+        return Line(fixed_ms=within.fixed_ms, each_ms=within_ms)
+    between = message_line(cluster, ranks, precision)
+    between_ms = between.each_ms * (ranks - neighbours) / ranks
+    return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
+
+
+def ring_ms_per_byte(cluster: ClusterConfig, group: Group, precision: Precision) -> float:
+    """Time of a ring reduce-scatter or all-gather, per byte of the whole buffer.
+
+    A ring sends (d - 1) / d of the buffer. The fixed time of a pass comes once a bucket of tens of
+    millions of parameters, and is left out.
+    """
+    return pass_line(cluster, group, precision).each_ms * (group.ranks - 1) / group.ranks
+
+
+def stage_group(parallel: Parallel) -> Group:
+    """The data-parallel ranks of a stage."""
+    return Group(parallel.data, stride=parallel.tensor)
+
+
+def expert_copies(parallel: Parallel) -> Group:
+    """The ranks of a stage that hold the same experts."""
+    return Group(parallel.expert_data, stride=parallel.expert)
+
+
+def _adapter_gb_per_s(cluster: ClusterConfig) -> float:
+    return cluster.inter_node_gb_per_s * cluster.network_share
