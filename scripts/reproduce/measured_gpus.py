@@ -1,0 +1,228 @@
+"""Training steps that others measured on GPUs, beside what `omnibal lint` predicts of them.
+
+Rows, with their sources, are in `measured_steps.json`. Each becomes a launch line of Megatron-LM
+with the switches that its source says, and is predicted on a preset as any line is. A row that
+calibrates a preset says what it calibrates; all others were only predicted.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from paper import print_table
+
+from omnibal.config import ModelConfig, load_cluster
+from omnibal.families.named import named_model
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.line import line_of
+from omnibal.lint.predicted import Costed, predicted_line
+from omnibal.report.svg import Plot, document, line, text
+
+ROWS = Path(__file__).with_name("measured_steps.json")
+CLUSTERS = {"b200": "b200-180g", "h100": "h100-80g"}
+_HUB = Path(__file__).parents[2] / "tests" / "planner" / "hub_configs"
+_SWITCHES = {
+    "b200": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
+    "h100": "--cross-entropy-loss-fusion --ddp-average-in-collective --overlap-grad-reduce "
+    "--overlap-param-gather",
+}
+"""Of the sources: SimuMax hides nothing, NeMo's recipes hide all that they can."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of the file."""
+
+    row: dict[str, Any]
+
+    @property
+    def model(self) -> ModelConfig:
+        """The row's model, with as many layers as it has there."""
+        name = self.row["model"]
+        model = named_model(str(_HUB / name) if (_HUB / name).is_dir() else name)
+        return model.with_layers(language=self.row["layers"])
+
+    @property
+    def launch_line(self) -> str:
+        """The row as Megatron-LM is launched."""
+        row = self.row
+        line = (
+            f"torchrun --nnodes {row['gpus'] // 8} --nproc-per-node 8 pretrain_gpt.py "
+            f"--use-distributed-optimizer --bf16 --seq-length {row['sequence']} "
+            f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']} "
+            f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
+            f"--context-parallel-size {row['cp']} {_SWITCHES[row['device']]}"
+        )
+        if row["tp"] > 1:
+            line += " --sequence-parallel"
+        if row["tp"] > 1 and row["device"] == "h100":
+            line += " --tp-comm-overlap"
+        if row["ep"] > 1:
+            line += (
+                f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size 1 "
+                "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+            )
+        if row["chunks"] > 1:
+            line += f" --num-virtual-stages-per-pipeline-rank {row['chunks']}"
+        return line + (" --fp8-format hybrid" if row["precision"] == "fp8" else "")
+
+    @property
+    def job(self) -> Launched:
+        """The job that the line starts, on samples of its sequence length."""
+        model, cluster = self.model, load_cluster(CLUSTERS[self.row["device"]])
+        samples = Samples(lengths=None, image_share=0.0, image_tokens=1024)
+        return launched(line_of(read_launch(self.launch_line, {}), model), model, cluster, samples)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A row with its prediction."""
+
+    row: dict[str, Any]
+    costed: Costed
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step, less 1."""
+        return self.costed.step_ms / float(self.row["step_ms"]) - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        """Predicted over measured allocated peak, less 1; None where none was measured."""
+        measured = self.row.get("allocated_gib")
+        return max(self.costed.peaks_gib) / measured - 1 if measured else None
+
+    @property
+    def calibrates(self) -> str:
+        """What of its preset the row calibrates; empty for a row that is only predicted."""
+        return str(self.row.get("calibrates", ""))
+
+    def cells(self) -> Iterator[str]:
+        """The row's line of the table."""
+        row, lost = self.row, self.costed.prediction.lost
+        sizes = "x".join(str(row[name]) for name in ("tp", "pp", "cp", "ep"))
+        batches = row["global_batch"] * row["tp"] * row["pp"] * row["cp"] // row["gpus"]
+        yield f"{row['device']} {row['model']}, {row['layers']} layers"
+        yield f"{row['gpus']:,}"
+        yield sizes + (f", {row['chunks']} chunks" if row["chunks"] > 1 else "")
+        yield f"{batches}"
+        yield row["precision"]
+        yield f"{row['step_ms']:,.0f}"
+        yield f"{self.costed.step_ms:,.0f}"
+        yield f"{self.error:+.1%}"
+        # Of one chunk a stage; with several, the bubble is what is left.
+        other = lost.communication_ms + lost.context_exchange_ms + lost.expert_wait_ms
+        idle = self.costed.step_ms - lost.ideal_ms - other - lost.weight_update_ms
+        for part_ms in (lost.ideal_ms, other, lost.weight_update_ms, idle):
+            yield f"{part_ms / self.costed.step_ms:.0%}"
+        memory = self.memory_error
+        yield "" if memory is None else f"{memory:+.1%}"
+        yield self.calibrates
+
+
+COLUMNS = (
+    "job", "GPUs", "TPxPPxCPxEP", "micro-batches", "in", "measured ms", "predicted ms", "error",
+    "computes", "exchanges", "updates", "idles", "allocated", "calibrates",
+)  # fmt: skip
+
+
+def compared() -> list[Compared]:
+    """All rows with their predictions; jobs that differ in their tag alone are predicted once."""
+    known: dict[str, Costed] = {}
+    found = []
+    for row in json.loads(ROWS.read_text())["rows"]:
+        measured = Measured(row)
+        key = f"{row['device']} {row['model']} {measured.launch_line}"
+        if key not in known:
+            known[key] = predicted_line(measured.job)
+        found.append(Compared(row, known[key]))
+    return found
+
+
+def summary(rows: Sequence[Compared]) -> list[str]:
+    """Errors of the rows that calibrated nothing, by device and precision."""
+    lines = []
+    for kind in sorted({(one.row["device"], one.row["precision"]) for one in rows}):
+        chosen = [
+            one
+            for one in rows
+            if (one.row["device"], one.row["precision"]) == kind and not one.calibrates
+        ]
+        errors = np.abs([one.error for one in chosen])
+        memory = [abs(one.memory_error) for one in chosen if one.memory_error is not None]
+        said = (
+            f"{kind[0]} {kind[1]}: {len(chosen)} rows that calibrated nothing, error of time "
+            f"{np.median(errors):.1%} median, {errors.max():.1%} largest"
+        )
+        lines.append(said + (f"; of allocated memory {max(memory):.1%} largest" if memory else ""))
+    return lines
+
+
+_STYLE = """
+text{font:12px sans-serif;fill:#444} .end{text-anchor:end} .middle{text-anchor:middle}
+.paper{fill:#fff} .grid{stroke:#e4e4e4} .axis{stroke:#888} .equal{stroke:#444;stroke-dasharray:5 4}
+.b200{fill:#0b7a75} .h100{fill:#d1495b} .fp8{fill:#edae49}
+.open{fill-opacity:.25}
+"""
+_WORDS = {"b200": "B200, bf16", "h100": "H100, bf16", "fp8": "H100, fp8"}
+
+
+def picture(rows: Sequence[Compared]) -> str:
+    """Predicted over measured step time of every row, as SVG; hollow where a row calibrates."""
+    width, height = 760.0, 330.0
+    measured = np.log10([one.row["step_ms"] for one in rows])
+    reach = max(0.15, *(abs(one.error) for one in rows)) * 1.1
+    plot = Plot.over(
+        (float(measured.min()) - 0.1, float(measured.max()) + 0.1),
+        (1 - reach, 1 + reach),
+        width,
+        height,
+    )
+    body = [_axes(plot, reach)]
+    for one, at in zip(rows, measured, strict=True):
+        css = "fp8" if one.row["precision"] == "fp8" else one.row["device"]
+        css += " open" if one.calibrates else ""
+        x, y = plot.x(float(at)), plot.y(1 + one.error)
+        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" class="{css}"/>')
+    for place, (css, words) in enumerate(_WORDS.items()):
+        x = plot.x.start + 20 + 130 * place
+        body.append(f'<circle cx="{x}" cy="16" r="4.5" class="{css}"/>{text(x + 10, 20, words)}')
+    body.append(text(plot.x.start + 410, 20, "pale: the preset is fitted on it"))
+    title = "Predicted over measured step time, one point a measured job"
+    return document(title, width, height, _STYLE, body)
+
+
+def _axes(plot: Plot, reach: float) -> str:
+    parts = [line(plot.x.start, plot.y(1), plot.x.end, plot.y(1), "equal")]
+    for share in np.arange(-20, 21, 5) / 100:
+        if abs(share) < reach:
+            at = plot.y(1 + share)
+            parts.append(line(plot.x.start, at, plot.x.end, at, "grid"))
+            parts.append(text(plot.x.start - 6, at + 4, f"{share:+.0%}", "end"))
+    for step_ms in (250, 500, 1_000, 2_000, 5_000, 10_000):
+        x = plot.x(float(np.log10(step_ms)))
+        parts.append(text(x, plot.y.start + 17, f"{step_ms / 1e3:g} s", "middle"))
+    middle = (plot.x.start + plot.x.end) / 2
+    parts.append(text(middle, plot.height - 6, "measured step", "middle"))
+    return "".join(parts)
+
+
+def main() -> None:
+    """Print every row, and the errors of those that calibrated nothing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", type=Path, help="also write an SVG file of all rows")
+    arguments = parser.parse_args()
+    rows = compared()
+    print_table("steps measured on GPUs", COLUMNS, [[*one.cells()] for one in rows])
+    print("\n".join(summary(rows)))
+    if arguments.picture is not None:
+        arguments.picture.write_text(picture(rows))
+
+
+if __name__ == "__main__":
+    main()
