@@ -210,7 +210,7 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
     if better is not None or least is not None:
         chunks = ", chunks and" if verdict.launched.line.virtual else " and"
         yield f"(in place of all that the line says of the split{chunks} recomputation)"
-    elif verdict.finding is not None and not verdict.launched.is_adapter:
+    elif verdict.finding is not None:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"

@@ -72,11 +72,6 @@ class Launched:
         """Layers of an encoder that its stage recomputes, where a trainer has a switch for it."""
         return _encoder_number(self.line, 0)
 
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the line trains adapters, which are predicted as the whole model."""
-        return is_adapter(self.line)
-
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
     """Make the job of a line that breaks no rule.
@@ -119,6 +114,10 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     )
 
 
+_RINGS = ("p2p", "a2a+p2p")
+"""Exchanges of context-parallel ranks in which keys and values go round them."""
+
+
 def runtime_of(line: Line) -> RuntimeOptions:
     """How the line's trainer runs a step, by its switches.
 
@@ -137,7 +136,7 @@ def runtime_of(line: Line) -> RuntimeOptions:
         overlap_gradients=is_on("overlap-grad-reduce"),
         overlap_weights=is_on("overlap-param-gather"),
         overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
-        ring_tokens=line.launch.sequence_length if exchange == "p2p" else None,
+        ring_tokens=line.launch.sequence_length if exchange in _RINGS else None,
         bf16_gradients=line.on("grad-reduce-in-bf16"),
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=is_on("cross-entropy-loss-fusion"),
@@ -193,7 +192,7 @@ def _trained_model(line: Line, model: ModelConfig) -> ModelConfig:
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
     """Parts that the line freezes, of those that the model has; a switch is of all encoders.
 
-    Adapters are predicted as if all were trained that is not frozen beside them.
+    Beside adapters the language model's own weights are, which the costs know.
     """
     given = set(line.launch.frozen)
     if is_adapter(line):

@@ -70,9 +70,9 @@ def _on_sizes(line: Line) -> Iterator[str]:
         )
     elif launch.context > 1:
         yield (
-            f"{launch.context} context-parallel ranks gather keys and values before attention, "
-            "which is not hidden; Megatron's own ring hides part of it. Encoders are divided over "
-            "them too, which not every trainer does"
+            f"{launch.context} context-parallel ranks exchange as --cp-comm-type "
+            f"{line.text('cp-comm-type') or 'p2p'} says, a2a+p2p as a ring alone. Encoders are "
+            "divided over them too, which not every trainer does"
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
         yield (
@@ -84,9 +84,8 @@ def _on_sizes(line: Line) -> Iterator[str]:
 def _on_state(line: Line) -> Iterator[str]:
     if is_adapter(line):
         yield (
-            "the line trains adapters: memory is of the model's weights and activations alone, "
-            "without the adapters, and time includes gradients of the model's weights, which are "
-            "not needed; no better split is looked for"
+            "the line trains adapters, which are predicted beside every product of the language "
+            "model's layers, whatever the line targets, without memory of their own"
         )
     if line.on("overlap-moe-expert-parallel-comm"):
         yield (

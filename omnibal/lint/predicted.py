@@ -221,18 +221,15 @@ class Verdict:
 
     @classmethod
     def of(cls, launched: Launched) -> "Verdict":
-        """Predict a line, and look for better stages of the same sizes.
-
-        Adapters' lines are predicted alone: the search would keep room for what they do not have.
-        """
+        """Predict a line, and look for better stages of the same sizes."""
         line = predicted_line(launched)
-        finding, searches = memory_finding(launched, line), not launched.is_adapter
+        finding = memory_finding(launched, line)
         return cls(
             launched=launched,
             line=line,
             finding=finding,
-            better=better_split(launched, line) if searches else None,
-            least=least_recompute(launched) if searches and finding is not None else None,
+            better=better_split(launched, line),
+            least=None if finding is None else least_recompute(launched),
         )
 
     @property

@@ -25,7 +25,6 @@ from omnibal.report.svg import Plot, document, line, text
 
 ROWS = Path(__file__).with_name("measured_steps.json")
 CLUSTERS = {"b200": "b200-180g", "h100": "h100-80g"}
-_HUB = Path(__file__).parents[2] / "tests" / "planner" / "hub_configs"
 _SWITCHES = {
     "b200": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
     "h100": "--cross-entropy-loss-fusion --ddp-average-in-collective --overlap-grad-reduce "
@@ -43,8 +42,7 @@ class Measured:
     @property
     def model(self) -> ModelConfig:
         """The row's model, with as many layers as it has there."""
-        name = self.row["model"]
-        model = named_model(str(_HUB / name) if (_HUB / name).is_dir() else name)
+        model = named_model(self.row["model"])
         return model.with_layers(language=self.row["layers"])
 
     @property

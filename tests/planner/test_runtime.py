@@ -1,0 +1,182 @@
+"""How a trainer runs a step: what of its exchanges is hidden, beside plain walks of the same."""
+
+import numpy as np
+import pytest
+
+from omnibal.config import load_cluster
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.model import CostModel
+from omnibal.families.named import named_model
+from omnibal.levels import Level
+from omnibal.limits import Caps
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launched import runtime_of
+from omnibal.lint.line import line_of
+from omnibal.parallel import Parallel
+from omnibal.pipeline.stage_cost import OnceAStep
+from omnibal.runtime import OWN, RuntimeOptions
+
+CLUSTER = load_cluster("h100-80g")
+MODEL = named_model("llama3.1-70b")
+LAYER = "language_layer"
+HIDDEN = (
+    "--overlap-grad-reduce --overlap-param-gather --cross-entropy-loss-fusion "
+    "--ddp-average-in-collective"
+)
+
+
+def cost_of(runtime: RuntimeOptions = OWN, *, tensor: int = 4, data: int = 2) -> CostModel:
+    parallel = Parallel(tensor=tensor, pipeline=1, data=data, sequence_parallel=tensor > 1)
+    return analytic_cost(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
+
+
+def changed(**options: bool) -> RuntimeOptions:
+    return OWN.model_copy(update=options)
+
+
+def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
+    """Prevents weights that are gathered twice, or not at all, without --overlap-param-gather."""
+    hidden, waited = cost_of(), cost_of(changed(overlap_weights=False))
+    assert waited.weight_gather_ms_per_parameter == 0
+    assert waited.optimizer_ms_per_parameter == pytest.approx(
+        hidden.optimizer_ms_per_parameter + hidden.weight_gather_ms_per_parameter
+    )
+    assert np.isinf(cost_of(changed(overlap_gradients=False)).bucket_parameters)
+
+
+def test_gradients_in_bf16_are_half_the_bytes():
+    """Prevents --grad-reduce-in-bf16 that changes the time and not the memory, or neither."""
+    full, half = cost_of(), cost_of(changed(bf16_gradients=True))
+    assert half.gradient_bytes_per_parameter == full.gradient_bytes_per_parameter / 2
+    assert half.gradient_reduction_ms_per_parameter == pytest.approx(
+        full.gradient_reduction_ms_per_parameter / 2
+    )
+
+
+def test_an_average_is_a_pass_over_all_gradients():
+    """Prevents an average that is free, or that one data-parallel rank takes too."""
+    stream = CLUSTER.memory_gb_per_s * 1e6
+    for data, passes in ((1, 0), (2, 2)):
+        plain = cost_of(data=data).optimizer_ms_per_parameter
+        divided = cost_of(changed(averages_gradients=True), data=data).optimizer_ms_per_parameter
+        assert divided - plain == pytest.approx(passes * 4 / stream)
+
+
+@pytest.mark.parametrize("tensor", [2, 8])
+def test_one_part_of_an_overlapped_exchange_is_waited_for(tensor: int):
+    """Prevents --tp-comm-overlap that hides nothing, or all."""
+    plain = cost_of(tensor=tensor).units[LAYER]
+    hidden = cost_of(changed(overlap_tensor=True), tensor=tensor).units[LAYER]
+    np.testing.assert_allclose(hidden.collective_ms, plain.collective_ms / tensor)
+    saved = plain.collective_ms * (1 - 1 / tensor)
+    np.testing.assert_allclose(plain.forward_ms - hidden.forward_ms, saved[0], atol=1e-12)
+    np.testing.assert_allclose(plain.backward_ms - hidden.backward_ms, saved[1], atol=1e-12)
+
+
+def test_frozen_weights_beside_adapters_need_no_gradients():
+    """Prevents steps of LoRA with the products of weights' gradients, or with their state."""
+    full, adapted = cost_of(tensor=1), cost_of(changed(adapters=True), tensor=1)
+    assert not any(unit.trained_parameters for unit in adapted.units.values())
+    layer, plain = adapted.units[LAYER], full.units[LAYER]
+    tokens = full.features.index("tokens")
+    # Two thirds of the products are left, and all of attention.
+    share = (layer.forward_ms + layer.backward_ms)[tokens] / (plain.forward_ms + plain.backward_ms)[
+        tokens
+    ]
+    assert 2 / 3 < share < 0.85
+    squared = full.features.index("squared_tokens")
+    assert layer.backward_ms[squared] == plain.backward_ms[squared]
+    assert not adapted.units["language_embed"].has_backward
+    # A's gradient needs what a product's weights would have needed.
+    np.testing.assert_array_equal(layer.activation_bytes, plain.activation_bytes)
+
+
+def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
+    """Time that a ring adds to a layer's forward on a rank's tokens of one sample."""
+    level = Level(caps=Caps.of(tokens=tokens), context=context)
+    parallel = Parallel(pipeline=1, data=context)
+    cost = analytic_cost(MODEL, CLUSTER, parallel, "bf16")
+    sizes = MODEL, CLUSTER, parallel, "bf16", ()
+    (shared,) = costs_at(cost, *sizes, (level,), ExchangeSource(ring_tokens=ring_tokens))
+    added = shared.units[LAYER].context_ms[0]
+    values = {"fixed": 1.0, "tokens": tokens / context, "exchanged_tokens": tokens / context}
+    return float(added @ [values.get(name, 0.0) for name in shared.features])
+
+
+@pytest.mark.parametrize("tokens", [1_024, 4_096, 131_072])
+def test_a_ring_is_hidden_as_far_as_attention_lasts(tokens: int):
+    """Prevents context parallelism that waits for what a ring hides, or that hides too much.
+
+    Against a walk of the ring, step by step.
+    """
+    context, language = 4, MODEL.language
+    peak = CLUSTER.tflops("bf16") * 1e9 * CLUSTER.matmul_efficiency
+    attention_ms = 2 * language.hidden_size * tokens**2 / context / peak
+    width = 2 * language.kv_heads * language.head_width
+    rate = CLUSTER.intra_node_gb_per_s * CLUSTER.link_efficiency * 1e6
+    sent_ms = width * 2 * tokens / context / rate + CLUSTER.link_latency_us / 1e3
+    clock = 0.0
+    for step in range(context):
+        arrival = clock + sent_ms if step < context - 1 else 0.0
+        clock = max(clock + attention_ms / context, arrival)
+    waited_ms = clock - attention_ms
+    memory = CLUSTER.memory_gb_per_s * CLUSTER.memory_efficiency * 1e6
+    summed_ms = 3 * 3 * language.hidden_size * 2 * tokens / context / memory
+    kernels_ms = 3 * 4 * CLUSTER.kernel_us / 1e3
+    assert ring_ms(tokens, tokens) == pytest.approx(waited_ms + summed_ms + kernels_ms, rel=1e-6)
+    if tokens == 131_072:
+        assert waited_ms == 0
+        assert ring_ms(tokens, tokens) < ring_ms(None, tokens)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
+    """Prevents chunks whose gradients all wait for the last backward, or for no link."""
+    rng = np.random.default_rng(chunks)
+    stages = 3
+    ends, starts = rng.uniform(0, 50, (2, 4, chunks, stages))
+    reduction, gather = rng.uniform(1, 60, (2, stages))
+    once = OnceAStep(
+        reduction_ms=reduction, gather_ms=gather, buckets=np.ones(stages), overlaps=overlaps,
+        tied_ms=np.zeros(stages), update_ms=np.zeros(stages),
+    )  # fmt: skip
+    exposed, waits = once.chunks_exposed_ms(ends), once.first_waits_ms(starts)
+    for rank in range(4):
+        for stage in range(stages):
+            last, link = max(ends[rank, :, stage]), 0.0
+            for end in sorted(ends[rank, :, stage]):
+                link = max(link, end if overlaps else last) + reduction[stage] / chunks
+            assert exposed[rank, stage] == pytest.approx(link - last)
+            late = max(
+                (chunk + 1) * gather[stage] / chunks - starts[rank, chunk, stage]
+                for chunk in range(chunks)
+            )
+            expected = max(late, 0) if overlaps else gather[stage]
+            assert waits[rank, stage] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", {"overlap_gradients": False, "overlap_weights": False, "fused_loss": False,
+              "averages_gradients": True}),
+        (HIDDEN, {}),
+        ("--calculate-per-token-loss", {"averages_gradients": False}),
+        ("--tp-comm-overlap --sequence-parallel", {"overlap_tensor": True}),
+        ("--cp-comm-type all_gather", {"ring_tokens": None}),
+        ("--grad-reduce-in-bf16", {"bf16_gradients": True}),
+    ],
+)  # fmt: skip
+def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
+    """Prevents a switch that changes nothing of what is predicted."""
+    line = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 --bf16 "
+        f"--pipeline-model-parallel-size 1 --seq-length 4096 --context-parallel-size 2 {flags}"
+    )
+    found = runtime_of(line_of(read_launch(line, {}), MODEL))
+    for name, value in ({"ring_tokens": 4096} | expected).items():
+        assert getattr(found, name) == value, name
+    if flags.startswith("--overlap"):
+        assert found == changed(ring_tokens=4096)
