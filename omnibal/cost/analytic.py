@@ -40,12 +40,13 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.cost.attention_rates import AttentionPass, attention_times
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,
@@ -61,9 +62,9 @@ from omnibal.cost.image_counts import (
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
-from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.cost.shaped_rates import Line, product_times, ring_line, send_line
 from omnibal.parallel import Parallel
-from omnibal.rates import Rates
+from omnibal.rates import Pass, Rates
 from omnibal.units import (
     HEAD,
     LANGUAGE,
@@ -234,11 +235,12 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
     rates = cluster.rates.get(precision)
     ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
     experts = _expert_line(cluster, parallel.expert, precision)
-    products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
-        product_times=ProductTimes.of(products) if products else None,
+        product_times=product_times(rates.products, rates.tflops) if rates else None,
+        grouped_times=product_times(rates.grouped, rates.tflops) if rates else None,
+        attention_times=attention_times(rates.attention, rates.tflops) if rates else None,
         bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
@@ -280,13 +282,16 @@ def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
     rates = cluster.rates.get(precision)
-    return f"rates measured on {rates.device}" if rates else "no measured rates"
+    # Of what is measured there are tables.
+    basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
+    return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
 def _copied_bytes_per_ms(rates: Rates | None) -> float | None:
     """Rate of the fastest copy that was measured; None where none was."""
     copies = rates.copies if rates else ()
-    return max((one.bytes / one.ms for one in copies), default=None)
+    plain = [one.bytes_per_ms for one in copies if one.kind == "plain"]
+    return max(plain, default=None)
 
 
 def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
@@ -516,33 +521,33 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
 
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of all matrix products, both [features]."""
-    times, number = device.product_times, _backward_products(one)
-    fp32 = [product for product in counts.products if product.is_fp32]
-    others = [product for product in counts.products if not product.is_fp32]
-    fp32_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
-    if times is None:
-        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + fp32_ms
-        return all_ms, number * all_ms
-    forward_ms, backward_ms = fp32_ms, number * fp32_ms
-    for each in others:
-        sizes = each.inner, each.outer
-        forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
-        if _wants_input_gradient(one):
-            backward_ms = backward_ms + _product_ms(each, times.input_gradient(*sizes))
-        if one.trained:
-            backward_ms = backward_ms + _product_ms(each, times.weight_gradient(*sizes))
-    return forward_ms, backward_ms
+    nothing = 0 * counts.moved_bytes
+    passes: list[Pass] = ["input_gradient"] if _wants_input_gradient(one) else []
+    passes += ["weight_gradient"] if one.trained else []
+    return (
+        np.sum([nothing, *(_product_ms(device, each, "forward") for each in counts.products)], 0),
+        np.sum(
+            [
+                nothing,
+                *(_product_ms(device, each, of) for each in counts.products for of in passes),
+            ],
+            axis=0,
+        ),
+    )
 
 
-def _computed_flops(products: Sequence[Product], like: np.ndarray) -> np.ndarray:
-    """Operations that kernels do for products, [features]."""
-    each = [_computed_rows(one) * 2 * (one.inner * one.outer) for one in products]
-    return np.sum([0 * like, *each], axis=0)
-
-
-def _product_ms(counted: Product, line: Line) -> np.ndarray:
-    """Time of a counted product, [features]; groups are one kernel."""
-    return _computed_rows(counted) * line.each_ms + _fixed(line.fixed_ms, counted.rows)
+def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
+    """Time of a pass of a counted product, [features]; groups are one kernel."""
+    rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
+    if counted.is_fp32:
+        return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
+    if counted.groups > 1 and device.grouped_times is not None:
+        rows, line = counted.rows, device.grouped_times.line(of, *sizes, groups=counted.groups)
+    elif device.product_times is not None:
+        line = device.product_times.line(of, *sizes)
+    else:
+        return rows * 2 * (counted.inner * counted.outer) / device.flops_per_ms
+    return rows * line.each_ms + _fixed(line.fixed_ms, rows)
 
 
 def _computed_rows(product: Product) -> np.ndarray:
@@ -551,11 +556,25 @@ def _computed_rows(product: Product) -> np.ndarray:
     return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
+def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarray:
+    """Time of attention, softmax or not, [features]."""
+    scale = 1.0 if of == "forward" else _BACKWARD_OF_ATTENTION
+    times, softmax = device.attention_times, counts.attended
+    if times is None:
+        return scale * counts.attention_flops / device.flops_per_ms
+    rest = counts.attention_flops - np.sum([one.flops for one in softmax], axis=0)
+    time_ms = scale * rest / device.flops_per_ms
+    for one in softmax:
+        line = times.line(of, one.elements, causal=one.causal)
+        time_ms = time_ms + scale * one.tiled_flops * line.each_ms + _fixed(line.fixed_ms, rest)
+    return time_ms
+
+
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of a unit with these counts, both [features]."""
     kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
     matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
-    attention_ms = counts.attention_flops / device.flops_per_ms
+    attention_ms = _attention_ms(device, counts, "forward")
     moved_ms = counts.moved_bytes / device.bytes_per_ms
     collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
@@ -564,7 +583,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     accumulated_bytes = one.trained * counts.parameters * 2 * GRADIENT_BYTES
     backward_ms = (
         back_matmul_ms
-        + _BACKWARD_OF_ATTENTION * attention_ms
+        + _attention_ms(device, counts, "backward")
         + counts.back_moved_bytes / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)

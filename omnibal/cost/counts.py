@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import Precision
+from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
@@ -55,6 +56,30 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Attended:
+    """Softmax attention of forward, in one kernel; vectors are [features]."""
+
+    pairs: np.ndarray
+    """Pairs of a query and a key that it sees: of causal attention half of the square."""
+    rows: np.ndarray
+    """Queries."""
+    heads: float
+    elements: float
+    """Of q and k of a head, and of v."""
+    causal: bool
+
+    @property
+    def flops(self) -> np.ndarray:
+        """Operations, [features]."""
+        return self.pairs * 2 * (self.heads * self.elements)
+
+    @property
+    def tiled_flops(self) -> np.ndarray:
+        """Operations of whole tiles of keys, of which a query leaves half of one empty."""
+        return (self.pairs + TILE / 2 * self.rows) * 2 * (self.heads * self.elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
@@ -64,6 +89,10 @@ class Device:
     """Of products in fp32."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
+    grouped_times: ProductTimes | None = None
+    """The same of grouped products, by groups."""
+    attention_times: AttentionTimes | None = None
+    """Times of attention, where they were measured."""
     bytes_per_ms: float
     """Bytes that element-wise kernels read and write per millisecond."""
     streamed_bytes_per_ms: float
@@ -129,6 +158,9 @@ class Counts:
 
     products: tuple[Product, ...]
     attention_flops: np.ndarray
+    """Of all attention, softmax or not."""
+    attended: tuple[Attended, ...] = ()
+    """Softmax attention of those."""
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray

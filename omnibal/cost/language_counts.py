@@ -70,6 +70,7 @@ def language_layer(
     return Counts(
         products=first.products + second.products,
         attention_flops=first.attention_flops + second.attention_flops,
+        attended=first.attended + second.attended,
         moved_bytes=moved_bytes + first.moved_bytes + second.moved_bytes,
         back_moved_bytes=back_moved_bytes + first.back_moved_bytes + second.back_moved_bytes,
         collective_bytes=np.sum([each.forward_bytes for each in sent], axis=0),
@@ -218,6 +219,7 @@ def _one_after_another(units: Sequence[Counts]) -> Counts:
     return Counts(
         products=tuple(product for unit in units for product in unit.products),
         attention_flops=total(lambda unit: unit.attention_flops),
+        attended=tuple(one for unit in units for one in unit.attended),
         moved_bytes=total(lambda unit: unit.moved_bytes),
         back_moved_bytes=total(lambda unit: unit.back_moved_bytes),
         collective_bytes=total(lambda unit: unit.collective_bytes),
