@@ -348,7 +348,8 @@ def run_round(profiler: Profiler, ways: dict[str, Prepared]) -> Round:
 
 def mean_rates(rates: Sequence[Rates]) -> Rates:
     """Collectives at their mean time over all rounds; products are in the profile."""
-    times = np.mean([[each.ms for each in one.collectives] for one in rates], axis=0)
+    measured = [[each.ms for each in one.collectives] for one in rates]
+    times = np.array(measured, np.float64).mean(axis=0)
     collectives = [
         each.model_copy(update={"ms": float(ms)})
         for each, ms in zip(rates[0].collectives, times, strict=True)

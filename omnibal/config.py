@@ -347,6 +347,15 @@ _NCCL_PEER_MIB = 32 * 12.0
 """
 
 
+class ScaledRates(Frozen):
+    """Tables of another cluster, of which a device reaches so many times the shares of the peak."""
+
+    cluster: str
+    products: Rate = 1.0
+    grouped: Rate = 1.0
+    attention: Rate = 1.0
+
+
 class ClusterConfig(Frozen):
     """Devices and links that the analytic cost model counts with; bandwidths are per device."""
 
@@ -377,9 +386,20 @@ class ClusterConfig(Frozen):
         "with in an all-to-all; left out: NCCL's 384 (32 channels of 12 MiB), 0 where device is "
         "a CPU",
     )
+    basis: Literal["measured", "fitted", "assumed"] | None = Field(
+        default=None,
+        exclude_if=lambda basis: basis is None,
+        description="where most of the rates come from; left out: assumed, or measured where there "
+        "is a table of rates",
+    )
     rates: dict[Precision, Rates] = Field(
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
+    )
+    rates_of: ScaledRates | None = Field(
+        default=None,
+        exclude_if=lambda scaled: scaled is None,
+        description="another cluster, whose tables count where this one has none",
     )
 
     @model_serializer(mode="wrap")
@@ -443,6 +463,12 @@ def cluster_toml(cluster: ClusterConfig) -> str:
     return _toml(cluster)
 
 
+def precision_rates_toml(precision: Precision, rates: Rates) -> str:
+    """The TOML text of a cluster's rates in one precision."""
+    dumped = rates.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_toml_lines({"rates": {precision: dumped}}, "")).lstrip("\n") + "\n"
+
+
 def _toml(config: Frozen) -> str:
     return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
@@ -494,8 +520,35 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
 
 
 def load_cluster(name_or_path: str) -> ClusterConfig:
-    """Read the cluster preset of that name, or the TOML file at that path."""
-    return _load("clusters", name_or_path, ClusterConfig)
+    """Read the cluster preset of that name, or the TOML file at that path.
+
+    Tables that it takes of another cluster (`rates_of`) are its own in what is returned.
+
+    Raises:
+        UserError: there is no such cluster, or no other cluster with tables of its own.
+    """
+    cluster = _load("clusters", name_or_path, ClusterConfig)
+    scaled = cluster.rates_of
+    if scaled is None:
+        return cluster
+    other = _load("clusters", scaled.cluster, ClusterConfig)
+    if not other.rates:
+        raise UserError(
+            f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no table of rates "
+            "of its own; name a cluster that has one, such as b200-180g, or leave rates_of out"
+        )
+    taken = {
+        precision: rates.of_peak(
+            other.tflops(precision),
+            cluster.tflops(precision),
+            products=scaled.products,
+            grouped=scaled.grouped,
+            attention=scaled.attention,
+        )
+        for precision, rates in other.rates.items()
+        if precision in cluster.peak_tflops
+    }
+    return cluster.model_copy(update={"rates": taken | cluster.rates, "rates_of": None})
 
 
 def preset_names(kind: str) -> list[str]:

@@ -29,6 +29,8 @@ class RuntimeOptions(Frozen):
     fused_loss: bool = True
     """Whether one kernel makes the loss and the gradient of the logits, in their own precision
     (`--cross-entropy-loss-fusion`), instead of several in fp32."""
+    fused_routing: bool = False
+    """Whether fused kernels permute tokens for their experts (`--moe-permute-fusion`)."""
     adapters: bool = False
     """Whether adapters are trained beside frozen weights, which then need no gradients."""
 

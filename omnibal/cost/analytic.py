@@ -40,13 +40,14 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 """
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.adapters import with_adapters
+from omnibal.cost.attention_rates import AttentionPass, attention_times
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
     Counts,
@@ -70,9 +71,9 @@ from omnibal.cost.links import (
     stage_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
-from omnibal.cost.shaped_rates import Line, ProductTimes
+from omnibal.cost.shaped_rates import product_times
 from omnibal.parallel import Parallel
-from omnibal.rates import Rates
+from omnibal.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.runtime import OWN, RuntimeOptions
 from omnibal.units import (
     HEAD,
@@ -267,28 +268,33 @@ def _device(
     precision: Precision,
     runtime: RuntimeOptions = OWN,
 ) -> Device:
-    memory_bytes_per_ms = cluster.memory_gb_per_s * 1e6
     rates = cluster.rates.get(precision)
+    copies, fused = _Copies(cluster, rates), runtime.fused_loss
     ring = pass_line(cluster, Group(parallel.tensor), precision)
-    experts = all_to_all_line(cluster, parallel.expert, precision)
-    products = rates.products if rates else ()
+    experts = all_to_all_line(cluster, Group(parallel.expert), precision)
+    to_others = (parallel.expert - 1) / parallel.expert
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
-        product_times=ProductTimes.of(products) if products else None,
-        bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
-        streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
+        product_times=product_times(rates.products, rates.tflops) if rates else None,
+        grouped_times=product_times(rates.grouped, rates.tflops) if rates else None,
+        attention_times=attention_times(rates.attention, rates.tflops) if rates else None,
+        bytes_per_ms=copies.moved_bytes_per_ms,
+        streamed_bytes_per_ms=copies.streamed_bytes_per_ms,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
         pass_ms=ring.fixed_ms,
-        expert_bytes_per_ms=1 / experts.each_ms if experts.each_ms else math.inf,
+        expert_bytes_per_ms=1 / (experts.each_ms * to_others) if experts.each_ms else math.inf,
         expert_pass_ms=experts.fixed_ms,
-        kernel_ms=cluster.kernel_us / 1e3,
+        kernel_ms=copies.kernel_ms,
+        permute_slowdown=copies.slowdown("permute"),
+        loss_slowdown=copies.slowdown("fused_cross_entropy" if fused else "cross_entropy"),
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
         gradient_bytes=runtime.gradient_bytes,
         overlaps_tensor=runtime.overlap_tensor,
-        fused_loss=runtime.fused_loss,
+        fused_loss=fused,
+        fused_routing=runtime.fused_routing,
         expert=parallel.expert,
     )
 
@@ -301,13 +307,49 @@ def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
     rates = cluster.rates.get(precision)
-    return f"rates measured on {rates.device}" if rates else "no measured rates"
+    # Of what is measured there are tables.
+    basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
+    return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
-def _copied_bytes_per_ms(rates: Rates | None) -> float | None:
-    """Rate of the fastest copy that was measured; None where none was."""
-    copies = rates.copies if rates else ()
-    return max((one.bytes / one.ms for one in copies), default=None)
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """What was measured of copies within the memory; falls back on the cluster's shares."""
+
+    cluster: ClusterConfig
+    rates: Rates | None
+
+    def fastest(self, kind: CopyKind) -> CopyTime | None:
+        """The fastest measured copy of a kind; None where none was measured."""
+        copies = self.rates.copies if self.rates else ()
+        found = [one for one in copies if one.kind == kind]
+        return max(found, key=lambda one: one.bytes_per_ms, default=None)
+
+    @property
+    def moved_bytes_per_ms(self) -> float:
+        """Rate of element-wise kernels, where a kernel's latency was measured apart."""
+        plain, cluster = self.fastest("plain"), self.cluster
+        if plain is not None and plain.latency_ms is not None:
+            return plain.bytes_per_ms
+        return cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+
+    @property
+    def streamed_bytes_per_ms(self) -> float:
+        """Rate of long contiguous reads and writes."""
+        plain = self.fastest("plain")
+        return plain.bytes_per_ms if plain is not None else self.cluster.memory_gb_per_s * 1e6
+
+    @property
+    def kernel_ms(self) -> float:
+        """Time of a kernel besides its work."""
+        plain = self.fastest("plain")
+        latency_ms = None if plain is None else plain.latency_ms
+        return self.cluster.kernel_us / 1e3 if latency_ms is None else latency_ms
+
+    def slowdown(self, kind: CopyKind) -> float:
+        """Time of a byte of such a kernel over that of an element-wise one; 1 if not measured."""
+        found = self.fastest(kind)
+        return 1.0 if found is None else self.moved_bytes_per_ms / found.bytes_per_ms
 
 
 def _counted(
@@ -471,33 +513,33 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
 
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of all matrix products, both [features]."""
-    times, number = device.product_times, _backward_products(one)
-    fp32 = [product for product in counts.products if product.is_fp32]
-    others = [product for product in counts.products if not product.is_fp32]
-    fp32_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
-    if times is None:
-        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + fp32_ms
-        return all_ms, number * all_ms
-    forward_ms, backward_ms = fp32_ms, number * fp32_ms
-    for each in others:
-        sizes = each.inner, each.outer
-        forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
-        if _wants_input_gradient(one):
-            backward_ms = backward_ms + _product_ms(each, times.input_gradient(*sizes))
-        if one.trained:
-            backward_ms = backward_ms + _product_ms(each, times.weight_gradient(*sizes))
-    return forward_ms, backward_ms
+    nothing = 0 * counts.moved_bytes
+    passes: list[Pass] = ["input_gradient"] if _wants_input_gradient(one) else []
+    passes += ["weight_gradient"] if one.trained else []
+    return (
+        np.sum([nothing, *(_product_ms(device, each, "forward") for each in counts.products)], 0),
+        np.sum(
+            [
+                nothing,
+                *(_product_ms(device, each, of) for each in counts.products for of in passes),
+            ],
+            axis=0,
+        ),
+    )
 
 
-def _computed_flops(products: Sequence[Product], like: np.ndarray) -> np.ndarray:
-    """Operations that kernels do for products, [features]."""
-    each = [_computed_rows(one) * 2 * (one.inner * one.outer) for one in products]
-    return np.sum([0 * like, *each], axis=0)
-
-
-def _product_ms(counted: Product, line: Line) -> np.ndarray:
-    """Time of a counted product, [features]; groups are one kernel."""
-    return _computed_rows(counted) * line.each_ms + _fixed(line.fixed_ms, counted.rows)
+def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
+    """Time of a pass of a counted product, [features]; groups are one kernel."""
+    rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
+    if counted.is_fp32:
+        return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
+    if counted.groups > 1 and device.grouped_times is not None:
+        rows, line = counted.rows, device.grouped_times.line(of, *sizes, groups=counted.groups)
+    elif device.product_times is not None:
+        line = device.product_times.line(of, *sizes)
+    else:
+        return rows * 2 * (counted.inner * counted.outer) / device.flops_per_ms
+    return rows * line.each_ms + _fixed(line.fixed_ms, rows)
 
 
 def _computed_rows(product: Product) -> np.ndarray:
@@ -506,20 +548,45 @@ def _computed_rows(product: Product) -> np.ndarray:
     return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
+def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarray:
+    """Time of attention, softmax or not, [features]."""
+    scale = 1.0 if of == "forward" else _BACKWARD_OF_ATTENTION
+    times, softmax = device.attention_times, counts.attended
+    if times is None:
+        return scale * counts.attention_flops / device.flops_per_ms
+    rest = counts.attention_flops - np.sum([one.flops for one in softmax], axis=0)
+    time_ms = scale * rest / device.flops_per_ms
+    for one in softmax:
+        line = times.line(of, one.elements, causal=one.causal)
+        time_ms = time_ms + scale * one.tiled_flops * line.each_ms + _fixed(line.fixed_ms, rest)
+    return time_ms
+
+
+def _accumulated(device: Device, counts: Counts) -> float:
+    """Parameters whose gradient is added to those of earlier micro-batches in a pass of its own.
+
+    Measured products of weights' gradients have added them up.
+    """
+    if device.product_times is None or not device.product_times.accumulates:
+        return counts.parameters
+    of_products = sum(one.inner * one.outer * one.groups for one in counts.products)
+    return max(counts.parameters - of_products, 0)
+
+
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of a unit with these counts, both [features]."""
     kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
     matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
-    attention_ms = counts.attention_flops / device.flops_per_ms
+    attention_ms = _attention_ms(device, counts, "forward")
     moved_ms = counts.moved_bytes / device.bytes_per_ms
     collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.has_backward:
         return forward_ms, 0 * forward_ms
-    accumulated_bytes = one.trained * counts.parameters * 2 * device.gradient_bytes
+    accumulated_bytes = one.trained * _accumulated(device, counts) * 2 * device.gradient_bytes
     backward_ms = (
         back_matmul_ms
-        + _BACKWARD_OF_ATTENTION * attention_ms
+        + _attention_ms(device, counts, "backward")
         + counts.back_moved_bytes / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)

@@ -11,7 +11,7 @@ import numpy as np
 
 from omnibal.config import LanguageConfig
 from omnibal.cost.block_counts import Block, Collectives, whole_inputs
-from omnibal.cost.counts import FP32_BYTES, Device, Features, Kept, Product, Working
+from omnibal.cost.counts import FP32_BYTES, Attended, Device, Features, Kept, Product, Working
 from omnibal.layers import LatentAttention, LayerKind, LinearAttention
 from omnibal.units import attended_feature
 
@@ -73,12 +73,14 @@ def _grouped_query(
     rotated = 2 * (query + key_value - (widths.value if has_views else 0))
     back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
     made = query + gate + key_value
+    seen = _causal(features, attended, language.heads / t, 2 * language.head_width)
     return Block(
         products=(
             Product(rows=tokens, inner=h, outer=made / t),
             Product(rows=tokens, inner=query / t, outer=h),
         ),
-        attention_flops=attended * 2 * query / t,
+        attention_flops=seen.flops,
+        attended=(seen,),
         # A gate: attention's output, the gate, their product; backward both gradients too.
         moved_bytes=tokens * (rotated + 3 * gate) / t * size,
         back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
@@ -88,6 +90,17 @@ def _grouped_query(
         kept=_grouped_query_kept(language, widths, device, tokens),
         divided_parameters=h * made + query * h + (made if language.qkv_bias else 0),
         whole_parameters=2 * language.head_width if language.qk_norm else 0,
+    )
+
+
+def _causal(features: Features, attended: np.ndarray, heads: float, elements: float) -> Attended:
+    """Attention to tokens before, of which `attended` is twice what is seen."""
+    return Attended(
+        pairs=attended / 2,
+        rows=features.one("tokens"),
+        heads=heads,
+        elements=elements,
+        causal=True,
     )
 
 
@@ -155,6 +168,9 @@ def _latent(
     if query_rank is not None:
         down, norms = [(h, query_rank), *down], norms + query_rank
     copied = 2 * (widths.query + widths.key + widths.value)
+    # Scores over the width of q and k, and sums over that of v.
+    elements = latent.head_size + rotary + latent.value_head_size
+    seen = _causal(features, attended, language.heads / t, elements)
     return Block(
         products=(
             *(Product(rows=own, inner=inner, outer=outer) for inner, outer in down),
@@ -162,8 +178,8 @@ def _latent(
             Product(rows=tokens, inner=rank, outer=up_to / t),
             Product(rows=tokens, inner=widths.output / t, outer=h),
         ),
-        # Scores over the width of q and k, and sums over that of v.
-        attention_flops=attended * (widths.query + widths.output) / t,
+        attention_flops=seen.flops,
+        attended=(seen,),
         moved_bytes=(own * 2 * norms + tokens * copied / t) * size,
         back_moved_bytes=(own * 3 * norms + tokens * copied / t) * size,
         collectives=_latent_collectives(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.counts import Device, Kept, Product, Working
+from omnibal.cost.counts import Attended, Device, Kept, Product, Working
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +30,7 @@ class Block:
 
     products: tuple[Product, ...]
     attention_flops: np.ndarray
+    attended: tuple[Attended, ...] = ()
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray

@@ -34,7 +34,7 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
-from omnibal.cost.links import Group, pass_line
+from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
@@ -274,7 +274,11 @@ def _at_level(
     if not group.is_within(cluster):
         profile = None  # which is of one node
     rates = _Rates(
-        line=pass_line(cluster, group, precision),
+        line=(
+            pass_line(cluster, group, precision)
+            if level.exchange is ContextExchange.GATHER
+            else all_to_all_line(cluster, group, precision)
+        ),
         bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
         kernel_ms=cluster.kernel_us / 1e3,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.config import Precision
+from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
@@ -53,6 +54,30 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Attended:
+    """Softmax attention of forward, in one kernel; vectors are [features]."""
+
+    pairs: np.ndarray
+    """Pairs of a query and a key that it sees: of causal attention half of the square."""
+    rows: np.ndarray
+    """Queries."""
+    heads: float
+    elements: float
+    """Of q and k of a head, and of v."""
+    causal: bool
+
+    @property
+    def flops(self) -> np.ndarray:
+        """Operations, [features]."""
+        return self.pairs * 2 * (self.heads * self.elements)
+
+    @property
+    def tiled_flops(self) -> np.ndarray:
+        """Operations of whole tiles of keys, of which a query leaves half of one empty."""
+        return (self.pairs + TILE / 2 * self.rows) * 2 * (self.heads * self.elements)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
@@ -62,6 +87,10 @@ class Device:
     """Of products in fp32."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
+    grouped_times: ProductTimes | None = None
+    """The same of grouped products, by groups."""
+    attention_times: AttentionTimes | None = None
+    """Times of attention, where they were measured."""
     bytes_per_ms: float
     """Bytes that element-wise kernels read and write per millisecond."""
     streamed_bytes_per_ms: float
@@ -86,6 +115,12 @@ class Device:
     """Whether the exchange of tensor-parallel ranks runs beside products."""
     fused_loss: bool = True
     """Whether one kernel makes the loss and the gradient of the logits."""
+    loss_slowdown: float = 1.0
+    """Time of a byte in kernels of the loss over that in other element-wise ones."""
+    fused_routing: bool = False
+    """Whether tokens are routed and permuted by fused kernels."""
+    permute_slowdown: float = 1.0
+    """Time of a byte in kernels that permute tokens over that in other element-wise ones."""
     expert: int = 1
     """Ranks that share out the experts of a layer."""
 
@@ -133,6 +168,9 @@ class Counts:
 
     products: tuple[Product, ...]
     attention_flops: np.ndarray
+    """Of all attention, softmax or not."""
+    attended: tuple[Attended, ...] = ()
+    """Softmax attention of those."""
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray

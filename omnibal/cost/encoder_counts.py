@@ -8,7 +8,16 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.cost.counts import (
+    FP32_BYTES,
+    Attended,
+    Counts,
+    Device,
+    Features,
+    Kept,
+    Product,
+    Working,
+)
 from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
 
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
@@ -124,6 +133,14 @@ def encoder_layer(
     divided += (3 * a if tower.qkv_bias else 0) + normed
     forward_moved, backward_moved = _layer_moved(tower, t, a)
     output_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
+    head_width = h // tower.heads
+    seen = Attended(
+        pairs=rows * positions,
+        rows=rows,
+        heads=a / head_width / t,
+        elements=2 * head_width,
+        causal=False,
+    )
     return Counts(
         products=(
             Product(rows=rows, inner=h, outer=3 * a / t),
@@ -131,7 +148,8 @@ def encoder_layer(
             Product(rows=rows, inner=h, outer=f / t),
             Product(rows=rows, inner=f / t, outer=h),
         ),
-        attention_flops=rows * 4 * positions * a / t,
+        attention_flops=seen.flops,
+        attended=(seen,),
         moved_bytes=rows * forward_moved * size,
         back_moved_bytes=rows * backward_moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.

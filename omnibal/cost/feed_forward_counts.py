@@ -23,6 +23,10 @@ the choice and for the auxiliary loss, weights put in their places, turned round
 _KERNELS_OF_EXPERTS = 32
 """Of router, choice, copies and experts: some 50 in forward and 45 in backward, as core's layer
 launches them, of which a unit's backward counts as twice its forward."""
+_FUSED_KERNELS_OF_EXPERTS = 14
+"""With Transformer Engine's kernels for the choice and for permutation: the router's product, the
+choice, its loss; tokens permuted, exchanged and sorted, and all of it back; two grouped products
+and what is between."""
 
 
 def feed_forward(
@@ -84,8 +88,9 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
     # Tokens copied out and summed back in; sorted by expert and back; SwiGLU, then weighted in
     # fp32. The router's input in fp32, and its maps. Shared: SwiGLU, the gate, the sum.
-    copied = (5 * sent + own) * h * size
-    sorted_bytes = sorts * rows * 2 * h * size
+    permuted = h * size * device.permute_slowdown
+    copied = (5 * sent + own) * permuted
+    sorted_bytes = sorts * rows * 2 * permuted
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
     again = 3 * size + weighted  # which backward does once more, as the product is not kept
     mapped = own * experts.experts * FP32_BYTES
@@ -121,7 +126,9 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         # Three tensors; and how many tokens each rank will send.
         exchanges=4,
         back_exchanges=3,
-        kernels=_KERNELS_OF_EXPERTS + (4 if shared else 0) + (3 if experts.shared_gate else 0),
+        kernels=(_FUSED_KERNELS_OF_EXPERTS if device.fused_routing else _KERNELS_OF_EXPERTS)
+        + (4 if shared else 0)
+        + (3 if experts.shared_gate else 0),
         kept=_mixture_kept(h, experts, device, tokens, rows),
         working=_mixture_working(h, f, held, device, own, rows),
         divided_parameters=3 * h * shared,

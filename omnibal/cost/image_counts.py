@@ -14,7 +14,16 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.config import ModelConfig
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.cost.counts import (
+    FP32_BYTES,
+    Attended,
+    Counts,
+    Device,
+    Features,
+    Kept,
+    Product,
+    Working,
+)
 from omnibal.encoders import ImagesEncoder
 from omnibal.units import LANGUAGE, UnitKind
 
@@ -149,6 +158,13 @@ def _layer(
     hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
     forward_moved, back_moved = _layer_moved(tower, t, a)
     collective_bytes = 2 * 2 * device.sent * hidden_bytes
+    seen = Attended(
+        pairs=_attended(tower, kind, features),
+        rows=rows,
+        heads=a / tower.head_width / t,
+        elements=2 * tower.head_width,
+        causal=False,
+    )
     return Counts(
         products=(
             Product(rows=rows, inner=h, outer=3 * a / t),
@@ -156,7 +172,8 @@ def _layer(
             Product(rows=rows, inner=h, outer=into / t),
             Product(rows=rows, inner=f / t, outer=h),
         ),
-        attention_flops=_attended(tower, kind, features) * 4 * a / t,
+        attention_flops=seen.flops,
+        attended=(seen,),
         moved_bytes=rows * forward_moved * size,
         back_moved_bytes=rows * back_moved * size,
         # An all-reduce is a reduce-scatter and an all-gather.

@@ -74,6 +74,7 @@ def language_layer(
     return Counts(
         products=first.products + second.products,
         attention_flops=first.attention_flops + second.attention_flops,
+        attended=first.attended + second.attended,
         moved_bytes=moved_bytes + first.moved_bytes + second.moved_bytes,
         back_moved_bytes=back_moved_bytes + first.back_moved_bytes + second.back_moved_bytes,
         collective_bytes=np.sum([each.forward_bytes for each in sent], axis=0),
@@ -222,6 +223,7 @@ def _one_after_another(units: Sequence[Counts]) -> Counts:
     return Counts(
         products=tuple(product for unit in units for product in unit.products),
         attention_flops=total(lambda unit: unit.attention_flops),
+        attended=tuple(one for unit in units for one in unit.attended),
         moved_bytes=total(lambda unit: unit.moved_bytes),
         back_moved_bytes=total(lambda unit: unit.back_moved_bytes),
         collective_bytes=total(lambda unit: unit.collective_bytes),
@@ -259,13 +261,14 @@ def _logits(
     reduced_bytes = 2 * device.sent * loss_tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
     loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
+    loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
         attention_flops=0 * tokens,
         # The norm, and the logits read once; backward they are read again, and their gradient
         # written.
-        moved_bytes=2 * hidden_bytes + loss_moved * logits_bytes,
-        back_moved_bytes=3 * hidden_bytes + back_loss_moved * logits_bytes,
+        moved_bytes=2 * hidden_bytes + loss_moved * loss_bytes_moved,
+        back_moved_bytes=3 * hidden_bytes + back_loss_moved * loss_bytes_moved,
         # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
         # gradient scattered, and the input gathered again.
         collective_bytes=gather_bytes,

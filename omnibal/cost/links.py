@@ -11,7 +11,7 @@ one adapter.
 from dataclasses import dataclass
 
 from omnibal.config import ClusterConfig, Precision
-from omnibal.cost.shaped_rates import Line, ring_line, send_line
+from omnibal.cost.shaped_rates import Line, exchange_line, ring_line, send_line
 from omnibal.parallel import Parallel
 
 
@@ -63,22 +63,26 @@ def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Prec
     return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
 
 
-def all_to_all_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
-    """Time of an all-to-all of consecutive ranks, and of a byte of each one's tensor.
+def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
+    """Time of an all-to-all of a group, and of a byte that a rank sends to the others.
 
     A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
-    those between nodes, and the slower of the two counts; the latency is a send's, as ranks send to
-    all others at the same time.
+    those between nodes, and the slower of the two counts; where none was measured, the latency is a
+    message's, as ranks send to all others at the same time.
     """
-    if ranks == 1:
+    if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
-    neighbours = min(ranks, cluster.gpus_per_node)
-    within = message_line(cluster, neighbours, precision)
-    within_ms = within.each_ms * (neighbours - 1) / ranks
-    if ranks <= cluster.gpus_per_node:
-        return Line(fixed_ms=within.fixed_ms, each_ms=within_ms)
-    between = message_line(cluster, ranks, precision)
-    between_ms = between.each_ms * (ranks - neighbours) / ranks
+    rates = cluster.rates.get(precision)
+    measured = exchange_line(rates.collectives, group.ranks) if rates else None
+    if measured is not None and group.is_within(cluster):
+        return measured
+    others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
+    within = message_line(cluster, 1, precision)
+    if group.is_within(cluster):
+        return within
+    between = message_line(cluster, group.consecutive, precision)
+    within_ms = within.each_ms * (neighbours - 1) / others
+    between_ms = between.each_ms * (group.ranks - neighbours) / others
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 

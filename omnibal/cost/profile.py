@@ -329,7 +329,7 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
             f"{cluster.name} was to have a table: measure it anew with `omnibal profile`"
         )
     rates = cluster.rates | {profile.precision: profile.rates}
-    return cluster.model_copy(update={"rates": rates})
+    return cluster.model_copy(update={"rates": rates, "basis": "measured"})
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:

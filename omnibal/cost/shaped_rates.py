@@ -1,28 +1,37 @@
 """Times of matrix products and collectives of any size, from those that were measured.
 
-A product's time per operation is interpolated between measured sizes, linearly in the logarithms of
-time and sizes. So it is exact at measured sizes, never less than the least that was measured, and
-rises and falls as the measured ones do. Beyond the measured sizes it is that of the nearest.
+Where products were measured of every combination of some rows, inner and outer sizes, forward alone
+(as `omnibal profile` measures them), a product's time per operation is interpolated between
+measured sizes, linearly in the logarithms of time and sizes; gradients have the time of a forward
+of their sizes. So it is exact at measured sizes, never less than the least that was measured, and
+rises and falls as the measured ones do. Beyond the measured sizes it is that of the nearest. All
+other tables are read by `omnibal.cost.scattered_rates`.
 
 Costs are linear in a micro-batch's features, so the time of a product is a constant and a time per
-row, fitted by least relative error over all numbers of rows that were measured: small micro-batches
-pay the constant too. How far that is from single products is what
-`tests/planner/test_shaped_rates.py` holds.
+row, fitted by least relative error over numbers of rows: those that were measured of a grid, and
+`_ROWS` otherwise. Small micro-batches pay the constant too. How far that is from single products is
+what `tests/planner/test_shaped_rates.py` holds.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Self
 
 import numpy as np
 from scipy.optimize import nnls
 
-from omnibal.rates import CollectiveKind, CollectiveTime, ProductTime
+from omnibal.cost.scattered_rates import ScatteredTimes, Shapes, shapes_of
+from omnibal.rates import CollectiveKind, CollectiveTime, GroupedTime, Pass, Place, ProductTime
 
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round a ring; in each a rank sends every share of the tensor but one."""
+_LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
+"""Sizes at which a collective that is given as a line counts beside measured ones."""
+_ROWS = np.geomspace(512, 131_072, 17)
+"""Rows of micro-batches, over which a line is fitted."""
 
 
 _Size = float | np.ndarray
@@ -37,8 +46,8 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ProductTimes:
-    """Times of matrix products of inputs [rows, inner] and weights [inner, outer]."""
+class _Grid:
+    """Times of products [rows, inner] by [inner, outer] of every combination of some sizes."""
 
     sizes: tuple[np.ndarray, np.ndarray, np.ndarray]
     """Measured rows, inner and outer sizes, ascending."""
@@ -46,12 +55,12 @@ class ProductTimes:
     """[rows, inner, outer]"""
 
     @classmethod
-    def of(cls, measured: Sequence[ProductTime]) -> Self:
-        """Table of measurements of every combination of their sizes (`omnibal.rates.Rates`)."""
-        ordered = sorted(measured, key=lambda one: (one.rows, one.inner, one.outer))
-        points = np.array([(one.rows, one.inner, one.outer) for one in ordered], np.float64)
+    def of(cls, measured: Sequence[ProductTime], times_ms: np.ndarray) -> Self:
+        """Table of measurements that `_are_grid`."""
+        points = np.array([(one.rows, one.inner, one.outer) for one in measured], np.float64)
+        order = np.lexsort(points.T[::-1])
         rows, inner, outer = (np.unique(axis) for axis in points.T)
-        rates = np.array([one.ms for one in ordered]) / _flops(*points.T)
+        rates = (times_ms / _flops(*points.T))[order]
         return cls(
             sizes=(rows, inner, outer),
             ms_per_flop=rates.reshape(len(rows), len(inner), len(outer)),
@@ -68,51 +77,135 @@ class ProductTimes:
             log_rate = log_rate + m_share * k_share * n_share * log_rates[m, k, n]
         return np.exp(log_rate) * _flops(rows, inner, outer)
 
-    def forward(self, inner: float, outer: float) -> Line:
-        """Time of the output, by rows of the input."""
-        return self._line(inner * outer, lambda rows: self.ms(rows, inner, outer))
 
-    def input_gradient(self, inner: float, outer: float) -> Line:
-        """Time of the input's gradient, by rows of the input."""
-        return self._line(inner * outer, lambda rows: self.ms(rows, outer, inner))
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ProductTimes:
+    """Times of matrix products of layers of so many rows, inner and outer sizes, and of groups."""
 
-    def weight_gradient(self, inner: float, outer: float) -> Line:
-        """Time of the weights' gradient, by rows of the input, over which it sums."""
-        return self._line(inner * outer, lambda rows: self.ms(inner, rows, outer))
+    table: _Grid | ScatteredTimes
 
-    def _line(self, weights: float, ms_of_rows: Callable[[np.ndarray], np.ndarray]) -> Line:
-        """Fit of a product with so many weights."""
-        rows = self.sizes[0]
-        # A slope below the fastest rate would promise what no product reached.
-        least_ms = float(self.ms_per_flop.min()) * 2 * weights
-        times_ms = ms_of_rows(rows)
-        return fitted_line(rows, times_ms, 1 / times_ms, least_ms=least_ms)
+    @property
+    def accumulates(self) -> bool:
+        """Whether a product of weights' gradients adds them to what is there in the same kernel."""
+        return not isinstance(self.table, _Grid)
+
+    @classmethod
+    def of(cls, measured: Sequence[ProductTime], tflops: float | None = None) -> Self:
+        """Times from measurements, whose shares are of `tflops`."""
+        times_ms = np.array([one.time_ms(tflops) for one in measured])
+        if _are_grid(measured):
+            return cls(table=_Grid.of(measured, times_ms))
+        return cls(table=ScatteredTimes.of(shapes_of(measured), times_ms))
+
+    def ms(
+        self, of: Pass, rows: _Size, inner: _Size, outer: _Size, *, groups: _Size = 1
+    ) -> np.ndarray:
+        """Times of products of these sizes, of the shape that they broadcast to; `rows` are of
+        each group."""
+        if isinstance(self.table, _Grid):
+            return self.table.ms(*_AS_FORWARD[of](rows, inner, outer)) * groups
+        sizes = [np.atleast_1d(size) for size in np.broadcast_arrays(rows, inner, outer, groups)]
+        # Megatron accumulates gradients of weights in fp32.
+        shapes = Shapes.of([of], np.array([4.0]), *(size.ravel() for size in sizes))
+        return self.table.ms(shapes).reshape(np.shape(sizes[0]))
+
+    def line(self, of: Pass, inner: float, outer: float, groups: int = 1) -> Line:
+        """Time of a pass of a layer by rows of its input, which `groups` share evenly."""
+        return _line(self, of, inner, outer, groups)
 
 
-def ring_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None:
+@lru_cache(maxsize=64)
+def product_times(measured: tuple[ProductTime, ...], tflops: float | None) -> ProductTimes | None:
+    """Times by a table of measurements; None without any. A table is fitted once."""
+    return ProductTimes.of(measured, tflops) if measured else None
+
+
+@lru_cache(maxsize=4096)
+def _line(times: ProductTimes, of: Pass, inner: float, outer: float, groups: int) -> Line:
+    table = times.table
+    rows = table.sizes[0] if isinstance(table, _Grid) else _rows(groups)
+    times_ms = times.ms(of, rows / groups, inner, outer, groups=groups)
+    # A slope below the fastest rate would promise what no product reached.
+    flops = 2 * inner * outer
+    fastest = table.ms_per_flop if isinstance(table, _Grid) else times_ms / (rows * flops)
+    return fitted_line(rows, times_ms, 1 / times_ms, least_ms=float(fastest.min()) * flops)
+
+
+def _rows(groups: int) -> np.ndarray:
+    """Rows of micro-batches: of a product, or of groups that share them."""
+    return _ROWS if groups == 1 else groups * _ROWS / 16
+
+
+def _are_grid(measured: Sequence[ProductTime]) -> bool:
+    """Whether they are forward products of every combination of their sizes."""
+    sizes = [(one.rows, one.inner, one.outer) for one in measured]
+    wanted = list(product(*(sorted(set(axis)) for axis in zip(*sizes, strict=True))))
+    return sorted(sizes) == wanted and all(
+        one.of == "forward" and not isinstance(one, GroupedTime) for one in measured
+    )
+
+
+_AS_FORWARD = {
+    "forward": lambda rows, inner, outer: (rows, inner, outer),
+    "input_gradient": lambda rows, inner, outer: (rows, outer, inner),
+    "weight_gradient": lambda rows, inner, outer: (inner, rows, outer),
+}
+"""Sizes of the forward product that a pass is one of."""
+
+
+def ring_line(measured: Sequence[CollectiveTime], ranks: int, place: Place = "node") -> Line | None:
     """Time of a pass round a ring of `ranks`, and of a byte that a rank sends in it.
 
     Of the group size that is nearest to `ranks` among those measured; None without any.
     """
-    rings = [one for one in measured if one.kind in _PASSES]
+    rings = [one for one in measured if one.kind in _PASSES and one.place == place]
     if not rings or ranks < 2:
         return None
-    nearest = min({one.ranks for one in rings}, key=lambda size: abs(math.log(size / ranks)))
-    of_size = [one for one in rings if one.ranks == nearest]
-    passes = np.array([_PASSES[one.kind] for one in of_size], np.float64)
-    sent_bytes = passes * [one.bytes * (nearest - 1) / nearest for one in of_size]
-    times_ms = np.array([one.ms for one in of_size])
+    return _nearest_line(rings, ranks)
+
+
+def exchange_line(
+    measured: Sequence[CollectiveTime], ranks: int, place: Place = "node"
+) -> Line | None:
+    """Time of an all-to-all of `ranks`, and of a byte that a rank sends in it to others.
+
+    Of the group size that is nearest to `ranks` among those measured; None without any.
+    """
+    exchanges = [one for one in measured if one.kind == "all_to_all" and one.place == place]
+    if not exchanges or ranks < 2:
+        return None
+    return _nearest_line(exchanges, ranks)
+
+
+def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line:
+    """Line through those of the group size that is nearest."""
+    nearest = min({one.ranks for one in measured}, key=lambda size: abs(math.log(size / ranks)))
+    points = [point for one in measured if one.ranks == nearest for point in _points(one)]
+    passes, sent_bytes, times_ms = np.array(points).T
     least_ms = _least_ms(sent_bytes, times_ms)
     return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
 
 
-def send_line(measured: Sequence[CollectiveTime]) -> Line | None:
+def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
+    """Passes, bytes that a rank sends and ms: as measured, or at sizes on a line."""
+    passes = _PASSES.get(one.kind, 1)
+    share = 1.0 if one.kind == "send" else passes * (one.ranks - 1) / one.ranks
+    if one.ms is not None:
+        assert one.bytes is not None
+        return [(passes, one.bytes * share, one.ms)]
+    assert one.latency_us is not None and one.gb_per_s is not None
+    return [
+        (passes, size * share, one.latency_us * 1e-3 + size * share / (one.gb_per_s * 1e6))
+        for size in _LINE_BYTES
+    ]
+
+
+def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line | None:
     """Time of a send between two ranks, and of a byte of it; None where none was measured."""
-    sends = [one for one in measured if one.kind == "send"]
+    sends = [one for one in measured if one.kind == "send" and one.place == place]
     if not sends:
         return None
-    times_ms = np.array([one.ms for one in sends])
-    sent_bytes = np.array([float(one.bytes) for one in sends])
+    _, sent_bytes, times_ms = np.array([point for one in sends for point in _points(one)]).T
     least_ms = _least_ms(sent_bytes, times_ms)
     return fitted_line(sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
 

@@ -140,6 +140,7 @@ def runtime_of(line: Line) -> RuntimeOptions:
         bf16_gradients=line.on("grad-reduce-in-bf16"),
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=is_on("cross-entropy-loss-fusion"),
+        fused_routing=is_on("moe-permute-fusion"),
         adapters=is_adapter(line),
     )
 

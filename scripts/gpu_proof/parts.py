@@ -73,7 +73,7 @@ def profile(context: Context) -> None:
     measured = read_profile(output / "profile.json")
     assert measured.rates is not None
     products = measured.rates.products
-    rates = [2e-9 * one.rows * one.inner * one.outer / one.ms for one in products]
+    rates = [2e-9 * one.rows * one.inner * one.outer / one.time_ms(None) for one in products]
     times = [one for one in fit_residuals(measured, load_model(model)) if "_ms" in one.quantity]
     cluster = load_cluster(settings.cluster)
     context.figures.update(
@@ -84,7 +84,7 @@ def profile(context: Context) -> None:
         median_tflops=median(rates),
         slowest_tflops=min(rates),
         assumed_tflops=cluster.tflops(measured.precision) * cluster.matmul_efficiency,
-        copy_gb_per_s=max(1e-6 * one.bytes / one.ms for one in measured.rates.copies),
+        copy_gb_per_s=max(1e-6 * one.bytes_per_ms for one in measured.rates.copies),
         assumed_memory_gb_per_s=cluster.memory_gb_per_s,
         worst_median_fit_error=max(one.median_error for one in times),
     )

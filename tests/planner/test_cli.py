@@ -757,9 +757,9 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     plan = PLAN.replace("laptop-cpu", str(mine)) + " --precision fp32 --json --lengths"
     run(plan, lengths_file, "-o", tmp_path / "plan")
     printed = json.loads(capsys.readouterr().out)
-    assert printed["cost_source"] == "analytic:laptop-cpu, rates measured on tiled device"
+    assert printed["cost_source"] == "analytic:laptop-cpu, measured rates of tiled device"
     run("check", tmp_path / "plan")
-    assert "costs are of analytic:laptop-cpu, rates measured on" in capsys.readouterr().out
+    assert "costs are of analytic:laptop-cpu, measured rates of" in capsys.readouterr().out
     profile = profile.model_copy(update={"rates": None})
     error = failure(capsys, f"{command} laptop-cpu --cluster-output", mine)
     assert "has no rates by shape" in error and load_cluster(str(mine)).rates

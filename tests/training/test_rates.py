@@ -1,5 +1,7 @@
 """Rates that are measured here: what is measured, on how many processes. No bounds on times."""
 
+from itertools import product
+
 import pytest
 from ranks import run_ranks
 from rich.console import Console
@@ -23,7 +25,8 @@ def test_rates_are_of_all_processes(processes):
     is said to have collectives."""
     ranks = run_ranks(Parallel(pipeline=processes), measure)
     assert all(rates == ranks[0] for rates in ranks)
-    assert ranks[0].product_sizes == (SIZES.rows, SIZES.inner, SIZES.outer)
+    sizes = [(one.rows, one.inner, one.outer) for one in ranks[0].products]
+    assert sizes == list(product(SIZES.rows, SIZES.inner, SIZES.outer))
     measured = {(one.kind, one.ranks, one.bytes) for one in ranks[0].collectives}
     assert measured == {
         (kind, size, sent)

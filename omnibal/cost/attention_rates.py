@@ -1,0 +1,85 @@
+"""Times of attention of any lengths and heads, from those that were measured.
+
+A kernel takes a constant and so much an operation. Operations are of whole tiles of `TILE` keys, of
+which a query leaves half of one empty, so that short samples are slower an operation: of a causal
+sample of s tokens, a multiple of s^2 + 128 s, linear in the features of a pack. (A free term in s,
+fitted to the B200's backward with heads of 192, is 127 tokens.) Constant and operation are fitted
+by least relative error for each pass and size of heads, over lengths and numbers of heads together.
+Sizes that were not measured take those of the nearest, and as many operations as they have.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, Self
+
+import numpy as np
+
+from omnibal.cost.shaped_rates import Line, fitted_line
+from omnibal.rates import AttentionTime
+
+TILE = 128
+"""Keys of a tile (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)."""
+
+AttentionPass = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Kernel:
+    """What kernels are told apart by."""
+
+    of: AttentionPass
+    causal: bool
+    elements: int
+    """Of q and k of a head, and of v."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttentionTimes:
+    """Times of kernels of attention."""
+
+    lines: dict[_Kernel, Line]
+    """Time by operations, whole tiles' included."""
+
+    @classmethod
+    def of(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:
+        """Times from measurements, whose shares are of `tflops`."""
+        kernels: dict[_Kernel, list[tuple[float, float]]] = {}
+        for one in measured:
+            kernel = _Kernel(of=one.of, causal=one.causal, elements=one.head_size + one.value_size)
+            # A causal kernel does half of the square that is counted.
+            pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
+            point = (one.flops * pairs / one.tokens, one.time_ms(tflops))
+            kernels.setdefault(kernel, []).append(point)
+        return cls(lines={kernel: _fitted(points) for kernel, points in kernels.items()})
+
+    def line(self, of: AttentionPass, elements: float, *, causal: bool) -> Line:
+        """Time of a kernel by operations of whole tiles, of backward 2.5 times forward's.
+
+        Args:
+            elements: of q and k of a head, and of v.
+        """
+        nearest = min(
+            self.lines,
+            key=lambda one: (
+                one.of != of,
+                one.causal != causal,
+                abs(math.log(one.elements / elements)),
+            ),
+        )
+        return self.lines[nearest]
+
+
+@lru_cache(maxsize=64)
+def attention_times(
+    measured: tuple[AttentionTime, ...], tflops: float | None
+) -> AttentionTimes | None:
+    """Times by a table of measurements; None without any. A table is fitted once."""
+    return AttentionTimes.of(measured, tflops) if measured else None
+
+
+def _fitted(points: Sequence[tuple[float, float]]) -> Line:
+    flops, times_ms = np.array(points).T
+    # Where sizes are alike, a fit alone may find that operations cost nothing.
+    return fitted_line(flops, times_ms, 1 / times_ms, least_ms=float((times_ms / flops).min()) / 2)

@@ -1,0 +1,198 @@
+"""Times of matrix products of any shape, from measurements of any shapes and passes.
+
+The logarithm of a product's time per operation is taken for a Gaussian process (Rasmussen and
+Williams 2006, Gaussian Processes for Machine Learning, section 2.2). What it varies with:
+
+* how full its tiles are (128 or 256 wide), and the bytes that it moves per operation, of which an
+  fp32 gradient is 8 an element, as it is read and written;
+* its sizes as the kernel sees them, rows and columns of the output and the length of sums: near
+  shapes are near in rate;
+* the layer's rows and widths: a product and both of its gradients are near in rate, however the
+  kernel sees them;
+* chance. Times of a device scatter by several per cent between like shapes, as clocks fall under
+  load and libraries choose kernels. A measured shape has the time that was measured.
+
+The variances are `_VARIANCES`, by the likelihood of the 514 products of a B200 and the 183 of an
+A100 that SimuMax publishes; `benchmarks/rates.py` prints what each is predicted as from the others.
+No product is predicted to be faster than the fastest of its nearest measured ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+from scipy.linalg import cho_factor, cho_solve
+
+from omnibal.rates import GroupedTime, Pass, ProductTime
+
+_NEIGHBOURS = 8
+_ELEMENT_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Variances:
+    """Variances of what the logarithm of a time per operation is a sum of."""
+
+    level: float = 7e-3
+    tiles: tuple[float, ...] = (0.3, 0.4, 0.06)
+    """Of the slopes of `_Shapes.tiles`."""
+    sizes: float = 2e-3
+    sums: float = 8e-4
+    operations: float = 1.5e-3
+    widths: float = 2e-3
+    product: float = 4e-3
+    """What the passes of one product share."""
+    chance: float = 6.5e-3
+
+
+_VARIANCES = _Variances()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Products, one an entry; of each pass and shape its sizes in two orders."""
+
+    seen: np.ndarray
+    """[shapes, 4]: logarithms of the output's rows and columns, the sums' length, the groups."""
+    layer: np.ndarray
+    """[shapes, 4]: logarithms of rows, inner, outer and groups."""
+    output_bytes: np.ndarray
+    """[shapes]: read and written for an element of the output."""
+    passes: np.ndarray
+    """[shapes]: numbers of passes."""
+
+    @classmethod
+    def of(
+        cls,
+        of: Sequence[Pass],
+        gradient_bytes: np.ndarray,
+        rows: np.ndarray,
+        inner: np.ndarray,
+        outer: np.ndarray,
+        groups: np.ndarray,
+    ) -> Self:
+        """Shapes of passes of layers, all of as many entries, or of one where all are alike."""
+        layer = np.stack(np.broadcast_arrays(rows, inner, outer, groups), axis=-1)
+        orders = np.array([_SEEN_AS[one] for one in of])
+        seen = np.take_along_axis(layer, np.broadcast_to(orders, layer.shape), axis=-1)
+        is_weights = np.array([one == "weight_gradient" for one in of])
+        return cls(
+            seen=np.log(seen),
+            layer=np.log(layer),
+            output_bytes=np.broadcast_to(
+                np.where(is_weights, 2 * gradient_bytes, _ELEMENT_BYTES), len(layer)
+            ),
+            passes=np.broadcast_to([list(_SEEN_AS).index(one) for one in of], len(layer)),
+        )
+
+    @cached_property
+    def flops(self) -> np.ndarray:
+        """Operations, [shapes]."""
+        return 2 * np.exp(self.seen.sum(axis=1))
+
+    @cached_property
+    def tiles(self) -> np.ndarray:
+        """What padded tiles, bytes and thin sides cost, as logarithms, [shapes, 3]."""
+        m, n, k, _ = np.exp(self.seen).T
+        padded = np.prod([np.ceil(side / 256 - 1e-9) * 256 / side for side in (m, n)], axis=0)
+        moved = _ELEMENT_BYTES * k * (m + n) + self.output_bytes * m * n
+        return np.stack(
+            [
+                np.log(padded),
+                np.log1p(400 * moved / (2 * m * n * k)),
+                np.log1p(300 / np.minimum(m, n)),
+            ],
+            axis=1,
+        )
+
+
+_SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
+    "forward": (0, 2, 1, 3),
+    "input_gradient": (0, 1, 2, 3),
+    "weight_gradient": (2, 1, 0, 3),
+}
+"""Which of rows, inner, outer and groups are the output's rows and columns, the sums' length and
+the groups."""
+
+
+def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
+    """Shapes of measurements."""
+    return Shapes.of(
+        [one.of for one in measured],
+        np.array([4.0 if one.gradient == "fp32" else 2.0 for one in measured]),
+        *np.array(
+            [
+                (one.rows, one.inner, one.outer, one.groups if isinstance(one, GroupedTime) else 1)
+                for one in measured
+            ],
+            np.float64,
+        ).T,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScatteredTimes:
+    """Times of products of any shape, from measured ones."""
+
+    shapes: Shapes
+    log_rates: np.ndarray
+    """Logarithms of measured ms per operation, [measured]."""
+    typical: float
+    """Median of them."""
+    weights: np.ndarray
+    """[measured]: what the difference of each from the median adds where it is as near as can."""
+
+    @classmethod
+    def of(cls, shapes: Shapes, times_ms: np.ndarray) -> Self:
+        """Fit to measured times, [shapes]."""
+        log_rates = np.log(times_ms / shapes.flops)
+        typical = float(np.median(log_rates))
+        shared = covariance(shapes, shapes) + _VARIANCES.chance * np.eye(len(log_rates))
+        weights = cho_solve(cho_factor(shared, lower=True), log_rates - typical)
+        return cls(shapes=shapes, log_rates=log_rates, typical=typical, weights=weights)
+
+    def ms(self, shapes: Shapes) -> np.ndarray:
+        """Times of products, [shapes]."""
+        same = _are_same(shapes, self.shapes)
+        shared = covariance(shapes, self.shapes) + _VARIANCES.chance * same
+        found = self.typical + shared @ self.weights
+        apart = _apart(shapes.seen, self.shapes.seen)
+        near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
+        return np.exp(np.maximum(found, self.log_rates[near].min(axis=1))) * shapes.flops
+
+
+def covariance(some: Shapes, others: Shapes) -> np.ndarray:
+    """Covariances of logarithms of times per operation, without chance, [some, others]."""
+    v = _VARIANCES
+    layers = np.abs(some.layer[:, None] - others.layer[None])
+    sums = np.abs(some.seen[:, None, 2] - others.seen[None, :, 2])
+    flops = np.abs(np.log(some.flops)[:, None] - np.log(others.flops)[None])
+    return (
+        v.level
+        + (some.tiles * v.tiles) @ others.tiles.T
+        + v.sizes * _matern(_apart(some.seen, others.seen) / 2.5)
+        + v.sums * _matern(sums / 0.7)
+        + v.operations * _matern(flops / 0.7)
+        + v.widths * np.exp(-layers.sum(axis=2))
+        + v.product * (layers < 1e-9).all(axis=2)
+    )
+
+
+def _are_same(some: Shapes, others: Shapes) -> np.ndarray:
+    """Which are of one shape and pass, [some, others]."""
+    layers = (np.abs(some.layer[:, None] - others.layer[None]) < 1e-9).all(axis=2)
+    passes = some.passes[:, None] == others.passes[None]
+    return layers & passes & (some.output_bytes[:, None] == others.output_bytes[None])
+
+
+def _apart(some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Distances of logarithms of sizes, [some, others]."""
+    return np.linalg.norm(some[:, None] - others[None], axis=2)
+
+
+def _matern(apart: np.ndarray) -> np.ndarray:
+    """Correlation by distance, once differentiable (Rasmussen and Williams, equation 4.17)."""
+    scaled = np.sqrt(3) * apart
+    return (1 + scaled) * np.exp(-scaled)

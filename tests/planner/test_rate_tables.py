@@ -1,0 +1,203 @@
+"""Tables of rates: what is refused, what the shipped ones say, and how near they predict."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from omnibal.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.cost.attention_rates import attention_times
+from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
+from omnibal.cost.shaped_rates import (
+    ProductTimes,
+    exchange_line,
+    product_times,
+    ring_line,
+    send_line,
+)
+from omnibal.errors import UserError
+from omnibal.rates import CollectiveTime, ProductTime
+
+pytestmark = pytest.mark.quick
+
+B200 = load_cluster("b200-180g")
+RATES = B200.rates["bf16"]
+
+
+def cluster_with(tmp_path: Path, table: str) -> Path:
+    """A cluster file with a table of rates, and what else one needs."""
+    path = tmp_path / "mine.toml"
+    plain = cluster_toml(load_cluster("h100-80g"))
+    path.write_text(f"{plain}\n[rates.bf16]\ndevice = 'mine'\n{table}\n")
+    return path
+
+
+SHAPE = "rows = 512, inner = 1024, outer = 1024"
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        (
+            f"tflops = 989\nproducts = [{{{SHAPE}, share = 1.2}}]",
+            "share: .*less than or equal to 1",
+        ),
+        (f"tflops = 989\nproducts = [{{{SHAPE}, share = 0.0}}]", "share: .*greater than or equal"),
+        (
+            (
+                "tflops = 989\nattention = [{tokens = 4096, heads = 8, kv_heads = 8, "
+                "head_size = 128, value_size = 128, share = 2.1}]"
+            ),
+            "share: .*less than or equal to 2",
+        ),
+        (
+            f"products = [{{{SHAPE}, ms = 1}}, {{{SHAPE}, ms = 2}}]",
+            "products: rows 512, inner 1024, outer 1024 is given 2 times; keep one",
+        ),
+        (f"products = [{{{SHAPE}}}]", "either ms or share, one of the two"),
+        (f"tflops = 989\nproducts = [{{{SHAPE}, ms = 1, share = 0.5}}]", "either ms or share"),
+        (f"products = [{{{SHAPE}, share = 0.5}}]", "without the peak that they are of; add tflops"),
+        (f"products = [{{{SHAPE}, ms = 1, of = 'sideways'}}]", "of: Input should be 'forward'"),
+        ("collectives = [{kind = 'gossip', ranks = 2, bytes = 8, ms = 1}]", "kind: Input should"),
+        ("collectives = [{kind = 'send', ranks = 2, bytes = 8}]", r"or latency_us and gb_per_s"),
+        ("copies = [{bytes = 8, gb_per_s = 1}]", r"\(given: bytes, gb_per_s\)"),
+        ("sorts = []", "sorts: Extra inputs are not permitted"),
+    ],
+)
+def test_a_table_that_cannot_be_is_told_in_one_line(tmp_path: Path, table, told):
+    """Prevents: rates that no device has, or of which half is guessed, in a plan."""
+    path = cluster_with(tmp_path, table)
+    with pytest.raises(UserError, match=f"mine.toml: rates: bf16.*{told}") as error:
+        load_cluster(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_tables_are_read_as_they_are_written(tmp_path: Path):
+    """Prevents: a preset with tables of which a plan keeps others."""
+    path = tmp_path / "mine.toml"
+    path.write_text(cluster_toml(B200))
+    assert load_cluster(str(path)) == B200
+    assert ClusterConfig.model_validate_json(B200.model_dump_json()) == B200
+
+
+def test_shares_are_times():
+    """Prevents: a share of another peak, or of other operations than the source counts."""
+    forward = next(one for one in RATES.products if one.of == "forward")
+    flops = 2 * forward.rows * forward.inner * forward.outer
+    assert flops / (forward.time_ms(2250) * 1e-3) / 2250e12 == pytest.approx(forward.share)
+    [longest] = [
+        one
+        for one in RATES.attention
+        if (one.tokens, one.heads, one.of) == (131072, 64, "backward")
+    ]
+    # Five products of the full square: three over q and k's 192 elements, two over v's 128, which
+    # the source counts as 2.5 times forward's two.
+    flops = 2.5 * 64 * 131072**2 * 2 * (192 + 128)
+    assert longest.time_ms(2250) == pytest.approx(flops / (0.658 * 2250e12) * 1e3)
+
+
+def left_out_errors(products: tuple[ProductTime, ...], every: int) -> np.ndarray:
+    """Relative errors of every so many products, each from all the others."""
+    times_ms = np.array([one.time_ms(2250) for one in products])
+    errors = []
+    for place in range(0, len(products), every):
+        others = [*products[:place], *products[place + 1 :]]
+        fitted = ScatteredTimes.of(shapes_of(others), np.delete(times_ms, place))
+        [found_ms] = fitted.ms(shapes_of([products[place]]))
+        errors.append(abs(found_ms / times_ms[place] - 1))
+    return np.array(errors)
+
+
+def test_products_are_predicted_from_the_others():
+    """Prevents: an interpolation that is no better than the rate of all products together."""
+    errors = left_out_errors(RATES.products, every=4)
+    assert np.median(errors) < 0.06 and np.quantile(errors, 0.9) < 0.2
+    flops = np.array([one.flops for one in RATES.products])
+    rates = flops / [one.time_ms(2250) for one in RATES.products]
+    one_rate = np.abs(rates / np.median(rates) - 1)
+    assert np.quantile(errors, 0.9) < np.quantile(one_rate, 0.9)
+
+
+def test_measured_products_are_as_measured():
+    """Prevents: smoothing over what is known."""
+    times = product_times(RATES.products, RATES.tflops)
+    for one in RATES.products[::7]:
+        if one.gradient == "fp32":
+            [found_ms] = times.ms(one.of, one.rows, one.inner, one.outer)
+            assert found_ms == pytest.approx(one.time_ms(2250))
+
+
+def test_no_product_is_faster_than_its_neighbours():
+    """Prevents: rates beyond what was measured, which a search would settle on."""
+    times = product_times(RATES.products, RATES.tflops)
+    best = max(one.share for one in RATES.products if one.share)
+    shapes = np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(2e5), (300, 3)))
+    for of in ("forward", "input_gradient", "weight_gradient"):
+        shares = 2 * shapes.prod(axis=1) / times.ms(of, *shapes.T) * 1e-9 / 2250
+        assert (shares <= best).all() and (shares > 1e-6).all()
+
+
+@pytest.mark.parametrize("sizes", [(8192, 10240), (4096, 4096), (5120, 1536), (8192, 64128)])
+@pytest.mark.parametrize("of", ["forward", "input_gradient", "weight_gradient"])
+def test_lines_are_near_products_of_usual_rows(sizes, of):
+    """Prevents: a fit over all rows that is off where micro-batches are."""
+    times: ProductTimes = product_times(RATES.products, RATES.tflops)
+    # No row of them was measured: a single kernel may be off by what kernels scatter.
+    line, rows = times.line(of, *sizes), np.geomspace(1000, 32000, 12)
+    errors = np.abs((line.fixed_ms + rows * line.each_ms) / times.ms(of, rows, *sizes) - 1)
+    assert np.median(errors) < 0.08 and errors.max() < 0.2
+
+
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_attention_is_near_what_was_measured(of):
+    """Prevents: short samples at the rate of long ones, and few heads at that of many."""
+    times = attention_times(RATES.attention, RATES.tflops)
+    errors = []
+    for one in RATES.attention:
+        if one.of != of:
+            continue
+        elements = one.head_size + one.value_size
+        line = times.line(of, elements, causal=True)
+        # Of the causal half of the square, and half a tile of keys for each query.
+        pairs = one.tokens**2 / 2 + 64 * one.tokens
+        flops = (1 if of == "forward" else 2.5) * 2 * one.heads * elements * pairs
+        errors.append((line.fixed_ms + flops * line.each_ms) / one.time_ms(2250) - 1)
+    assert np.median(np.abs(errors)) < 0.08 and np.abs(errors).max() < 0.25
+
+
+def test_attention_of_one_length_is_no_line_of_tokens():
+    """Prevents: attention that grows with tokens alone where one length was measured."""
+    measured = tuple(one for one in RATES.attention if one.tokens == 4096)
+    line = attention_times(measured, 2250.0).line("forward", 256, causal=True)
+    of_long = 2 * 16 * 256 * (32768**2 / 2 + 64 * 32768) * line.each_ms
+    [true] = [one for one in RATES.attention if (one.tokens, one.heads) == (32768, 16)][:1]
+    assert of_long == pytest.approx(true.time_ms(2250), rel=0.25)
+
+
+def test_collectives_that_are_lines_cost_what_the_lines_say():
+    """Prevents: latencies a pass and not a collective, and bytes of the tensor for bytes sent."""
+    reduce = CollectiveTime(kind="all_reduce", ranks=8, latency_us=20, gb_per_s=700)
+    line = ring_line([reduce], 8)
+    assert 2 * line.fixed_ms == pytest.approx(0.02)
+    assert line.each_ms == pytest.approx(1 / 700e6)
+    exchange = CollectiveTime(kind="all_to_all", ranks=8, latency_us=10, gb_per_s=500)
+    send = CollectiveTime(kind="send", ranks=2, place="network", latency_us=30, gb_per_s=40)
+    assert exchange_line([reduce, exchange], 8).each_ms == pytest.approx(1 / 500e6)
+    assert ring_line([exchange], 8) is None and send_line([send]) is None
+    assert send_line([send], "network").fixed_ms == pytest.approx(0.03)
+
+
+def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
+    """Prevents: times of another device's peak, or a table that is read and not scaled."""
+    path = tmp_path / "mine.toml"
+    plain = cluster_toml(load_cluster("h100-80g").model_copy(update={"basis": "fitted"}))
+    path.write_text(f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n")
+    mine = load_cluster(str(path))
+    rates = mine.rates["bf16"]
+    assert rates.tflops == 989 and mine.rates_of is None and not rates.collectives
+    for one, other in zip(rates.products, RATES.products, strict=True):
+        assert one.share == pytest.approx(min(1.1 * other.share, 1))
+    assert rates.grouped == RATES.grouped
+    path.write_text(f"{plain}\n[rates_of]\ncluster = 'h200-141g'\n")
+    with pytest.raises(UserError, match=r"rates_of names h200-141g, which has no table of rates"):
+        load_cluster(str(path))

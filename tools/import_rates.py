@@ -1,0 +1,261 @@
+"""Turn published tables of kernels' rates into the `rates` of a cluster file.
+
+    python tools/import_rates.py kernels.json --base b200-180g -o b200-180g.toml
+
+The tables are those of SimuMax's system files (MooreThreads/SimuMax, configs/system) as JSON:
+`operations` of matmul, group_matmul, sdp_fwd and sdp_bwd, `memory` and `networks`. The cluster file
+is the base's text up to its first table of rates, and then the imported ones.
+
+What the fields mean, by how SimuMax computes with them (simumax/core/config.py):
+
+* Layouts: TN is forward (m tokens, k in, n out), NN the input's gradient (m tokens, k out, n in),
+  NT the weights' gradient (m out, k tokens, n in), added to what is there in `out_dtype`. Groups
+  have M rows each, K in and N out in all three stages.
+* Shares of attention count the full square, 2 products in forward and 5 in backward.
+* A collective takes its latency, a fixed one where given (by ranks, where given so), and bytes x
+  scale x (ranks + offset) / ranks over gbps x efficient_factor. That is what a rank sends, so that
+  gbps x efficient_factor, in GiB/s, is the rate of bytes sent. A line that is faster than the
+  base's link is left out, as is what has no factor of its own: it was not measured.
+* A copy takes its latency, and bytes over gbps x efficient_factor.
+
+Shapes that were measured several times are given once, with the mean of their times.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from omnibal.config import cluster_file, load_cluster, precision_rates_toml
+from omnibal.errors import UserError
+from omnibal.files import atomic, complaint, read_text
+from omnibal.outputs import check_files
+from omnibal.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.rates import (
+    AttentionTime,
+    CollectiveKind,
+    CollectiveTime,
+    CopyKind,
+    CopyTime,
+    GroupedTime,
+    Pass,
+    ProductTime,
+    Rates,
+)
+
+_Kernel = TypeVar("_Kernel", ProductTime, GroupedTime, AttentionTime)
+
+_GIB_IN_GB = 2**30 / 1e9
+_RANKS = (2, 4, 8)
+_STAGES: dict[str, Pass] = {
+    "fwd": "forward",
+    "bwd_grad_act": "input_gradient",
+    "bwd_grad_w": "weight_gradient",
+}
+_COLLECTIVES: dict[str, CollectiveKind] = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all2all": "all_to_all",
+    "p2p": "send",
+}
+_COPIES: dict[str, CopyKind] = {
+    "default": "plain",
+    "permute_fwd": "permute",
+    "permute_bwd": "permute_backward",
+    "ce": "cross_entropy",
+    "ce_fusion": "fused_cross_entropy",
+}
+
+
+def imported(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
+    """Read tables as rates in bf16.
+
+    Args:
+        link_gb_per_s: rate of a device's link within a node, that no collective exceeds.
+        kernels_only: leave out copies and collectives, as of another memory and other links.
+    """
+    operations = tables["operations"]
+    attention = [
+        _attention(row, "forward" if name == "sdp_fwd" else "backward")
+        for name in ("sdp_fwd", "sdp_bwd")
+        for row in operations[name]["measured"]
+    ]
+    [tflops] = {float(one["peak_tflops"]) for one in operations.values()}
+    return Rates(
+        device=tables["device"].split(",")[0],
+        tflops=tflops,
+        products=_once(_product(row) for row in operations["matmul"]["measured"]),
+        grouped=_once(_grouped(row) for row in operations["group_matmul"]["measured"]),
+        attention=_once(attention),
+        collectives=() if kernels_only else tuple(_collectives(tables["networks"], link_gb_per_s)),
+        copies=()
+        if kernels_only
+        else tuple(
+            CopyTime(kind=kind, latency_us=one["latency_us"], gb_per_s=_gb_per_s(one, one))
+            for name, kind in _COPIES.items()
+            if (one := tables["memory"].get(name))
+        ),
+    )
+
+
+def _product(row: dict[str, Any]) -> ProductTime:
+    m, k, n = row["m"], row["k"], row["n"]
+    share, gradient = _digits(row["share"]), row["out_dtype"]
+    match row["layout"]:
+        case "TN":
+            return ProductTime(rows=m, inner=k, outer=n, share=share)
+        case "NN":
+            return ProductTime(of="input_gradient", rows=m, inner=n, outer=k, share=share)
+        case _:
+            return ProductTime(
+                of="weight_gradient", gradient=gradient, rows=k, inner=n, outer=m, share=share
+            )
+
+
+def _grouped(row: dict[str, Any]) -> GroupedTime:
+    of = _STAGES[row["stage"]]
+    return GroupedTime(
+        of=of,
+        gradient=row["main_grad_dtype"] if of == "weight_gradient" else "fp32",
+        groups=row["ng"],
+        rows=row["M"],
+        inner=row["K"],
+        outer=row["N"],
+        share=_digits(row["share"]),
+    )
+
+
+def _attention(row: dict[str, Any], of: Any) -> AttentionTime:
+    return AttentionTime(
+        of=of,
+        tokens=row["seq_len"],
+        heads=row["head_num"],
+        kv_heads=row["kv_head_num"],
+        head_size=row["qk_head_dim"],
+        value_size=row["v_head_dim"],
+        packed=not row["qkv_contiguous"],
+        share=_digits(row["share"]),
+    )
+
+
+def _once(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
+    """Measurements with the mean of the times of those that are of one shape."""
+    shapes: dict[_Kernel, list[float]] = {}
+    for one in given:
+        assert one.share is not None
+        shapes.setdefault(one.model_copy(update={"share": None}), []).append(one.share)
+    return tuple(
+        shape.model_copy(update={"share": _harmonic_mean(shares)})
+        for shape, shares in shapes.items()
+    )
+
+
+def _harmonic_mean(shares: Sequence[float]) -> float:
+    return _digits(len(shares) / sum(1 / share for share in shares))
+
+
+def _digits(share: float) -> float:
+    return float(f"{share:.4g}")
+
+
+def _collectives(networks: dict[str, Any], link_gb_per_s: float) -> Iterator[CollectiveTime]:
+    links = networks.get("high_intra_node", {"op": {}, "bandwidth": {}})
+    for name, kind in _COLLECTIVES.items():
+        line = links["op"].get(name, {})
+        if "efficient_factor" not in line:
+            continue
+        gb_per_s = _gb_per_s(links["bandwidth"], line)
+        if gb_per_s > link_gb_per_s:
+            print(
+                f"{kind} is left out: {gb_per_s:.0f} GB/s is more than its link's "
+                f"{link_gb_per_s:.0f}"
+            )
+            continue
+        by_ranks = line.get("fixed_latency_us_by_comm_num", {})
+        for ranks in (2,) if kind == "send" else _RANKS:
+            fixed_us = by_ranks.get(str(ranks), line.get("fixed_latency_us", 0.0))
+            yield CollectiveTime(
+                kind=kind,
+                ranks=ranks,
+                latency_us=round(line["latency_us"] + fixed_us, 2),
+                gb_per_s=gb_per_s,
+            )
+
+
+def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
+    return _digits(bandwidth["gbps"] * line["efficient_factor"] * _GIB_IN_GB)
+
+
+def cluster_text(base: str, rates: Rates, source: str) -> str:
+    """Text of a cluster file: the base's without its tables of rates, and these in their place."""
+    lines = base.splitlines()
+    starts = [n for n, line in enumerate(lines) if line.startswith("[rates")] or [len(lines)]
+    while starts[0] and (not lines[starts[0] - 1] or lines[starts[0] - 1].startswith("#")):
+        starts[0] -= 1
+    note = f"# Measured, by {source}; imported by tools/import_rates.py."
+    return "\n".join([*lines[: starts[0]], "", note, precision_rates_toml("bf16", rates)])
+
+
+def _read(path: Path) -> dict[str, Any]:
+    remedy = "give tables of SimuMax's system files, as JSON"
+    try:
+        tables = json.loads(read_text(path, remedy))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON: {error}; {remedy}") from error
+    if not isinstance(tables, dict) or not {"source", "device", "operations"} <= set(tables):
+        raise UserError(f"{path}: has no source, device and operations; {remedy}")
+    return tables
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the cluster file; returns the exit status."""
+    with one_line_errors():
+        _run(sys.argv[1:] if arguments is None else list(arguments))
+    return 0
+
+
+def _run(arguments: list[str]) -> None:
+    check_arguments(arguments)
+    parser = ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("tables", type=Path, help="JSON file to read")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="TOML file to write")
+    parser.add_argument(
+        "--base", required=True, help="preset or cluster file that gives all that is no table"
+    )
+    parser.add_argument(
+        "--kernels-only",
+        action="store_true",
+        help="leave out copies and collectives, where memory and links are not the base's",
+    )
+    options = parser.parse_args(arguments)
+    check_files({"--output": options.output}, [options.tables])
+    base, tables = load_cluster(options.base), _read(options.tables)
+    try:
+        rates = imported(tables, base.intra_node_gb_per_s, kernels_only=options.kernels_only)
+    except (KeyError, TypeError, ValueError) as error:
+        told = error
+        message = (
+            complaint(told.errors()[0])
+            if isinstance(told, ValidationError)
+            else f"{type(told).__name__} {told}"
+        )
+        raise UserError(
+            f"{options.tables}: {message}; compare with SimuMax's system files"
+        ) from error
+    text = cluster_text(
+        cluster_file(options.base).read_text(encoding="utf-8"), rates, tables["source"]
+    )
+    with atomic(options.output) as written:
+        written.write_text(text, encoding="utf-8")
+    print(
+        f"{options.output}: {len(rates.products)} products, {len(rates.grouped)} grouped, "
+        f"{len(rates.attention)} of attention, {len(rates.collectives)} collectives"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
