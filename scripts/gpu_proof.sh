@@ -13,9 +13,18 @@ if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
     packages=
     if [[ -n ${WHEELS:-} ]]; then
         packages=$PWD/work/gpu_proof_packages
+        wheels=("$WHEELS"/*.whl)
+        # Its torch and its Triton go with the numpy that is there.
+        if "$python" -c 'import sys, numpy; sys.exit(numpy.__version__ < "2")' 2>/dev/null; then
+            for at in "${!wheels[@]}"; do
+                if [[ ${wheels[at]##*/} == numpy-* ]]; then
+                    unset "wheels[at]"
+                fi
+            done
+        fi
         # Without their dependencies: the machine's own torch must stay.
         "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$packages" \
-            "$WHEELS"/*.whl
+            "${wheels[@]}"
     fi
     export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}"
 else

@@ -161,7 +161,7 @@ def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:
         return []
     said = (
         f"step {step + 1:,} of {len(at_work):,} takes what is over, {at_work[step]:,} packs for "
-        f"{ranks:,} ranks: {idle:,} of them have none, and wait; --micro-batches 2 avoids that"
+        f"{ranks:,} ranks: {idle:,} of them without any; --micro-batches 2 avoids that"
     )
     return [said]
 

@@ -140,7 +140,7 @@ def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks)
     error, packs = capsys.readouterr().err, read_packs(made)
     of_steps = [set(packs.dp_rank[packs.step == step]) for step in range(packs.step[-1] + 1)]
     idle = ranks - min(map(len, of_steps))
-    said = re.findall(r"for \d+ ranks: (\d+) of them have none", error)
+    said = re.findall(r"for \d+ ranks: (\d+) of them without any", error)
     assert said == ([str(idle)] if idle else [])
     # What is over is a step of its own from half of one.
     assert idle == (-len(packs) % ranks if len(packs) % ranks >= ranks / 2 else 0)

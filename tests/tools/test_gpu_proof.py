@@ -182,3 +182,26 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path: Path, monkeypat
         files.job, cluster=files.plan.cluster.model_copy(update={"intra_node_gb_per_s": 1e-3})
     )
     assert parts.predicted_ms(files, slow, measured) == pytest.approx(stage["predicted_ms"])
+
+
+@pytest.mark.parametrize("has_numpy", [True, False])
+def test_the_numpy_of_a_python_stays(tmp_path: Path, has_numpy: bool):
+    """Prevents: a newer numpy in front of the one that goes with the machine's Triton."""
+    script, wheels, log = tmp_path / "scripts" / "gpu_proof.sh", tmp_path / "w", tmp_path / "log"
+    script.parent.mkdir()
+    wheels.mkdir()
+    shutil.copy(REPOSITORY / "scripts" / "gpu_proof.sh", script)
+    for name in ("numpy-2.4.6-cp312.whl", "scipy-1.17.1-cp312.whl"):
+        (wheels / name).touch()
+    python = program(
+        tmp_path,
+        f"""#!/usr/bin/env bash
+[[ $2 == *numpy* ]] && exit {int(not has_numpy)}
+echo "$*" >> "{log}"
+""",
+    )
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "WHEELS": str(wheels)}
+    subprocess.run([script, tmp_path / "out"], env=environment, check=True)
+    installed = next(line for line in log.read_text().splitlines() if "pip install" in line)
+    assert "/scipy-1" in installed and ("/numpy-2" in installed) != has_numpy

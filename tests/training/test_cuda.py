@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cuda_checks import losses_on_one_pack, real_size_plan
+from import_path import REPOSITORY, import_path
 from ranks import run_ranks
 from test_kernels import NAMES as KERNEL_CHECKS
 from toy import stages_of, toy_model, toy_plan
@@ -15,7 +16,6 @@ from toy import stages_of, toy_model, toy_plan
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.config import load_model
 
-REPOSITORY = Path(__file__).parents[2]
 CHECKS = Path(__file__).parent / "cuda_checks.py"
 
 
@@ -43,7 +43,7 @@ def has_device() -> bool:
 def test_on_device(check, tmp_path):
     """Prevents: code that is only right on a CPU. See each check in cuda_checks.py."""
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    environment["PYTHONPATH"] = str(REPOSITORY)
+    environment["PYTHONPATH"] = import_path()
     result = subprocess.run(
         [sys.executable, str(CHECKS), check, str(tmp_path)],
         cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=600,
@@ -58,10 +58,23 @@ def test_kernels_on_device(check):
     environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
     result = subprocess.run(
         [sys.executable, str(CHECKS.with_name("kernel_checks.py")), "cuda", check],
-        cwd=REPOSITORY, env={**environment, "PYTHONPATH": str(REPOSITORY)}, text=True,
+        cwd=REPOSITORY, env={**environment, "PYTHONPATH": import_path()}, text=True,
         capture_output=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_programs_import_what_the_tests_do(monkeypatch):
+    """Prevents: checks without Megatron-core where it lies in a folder beside the Python's own."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", "more"]))
+    assert import_path(Path("fake")).split(os.pathsep) == [
+        str(REPOSITORY),
+        "fake",
+        "packages",
+        "more",
+    ]
+    monkeypatch.delenv("PYTHONPATH")
+    assert import_path() == str(REPOSITORY)
 
 
 def learn_on_a_cpu(links, plan):

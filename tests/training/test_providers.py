@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 from commands import launcher
+from import_path import REPOSITORY, import_path
 
 from megatron.vlm.installed import import_failure
 from megatron.vlm.model.providers import check_provider
 from omnibal.errors import UserError
 
-REPOSITORY, HERE = Path(__file__).parents[2], Path(__file__).parent
+HERE = Path(__file__).parent
 
 
 def test_both_providers_make_the_same_model():
     """Prevents: parameters of other names, shapes or divisions, checkpoints that one provider
     writes and the other cannot load, and arguments that Transformer Engine does not take."""
-    path = os.pathsep.join(map(str, (REPOSITORY, HERE / "fake_te")))
+    path = import_path(HERE / "fake_te")
     result = subprocess.run(
         [sys.executable, "-W", "ignore", str(HERE / "provider_checks.py")],
         cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True,
@@ -62,7 +63,7 @@ def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text('raise OSError("libcudnn.so.9: not found\\nat all")')
-    path = os.pathsep.join(map(str, (REPOSITORY, tmp_path)))
+    path = import_path(tmp_path)
     ended = subprocess.run(
         [sys.executable, "pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run"],
         cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True,
