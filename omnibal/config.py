@@ -356,6 +356,18 @@ class ScaledRates(Frozen):
     attention: Rate = 1.0
 
 
+class Accuracy(Frozen):
+    """How far predictions of published steps are off, of those that calibrated nothing."""
+
+    steps: Count
+    median: Annotated[float, Field(ge=0, le=10)]
+    """Of predicted over measured time, less 1, whatever its sign."""
+    largest: Annotated[float, Field(ge=0, le=10)]
+
+    def __str__(self) -> str:
+        return f"{self.median:.1%} median, {self.largest:.1%} largest of {self.steps}"
+
+
 class ClusterConfig(Frozen):
     """Devices and links that the analytic cost model counts with; bandwidths are per device."""
 
@@ -395,6 +407,11 @@ class ClusterConfig(Frozen):
     rates: dict[Precision, Rates] = Field(
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
+    )
+    accuracy: dict[Precision, Accuracy] = Field(
+        default={},
+        exclude_if=lambda accuracy: not accuracy,
+        description="error of predicted beside published steps, by precision; left out: not known",
     )
     rates_of: ScaledRates | None = Field(
         default=None,

@@ -139,8 +139,16 @@ def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
         "usable_gib": verdict.launched.job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
+        "accuracy": _accuracy_result(verdict),
         "notes": list(verdict.launched.notes),
     }
+
+
+def _accuracy_result(verdict: "Verdict") -> dict[str, Any] | None:
+    """How far published steps are predicted off on such devices; None where none are known."""
+    job = verdict.launched.job
+    accuracy = job.cluster.accuracy.get(job.precision)
+    return None if accuracy is None else accuracy.model_dump()
 
 
 def _better_result(verdict: "Verdict") -> dict[str, Any] | None:
@@ -191,6 +199,10 @@ def _facts(verdict: "Verdict") -> Facts:
         per_second = prediction.samples_per_second_per_gpu * sizes.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))
     entries.append(("costs from", prediction.cost_source))
+    job = launched.job
+    accuracy = job.cluster.accuracy.get(job.precision)
+    said = "not known" if accuracy is None else str(accuracy)
+    entries.append(("error of published steps", said))
     return Facts("Prediction", entries)
 
 

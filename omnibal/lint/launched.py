@@ -6,7 +6,7 @@ What of a line this project's costs do not have is said in a note, and what stan
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from omnibal.config import ClusterConfig, ModelConfig
+from omnibal.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -83,7 +83,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     assert line.launch.sequence_length is not None
     parallel, expert_notes = _parallel(line, model)
     job = JobSpec(
-        model=_trained_model(line, model),
+        model=_trained_model(line, model, samples),
         cluster=cluster,
         parallel=parallel,
         precision="bf16",
@@ -178,16 +178,19 @@ def _check_predictable(line: Line) -> None:
         raise UserError(f"the line does not say {missing[0]}; give it")
 
 
-def _trained_model(line: Line, model: ModelConfig) -> ModelConfig:
-    """The model with the layers of multi-token prediction that the line trains.
+def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelConfig:
+    """The model with the layers of multi-token prediction that the line trains, and its routing.
 
-    A Bridge recipe has the released model's where it says nothing; others then have none.
+    A Bridge recipe has the released model's where it says nothing; others then have none. Made-up
+    samples are routed evenly, as are all where experts' inputs are padded to their capacity.
     """
     layers = line.launch.prediction_layers
     if layers is None:
         is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
         layers = model.language.prediction_layers if is_bridge else 0
-    return model.with_tower(LANGUAGE, prediction_layers=layers)
+    model = model.with_tower(LANGUAGE, prediction_layers=layers)
+    is_even = samples.lengths is None or line.on("moe-pad-expert-input-to-capacity")
+    return with_imbalance(model, 1.0) if is_even else model
 
 
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:

@@ -63,7 +63,8 @@ class Measured:
         if row["ep"] > 1:
             line += (
                 f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size 1 "
-                "--moe-grouped-gemm --moe-token-dispatcher-type alltoall"
+                "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion "
+                "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
             )
         if row["chunks"] > 1:
             line += f" --num-virtual-stages-per-pipeline-rank {row['chunks']}"

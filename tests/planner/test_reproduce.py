@@ -11,6 +11,7 @@ REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
 import hbp_system as hbp  # noqa: E402
 import launch_lines  # noqa: E402
+import measured_gpus  # noqa: E402
 import orch  # noqa: E402
 import orch_plan  # noqa: E402
 import paper  # noqa: E402
@@ -42,6 +43,25 @@ def test_the_share_of_the_published_system_is_the_calibrated_one():
         predicted[0] / predicted.sum(), measured[0] / measured.sum(), atol=0.002
     )
     np.testing.assert_allclose(predicted / predicted.sum(), measured / measured.sum(), atol=0.012)
+
+
+def test_published_steps_are_predicted_as_the_presets_say():
+    """Prevents a term that moves what was predicted well away from what GPUs took, and presets
+    that state another error than theirs."""
+    rows = measured_gpus.compared()
+    kinds = {(one.row["device"], one.row["precision"]) for one in rows}
+    for device, precision in sorted(kinds):
+        chosen = [
+            abs(one.error)
+            for one in rows
+            if (one.row["device"], one.row["precision"]) == (device, precision)
+            and not one.calibrates
+        ]
+        stated = load_cluster(measured_gpus.CLUSTERS[device]).accuracy[precision]
+        assert stated.steps == len(chosen)
+        assert stated.median == pytest.approx(np.median(chosen), abs=6e-4)
+        assert stated.largest == pytest.approx(max(chosen), abs=6e-4)
+        assert stated.median <= 0.05 and stated.largest <= 0.12
 
 
 def test_ablation(data: paper.Data):
