@@ -42,11 +42,12 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.attention_rates import AttentionPass, attention_times
+from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
     GRADIENT_BYTES,
@@ -62,7 +63,7 @@ from omnibal.cost.image_counts import (
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
-from omnibal.cost.shaped_rates import Line, product_times, ring_line, send_line
+from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
 from omnibal.parallel import Parallel
 from omnibal.rates import Pass, Rates
 from omnibal.units import (
@@ -235,12 +236,13 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
     rates = cluster.rates.get(precision)
     ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
     experts = _expert_line(cluster, parallel.expert, precision)
+    products, grouped, attention = _times_of(rates) if rates else (None, None, None)
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
-        product_times=product_times(rates.products, rates.tflops) if rates else None,
-        grouped_times=product_times(rates.grouped, rates.tflops) if rates else None,
-        attention_times=attention_times(rates.attention, rates.tflops) if rates else None,
+        product_times=products,
+        grouped_times=grouped,
+        attention_times=attention,
         bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
@@ -253,6 +255,20 @@ def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) ->
         element_bytes=ELEMENT_BYTES[precision],
         expert=parallel.expert,
     )
+
+
+@lru_cache(maxsize=64)
+def _times_of(
+    rates: Rates,
+) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
+    """Times of products, grouped products and attention; None of which nothing was measured. A
+    table is fitted once."""
+    products, grouped = (
+        ProductTimes.of(measured, rates.tflops) if measured else None
+        for measured in (rates.products, rates.grouped)
+    )
+    attention = rates.attention
+    return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
 
 
 def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Line:
