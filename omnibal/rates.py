@@ -8,6 +8,7 @@ what is left out was not measured. `omnibal.cost.shaped_rates`, `omnibal.cost.sc
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -207,6 +208,14 @@ class Rates(Frozen):
     attention: tuple[AttentionTime, ...] = Field(default=(), exclude_if=lambda given: not given)
     collectives: tuple[CollectiveTime, ...] = ()
     copies: tuple[CopyTime, ...] = ()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Once: what is fitted to a table is looked up for every cost model.
+        return hash((self.device, self.products, self.grouped, self.attention))
 
     def of_peak(
         self, own_tflops: float, tflops: float, *, products: float, grouped: float, attention: float

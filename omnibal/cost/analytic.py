@@ -42,12 +42,13 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.adapters import with_adapters
-from omnibal.cost.attention_rates import AttentionPass, attention_times
+from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
     Counts,
@@ -71,7 +72,7 @@ from omnibal.cost.links import (
     stage_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
-from omnibal.cost.shaped_rates import product_times
+from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.parallel import Parallel
 from omnibal.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.runtime import OWN, RuntimeOptions
@@ -273,12 +274,13 @@ def _device(
     ring = pass_line(cluster, Group(parallel.tensor), precision)
     experts = all_to_all_line(cluster, Group(parallel.expert), precision)
     to_others = (parallel.expert - 1) / parallel.expert
+    products, grouped, attention = _times_of(rates) if rates else (None, None, None)
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
-        product_times=product_times(rates.products, rates.tflops) if rates else None,
-        grouped_times=product_times(rates.grouped, rates.tflops) if rates else None,
-        attention_times=attention_times(rates.attention, rates.tflops) if rates else None,
+        product_times=products,
+        grouped_times=grouped,
+        attention_times=attention,
         bytes_per_ms=copies.moved_bytes_per_ms,
         streamed_bytes_per_ms=copies.streamed_bytes_per_ms,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
@@ -297,6 +299,20 @@ def _device(
         fused_routing=runtime.fused_routing,
         expert=parallel.expert,
     )
+
+
+@lru_cache(maxsize=64)
+def _times_of(
+    rates: Rates,
+) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
+    """Times of products, grouped products and attention; None of which nothing was measured. A
+    table is fitted once."""
+    products, grouped = (
+        ProductTimes.of(measured, rates.tflops) if measured else None
+        for measured in (rates.products, rates.grouped)
+    )
+    attention = rates.attention
+    return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
 
 
 def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:

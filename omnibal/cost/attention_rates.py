@@ -11,7 +11,6 @@ Sizes that were not measured take those of the nearest, and as many operations a
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, Self
 
 import numpy as np
@@ -69,14 +68,6 @@ class AttentionTimes:
             ),
         )
         return self.lines[nearest]
-
-
-@lru_cache(maxsize=64)
-def attention_times(
-    measured: tuple[AttentionTime, ...], tflops: float | None
-) -> AttentionTimes | None:
-    """Times by a table of measurements; None without any. A table is fitted once."""
-    return AttentionTimes.of(measured, tflops) if measured else None
 
 
 def _fitted(points: Sequence[tuple[float, float]]) -> Line:

@@ -30,7 +30,7 @@ _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_
 """Passes round a ring; in each a rank sends every share of the tensor but one."""
 _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
 """Sizes at which a collective that is given as a line counts beside measured ones."""
-_ROWS = np.geomspace(512, 131_072, 17)
+_ROWS = np.geomspace(512, 131_072, 9)
 """Rows of micro-batches, over which a line is fitted."""
 
 
@@ -112,12 +112,6 @@ class ProductTimes:
     def line(self, of: Pass, inner: float, outer: float, groups: int = 1) -> Line:
         """Time of a pass of a layer by rows of its input, which `groups` share evenly."""
         return _line(self, of, inner, outer, groups)
-
-
-@lru_cache(maxsize=64)
-def product_times(measured: tuple[ProductTime, ...], tflops: float | None) -> ProductTimes | None:
-    """Times by a table of measurements; None without any. A table is fitted once."""
-    return ProductTimes.of(measured, tflops) if measured else None
 
 
 @lru_cache(maxsize=4096)

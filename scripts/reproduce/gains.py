@@ -1,6 +1,6 @@
 """What the joint search gains over BMP with the paper's recomputation, at 40 and 80 GB.
 
-    python scripts/reproduce/gains.py [--samples 60000] [--cluster a100-80g]
+    python scripts/reproduce/gains.py [--samples 60000] [--cluster mine.toml]
 
 Simulated, on ISF's packs for both and on costs that are calibrated on one published figure
 (`calibration.py`). Where BMP with recomputation from the front does not fit, nothing can be gained.

@@ -44,7 +44,7 @@ SAMPLES_PER_EPOCH = 1_267_819
 SAMPLES_PER_BATCH = 4
 """Of a micro-batch that is not packed."""
 MICRO_BATCHES_PER_STEP = 128
-CLUSTER = "a100-80g"
+CLUSTER = str(Path(__file__).with_name("a100.toml"))
 UNFUSED_MEMORY_EFFICIENCY = 0.141
 """Share of the memory's rate at which the published system would move what this project's fused
 kernels move: the one constant that is calibrated on a published figure (`calibration.py`)."""

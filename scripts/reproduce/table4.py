@@ -1,6 +1,6 @@
 """Table 4: what partition methods balance and send, on 6B + 20B.
 
-    python scripts/reproduce/table4.py [--samples 60000] [--cluster a100-80g]
+    python scripts/reproduce/table4.py [--samples 60000] [--cluster mine.toml]
 
 Communication is exact arithmetic on the caps (9 tiles, 4,096 tokens); spreads are over stages, of
 parameters of the whole tensor-parallel group; GPU days are simulated on ISF's packs with full

@@ -1,6 +1,6 @@
 """Table 5: memory that is left on every stage of 6B + 20B, with everything recomputed and without.
 
-    python scripts/reproduce/table5.py [--samples 60000] [--cluster a100-80g]
+    python scripts/reproduce/table5.py [--samples 60000] [--cluster mine.toml]
 
 Table 9 lists the job with tensor size 2 and data size 4. This prints the memory of the paper's own
 split under that and under the released configuration's tensor 4, each with the optimizer's state

@@ -1,6 +1,6 @@
 """Table 7: what balancing data, model and memory gains, one after the other, on 6B + 20B.
 
-    python scripts/reproduce/table7.py [--samples 60000] [--cluster a100-80g]
+    python scripts/reproduce/table7.py [--samples 60000] [--cluster mine.toml]
 
 Simulated, on costs that are calibrated on another figure (`calibration.py`). "none" is random data,
 the parameter partition and full recomputation; then ISF, BMP and recomputation from the front of

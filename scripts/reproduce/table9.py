@@ -1,6 +1,6 @@
 """Table 9: five models, their stages and recomputed layers, and what balancing gains on each.
 
-    python scripts/reproduce/table9.py [--samples 60000] [--cluster a100-80g]
+    python scripts/reproduce/table9.py [--samples 60000] [--cluster mine.toml]
 
 Simulated, on costs that are calibrated on another figure (`calibration.py`). The baseline is random
 data, the parameter partition and full recomputation. "paper" in the second table is the paper's own

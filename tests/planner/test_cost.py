@@ -17,7 +17,7 @@ from omnibal.units import unit_kinds, unit_names
 pytestmark = pytest.mark.quick
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
-CLUSTER = load_cluster("a100-80g")
+CLUSTER = load_cluster("a100-80g").model_copy(update={"rates": {}})
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])
 
 

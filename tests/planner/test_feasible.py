@@ -225,10 +225,13 @@ def test_a_larger_device_needs_its_own_memory():
         data=MockData(caps=Caps.of(tiles=4, tokens=2048), micro_batches_per_step=4),
     )
     told = [text for text, _ in feasible._roomier(planned)]
-    assert told[-1] == "--cluster h200-141g and no --memory-gib instead of a100-80g"
+    assert told[-2:] == [
+        f"--cluster {name} and no --memory-gib instead of a100-80g"
+        for name in ("h200-141g", "b200-180g")
+    ]
     whole = replace(planned, job=replace(planned.job, cluster=load_cluster("a100-80g")))
     assert [text for text, _ in feasible._roomier(whole)] == [
-        "--cluster h200-141g instead of a100-80g"
+        f"--cluster {name} instead of a100-80g" for name in ("h200-141g", "b200-180g")
     ]
 
 

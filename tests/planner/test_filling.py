@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 JOB = JobSpec(
     model=load_model("llama3.1-8b"),
-    cluster=load_cluster("a100-80g"),
+    cluster=load_cluster("a100-80g").model_copy(update={"rates": {}}),
     parallel=Parallel(pipeline=1, data=8),
     precision="bf16",
 )

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from omnibal.config import ClusterConfig, cluster_toml, load_cluster
-from omnibal.cost.attention_rates import attention_times
+from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import (
     ProductTimes,
     exchange_line,
-    product_times,
     ring_line,
     send_line,
 )
@@ -120,7 +119,7 @@ def test_products_are_predicted_from_the_others():
 
 def test_measured_products_are_as_measured():
     """Prevents: smoothing over what is known."""
-    times = product_times(RATES.products, RATES.tflops)
+    times = ProductTimes.of(RATES.products, RATES.tflops)
     for one in RATES.products[::7]:
         if one.gradient == "fp32":
             [found_ms] = times.ms(one.of, one.rows, one.inner, one.outer)
@@ -129,7 +128,7 @@ def test_measured_products_are_as_measured():
 
 def test_no_product_is_faster_than_its_neighbours():
     """Prevents: rates beyond what was measured, which a search would settle on."""
-    times = product_times(RATES.products, RATES.tflops)
+    times = ProductTimes.of(RATES.products, RATES.tflops)
     best = max(one.share for one in RATES.products if one.share)
     shapes = np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(2e5), (300, 3)))
     for of in ("forward", "input_gradient", "weight_gradient"):
@@ -141,7 +140,7 @@ def test_no_product_is_faster_than_its_neighbours():
 @pytest.mark.parametrize("of", ["forward", "input_gradient", "weight_gradient"])
 def test_lines_are_near_products_of_usual_rows(sizes, of):
     """Prevents: a fit over all rows that is off where micro-batches are."""
-    times: ProductTimes = product_times(RATES.products, RATES.tflops)
+    times = ProductTimes.of(RATES.products, RATES.tflops)
     # No row of them was measured: a single kernel may be off by what kernels scatter.
     line, rows = times.line(of, *sizes), np.geomspace(1000, 32000, 12)
     errors = np.abs((line.fixed_ms + rows * line.each_ms) / times.ms(of, rows, *sizes) - 1)
@@ -151,7 +150,7 @@ def test_lines_are_near_products_of_usual_rows(sizes, of):
 @pytest.mark.parametrize("of", ["forward", "backward"])
 def test_attention_is_near_what_was_measured(of):
     """Prevents: short samples at the rate of long ones, and few heads at that of many."""
-    times = attention_times(RATES.attention, RATES.tflops)
+    times = AttentionTimes.of(RATES.attention, RATES.tflops)
     errors = []
     for one in RATES.attention:
         if one.of != of:
@@ -168,7 +167,7 @@ def test_attention_is_near_what_was_measured(of):
 def test_attention_of_one_length_is_no_line_of_tokens():
     """Prevents: attention that grows with tokens alone where one length was measured."""
     measured = tuple(one for one in RATES.attention if one.tokens == 4096)
-    line = attention_times(measured, 2250.0).line("forward", 256, causal=True)
+    line = AttentionTimes.of(measured, 2250.0).line("forward", 256, causal=True)
     of_long = 2 * 16 * 256 * (32768**2 / 2 + 64 * 32768) * line.each_ms
     [true] = [one for one in RATES.attention if (one.tokens, one.heads) == (32768, 16)][:1]
     assert of_long == pytest.approx(true.time_ms(2250), rel=0.25)
