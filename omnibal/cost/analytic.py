@@ -56,12 +56,14 @@ from omnibal.cost.counts import (
     Product,
 )
 from omnibal.cost.encoder_kinds import counts_of_kind
+from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
 from omnibal.cost.image_counts import (
     deepstack_bytes,
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
 from omnibal.units import (
@@ -74,8 +76,9 @@ from omnibal.units import (
     unit_names,
 )
 
-OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
-"""Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
+OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
+"""Adam's two moments, and beside weights of bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section
+3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
 _TILE_ROWS = 128
@@ -109,6 +112,7 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     distributed_optimizer: bool = True,
+    fp8: Fp8 = TRAINED_FP8,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -116,12 +120,17 @@ def analytic_cost(
         frozen: parts that are not trained.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
+        fp8: how products are in FP8, where `precision` is.
+
+    Raises:
+        UserError: the cluster has no rate in this precision, or FP8 cannot multiply a size.
     """
     element_bytes = ELEMENT_BYTES[precision]
     shards = parallel.data if distributed_optimizer else 1
     state_bytes = element_bytes + GRADIENT_BYTES + OPTIMIZER_BYTES[precision]
-    device = _device(cluster, parallel, precision)
+    device = _device(cluster, parallel, precision, fp8)
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
+    weight_cast_ms = weight_cast_bytes(device) / device.bytes_per_ms
     send = _send_line(cluster, parallel, precision)
     exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
     units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
@@ -137,16 +146,19 @@ def analytic_cost(
         optimizer_bytes_per_parameter=OPTIMIZER_BYTES[precision] / shards,
         optimizer_ms_fixed=0.0,
         # Weight, gradient and state are read and written once, each rank its own share.
-        optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards,
+        optimizer_ms_per_parameter=2 * state_bytes / streamed_bytes_per_ms / shards
+        + weight_cast_ms,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
         gradient_reduction_ms_per_parameter=exchange_ms_per_byte
         * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
         weight_gather_ms_per_parameter=exchange_ms_per_byte
-        * (element_bytes if distributed_optimizer else 0),
+        * (_gathered_bytes(precision, fp8) if distributed_optimizer else 0),
         bucket_parameters=parallel.bucket_parameters if distributed_optimizer else math.inf,
-        expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
+        expert_rates=_expert_rates(
+            cluster, parallel, precision, device, distributed_optimizer, fp8
+        ),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
     )
@@ -158,6 +170,7 @@ def _expert_rates(
     precision: Precision,
     device: Device,
     distributed_optimizer: bool,
+    fp8: Fp8,
 ) -> ExpertRates:
     """What a trained parameter of an expert costs; as that of others, over other ranks."""
     size, ranks = ELEMENT_BYTES[precision], parallel.expert_data
@@ -166,11 +179,20 @@ def _expert_rates(
     exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, ranks, precision)
     return ExpertRates(
         optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
-        optimizer_ms=2 * state_bytes / device.streamed_bytes_per_ms / shards,
+        optimizer_ms=2 * state_bytes / device.streamed_bytes_per_ms / shards
+        + weight_cast_bytes(device) / device.bytes_per_ms,
         gradient_reduction_ms=exchange_ms_per_byte
         * (GRADIENT_BYTES if distributed_optimizer else 2 * GRADIENT_BYTES),
-        weight_gather_ms=exchange_ms_per_byte * (size if distributed_optimizer else 0),
+        weight_gather_ms=exchange_ms_per_byte
+        * (_gathered_bytes(precision, fp8) if distributed_optimizer else 0),
     )
+
+
+def _gathered_bytes(precision: Precision, fp8: Fp8) -> int:
+    """Bytes of a parameter that data-parallel ranks gather once a step; where weights are in FP8
+    alone, embedding and head, which are not, count as the others."""
+    is_gathered_in_fp8 = precision == "fp8" and not fp8.keeps_bf16_weights
+    return 1 if is_gathered_in_fp8 else ELEMENT_BYTES[precision]
 
 
 def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]) -> np.ndarray:
@@ -203,9 +225,18 @@ def unit_flops(
     return flops
 
 
-def layer_products(model: ModelConfig, cluster: ClusterConfig, parallel: Parallel) -> list[Product]:
-    """Matrix products of the forward of every kind of unit but the head, on one device."""
-    device, features = _device(cluster, parallel, "bf16"), Features(names=feature_names(model))
+def layer_products(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision = "bf16",
+) -> list[Product]:
+    """Matrix products of the forward of every kind of unit but the head, on one device.
+
+    Raises:
+        UserError: FP8 cannot multiply a size.
+    """
+    device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
     counted = [
         _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
     ]
@@ -229,15 +260,20 @@ def kept_lines(
     }
 
 
-def _device(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Device:
+def _device(
+    cluster: ClusterConfig, parallel: Parallel, precision: Precision, fp8: Fp8 = TRAINED_FP8
+) -> Device:
     memory_bytes_per_ms = cluster.memory_gb_per_s * 1e6
-    rates = cluster.rates.get(precision)
+    in_fp8 = fp8_rates(cluster, fp8) if precision == "fp8" else None
+    rates = cluster.measured(precision)
+    precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
     ring = _ring_line(cluster, parallel.tensor, parallel.tensor, precision)
     experts = _expert_line(cluster, parallel.expert, precision)
     products = rates.products if rates else ()
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
+        fp8=in_fp8,
         product_times=ProductTimes.of(products) if products else None,
         bytes_per_ms=memory_bytes_per_ms * cluster.memory_efficiency,
         streamed_bytes_per_ms=_copied_bytes_per_ms(rates) or memory_bytes_per_ms,
@@ -279,7 +315,7 @@ def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
-    rates = cluster.rates.get(precision)
+    rates = cluster.measured(precision)
     return f"rates measured on {rates.device}" if rates else "no measured rates"
 
 
@@ -291,7 +327,7 @@ def _copied_bytes_per_ms(rates: Rates | None) -> float | None:
 
 def _send_line(cluster: ClusterConfig, parallel: Parallel, precision: Precision) -> Line:
     """Time of a send between stages and of a byte of it; measured ones are of one node."""
-    rates, ranks = cluster.rates.get(precision), parallel.world_size
+    rates, ranks = cluster.measured(precision), parallel.world_size
     measured = send_line(rates.collectives) if rates and ranks <= cluster.gpus_per_node else None
     latency_ms = cluster.link_latency_us / 1e3
     return measured or Line(fixed_ms=latency_ms, each_ms=_link_ms_per_byte(cluster, ranks))
@@ -343,7 +379,7 @@ def context_line(cluster: ClusterConfig, context: int, tensor: int, precision: P
 def _measured_ring(
     cluster: ClusterConfig, ranks: int, consecutive_ranks: int, precision: Precision
 ) -> Line | None:
-    rates, within_node = cluster.rates.get(precision), consecutive_ranks <= cluster.gpus_per_node
+    rates, within_node = cluster.measured(precision), consecutive_ranks <= cluster.gpus_per_node
     return ring_line(rates.collectives, ranks) if rates and within_node else None
 
 
@@ -476,6 +512,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
         expert_parameters=counts.expert_parameters,
+        weight_copy_bytes=weight_copy_bytes(device, counts.products),
     )
 
 
@@ -518,12 +555,15 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
     """Forward and backward of all matrix products, both [features]."""
     times, number = device.product_times, _backward_products(one)
     fp32 = [product for product in counts.products if product.is_fp32]
-    others = [product for product in counts.products if not product.is_fp32]
-    fp32_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
+    in_fp8 = [product for product in counts.products if product.is_fp8]
+    others = [one for one in counts.products if not (one.is_fp32 or one.is_fp8)]
+    own_ms = _computed_flops(fp32, counts.moved_bytes) / device.fp32_flops_per_ms
+    if device.fp8 is not None:
+        own_ms = own_ms + _computed_flops(in_fp8, counts.moved_bytes) / device.fp8.flops_per_ms
     if times is None:
-        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + fp32_ms
+        all_ms = _computed_flops(others, counts.moved_bytes) / device.flops_per_ms + own_ms
         return all_ms, number * all_ms
-    forward_ms, backward_ms = fp32_ms, number * fp32_ms
+    forward_ms, backward_ms = own_ms, number * own_ms
     for each in others:
         sizes = each.inner, each.outer
         forward_ms = forward_ms + _product_ms(each, times.forward(*sizes))
@@ -556,7 +596,8 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
     matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
     attention_ms = counts.attention_flops / device.flops_per_ms
-    moved_ms = counts.moved_bytes / device.bytes_per_ms
+    input_bytes, gradient_bytes = cast_bytes(device, counts.products, counts.moved_bytes)
+    moved_ms = (counts.moved_bytes + input_bytes) / device.bytes_per_ms
     collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.trained and not one.before_trained:
@@ -565,7 +606,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     backward_ms = (
         back_matmul_ms
         + _BACKWARD_OF_ATTENTION * attention_ms
-        + counts.back_moved_bytes / device.bytes_per_ms
+        + (counts.back_moved_bytes + gradient_bytes) / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)
         + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)
