@@ -1,8 +1,8 @@
 """Share of an H100's FP8 peak at which published FP8 steps take as much less than BF16 as noted.
 
-NVIDIA's performance summary of NeMo 25.02 (DGX H100, sequences of 8,192) notes the same jobs in
-BF16 and in FP8 with delayed scaling. One share for both jobs is fitted to the ratios of their
-steps; the rates of BF16 are the cluster's.
+NVIDIA/dgxc-benchmarking v25.02 (NeMo on Megatron-core, DGX H100, Llama 3.1, sequences of 8,192)
+notes the same jobs in BF16 and in FP8 with delayed scaling. One share for both jobs is fitted to
+the ratios of their steps; the rates of BF16 are the cluster's. Fit again when these change.
 """
 
 from dataclasses import dataclass

@@ -64,8 +64,7 @@ def compare(links, model, tensor):
 
 
 def trained(links, plan, losses):
-    """Losses of two steps of ragged packs, and of held-out ones after them, as the head gives them.
-    """
+    """Losses of two steps of ragged packs, and of the same packs after them."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=3, provider="te")
     batches = [toy_batch(plan.model, SAMPLES[:count], seed=count) for count in (3, 1)]
     for _ in range(2):

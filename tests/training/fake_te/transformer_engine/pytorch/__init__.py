@@ -52,7 +52,6 @@ class Linear(torch.nn.Module):
             return F.linear(inputs, self.weight), self.bias
         return F.linear(inputs, self.weight, self.bias)
 
-
     def _check_fp8(self, inputs, is_first_microbatch):
         """As the real one: sizes, and weights that are quantised in the first micro-batch alone,
         which later ones are multiplied with as they were."""
