@@ -144,14 +144,17 @@ def _inputs_in_fp8(
     """What a layer keeps, with the inputs of its linears as they keep them in FP8.
 
     Two linears of latent attention keep the first norm's output, each for itself. The router keeps
-    the second norm's in bf16. Attention keeps its output, of which the linear after it has a copy,
-    where no gate comes between.
+    the second norm's in bf16, and attention its output: linears that take them, shared experts' and
+    the one after attention where no gate comes between, have copies.
     """
     whole = {_FIRST_OUTPUT} if kind.latent is not None else set()
     whole |= {_SECOND_OUTPUT} if kind.experts is not None else set()
     last = attention.products[-1]
     is_gated = any(line.what == "gated output" for line in attention.kept)
-    copied = () if is_gated else (("attention's output", last.rows * last.inner),)
+    copied = [] if is_gated else [("attention's output", last.rows * last.inner)]
+    if kind.experts is not None and kind.experts.shared_ffn_hidden_size is not None:
+        (second,) = (line for line in kept if line.what == _SECOND_OUTPUT)
+        copied.append((_SECOND_OUTPUT, second.bytes / device.element_bytes))
     return kept_in_fp8(device, kept, whole=whole, copied=copied)
 
 

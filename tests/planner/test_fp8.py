@@ -116,6 +116,26 @@ def test_experts_are_in_fp8_and_routers_and_gates_are_not():
     assert not any(one.is_fp8 for one in products if one.is_fp32 or one.outer == 1)
 
 
+def test_copies_are_of_what_a_linear_shares_with_another_reader():
+    """Prevents: shared experts' input left out, which the router keeps in bf16 beside it, or a
+    second copy where a gate stands between attention and its linear."""
+    model = load_model("qwen3.5-35b-a3b")
+    lines = kept_lines(model, CLUSTER, ONE, "fp8")
+    copies = {
+        name: {line.what for line in kept if line.what.endswith("in FP8")}
+        for name, kept in lines.items()
+    }
+    assert {frozenset(what) for name, what in copies.items() if "language_layer" in name} == {
+        frozenset({"second norm's output in FP8"})
+    }
+    plain = kept_lines(model, CLUSTER, ONE, "bf16")
+    for name, kept in lines.items():
+        same = {line.what: line.bytes for line in plain[name]}
+        for line in kept:
+            if line.what in ("second norm's output", "attention's output and log-sum-exp"):
+                np.testing.assert_array_equal(line.bytes, same[line.what])
+
+
 def refused(**changes) -> str:
     given = {"model": LLAMA, "cluster": CLUSTER, "parallel": ONE, "precision": "fp8"}
     with pytest.raises(UserError) as error:
