@@ -16,6 +16,7 @@ from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.layers import ExpertsConfig, LayerKind
 from omnibal.limits import check_limits, words
+from omnibal.parallel import expert_counts
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.units import check_stages
@@ -101,12 +102,32 @@ def training_obstacles(plan: Plan) -> list[str]:
     foreign = model_obstacle(plan.model)
     if foreign is not None:
         obstacles.append(f"{foreign}: the plan can be studied but not trained")
+    unquantised = precision_obstacle(plan)
+    if unquantised is not None:
+        obstacles.append(f"{unquantised}: the plan can be studied but not trained")
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
             "features the trainer does not exchange among them: plan with levels of context 1"
         )
     return obstacles
+
+
+def precision_obstacle(plan: Plan) -> str | None:
+    """Reason why the trainer cannot train in a plan's precision, in words; None if it can."""
+    if plan.precision != "fp8":
+        return None
+    has = {
+        "experts, which the trainer multiplies in bf16 alone": bool(expert_counts(plan.model)),
+        "packs that ranks share, whose attention Transformer Engine does not have": (
+            plan.has_shared_packs
+        ),
+        "encoders beside the pipeline, which are not tried with Transformer Engine": (
+            plan.beside is not None
+        ),
+    }
+    given = [what for what, holds in has.items() if holds]
+    return f"precision fp8 does not go with {given[0]}" if given else None
 
 
 def model_obstacle(model: ModelConfig) -> str | None:

@@ -34,7 +34,10 @@ from omnibal.frozen import Count, Frozen, Layers, Rate, Share, Width
 from omnibal.layers import LayerKind, LayerRun
 from omnibal.rates import Rates
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp8"]
+"""Of weights and activations; "fp8" is bf16 with FP8 products in layers (`omnibal.fp8`)."""
+PlainPrecision = Literal["fp32", "bf16"]
+"""Those without FP8, in which units are measured and questions answered."""
 Provider = Literal["local", "te"]
 """Where the linears and the attention of layers come from: this project and Megatron-core, or
 Transformer Engine."""
@@ -377,6 +380,11 @@ class ClusterConfig(Frozen):
     gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
     peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
     matmul_efficiency: Share = Field(description="share of the peak that layers reach")
+    fp8_efficiency: Share | None = Field(
+        default=None,
+        exclude_if=lambda share: share is None,
+        description="share of the fp8 peak that products in FP8 reach; left out: that of others",
+    )
     memory_gb_per_s: Rate
     memory_efficiency: Share = Field(
         description="share of that rate that element-wise kernels reach"
@@ -435,6 +443,10 @@ class ClusterConfig(Frozen):
         """Buffers of the communication library for each peer of an all-to-all."""
         nccl_mib = 0.0 if "CPU" in self.device else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
+
+    def measured(self, precision: Precision) -> Rates | None:
+        """Rates that were measured; under FP8, of what is not in it: in bf16."""
+        return self.rates.get("bf16" if precision == "fp8" else precision)
 
     def tflops(self, precision: Precision) -> float:
         """Peak of a device, dense.

@@ -12,7 +12,7 @@ import numpy as np
 
 from omnibal.beside import EncoderPlacement, EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.analytic import analytic_cost, layer_products
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.model import CostModel, pack_features, trained_features
@@ -25,6 +25,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.errors import UserError
+from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
@@ -55,6 +56,8 @@ class JobSpec:
     parallel: Parallel
     precision: Precision
     """Precision of weights and activations."""
+    fp8: Fp8 = TRAINED_FP8
+    """How products are in FP8, where the precision is."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     profile: Profile | None = None
@@ -98,11 +101,10 @@ class JobSpec:
         self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
-        cost = (
-            fitted_cost(self.profile, *sizes)
-            if self.profile
-            else analytic_cost(*sizes, runtime=self.runtime)
-        )
+        if self.profile:
+            cost = fitted_cost(self.profile, *sizes)
+        else:
+            cost = analytic_cost(*sizes, runtime=self.runtime, fp8=self.fp8)
         if self.rules.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
@@ -117,6 +119,13 @@ class JobSpec:
 
     def _check_limits(self) -> None:
         """Refuse what goes with no limits of stages, whatever the sizes."""
+        if self.precision == "fp8" and not (
+            self.made_for is None or TARGETS[self.made_for].has_fp8
+        ):
+            raise UserError(
+                f"--precision fp8 was given for {TARGETS[self.made_for].title}, which has no "
+                "linears of Transformer Engine: plan in bf16"
+            )
         if self.is_beside and self.rules != FREE:
             raise UserError(
                 "encoders beside the pipeline cannot be told to a trainer that takes limited "
@@ -133,6 +142,8 @@ class JobSpec:
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.rules)
         if self.made_for is not None:
             TARGETS[self.made_for].check_sizes(parallel)
+        if self.precision == "fp8":
+            layer_products(self.model, self.cluster, parallel, self.precision)
 
     @property
     def is_beside(self) -> bool:

@@ -18,6 +18,7 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.earlier_plan import refuse_earlier
 from omnibal.files import parse_json_model, read_text, write_json_model
+from omnibal.fp8 import FP8_MULTIPLE
 from omnibal.frozen import Count, Frozen
 from omnibal.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.limits import Caps, words
@@ -176,6 +177,13 @@ class Plan(Frozen):
         trained = parts - set(self.frozen)
         towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
         return frozenset(towers | {LANGUAGE} if towers else ())
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that the tokens of a micro-batch are padded to a multiple of: one for each part of
+        the sequence, or what FP8 multiplies."""
+        parts = self.parallel.tensor if self.parallel.sequence_parallel else 1
+        return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
         """Stages with the layers that they recompute on packs of a level."""

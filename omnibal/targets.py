@@ -130,6 +130,8 @@ class Target(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
+    has_fp8: bool = False
+    """Whether layers are Transformer Engine's, whose products can be in FP8."""
 
     @property
     def has_data_parallelism_alone(self) -> bool:
@@ -171,6 +173,7 @@ TARGETS = {
             name=TargetName.MS_SWIFT,
             title="ms-swift (Megatron)",
             version="4.6.0",
+            has_fp8=True,
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
             runtime=_MEGATRON_RUNTIME,
@@ -201,6 +204,7 @@ TARGETS = {
             name=TargetName.LOONGFORGE,
             title="LoongForge",
             version="130ff79",
+            has_fp8=True,
             stages=_MEGATRON.model_copy(
                 update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
             ),
@@ -211,6 +215,7 @@ TARGETS = {
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
+            has_fp8=True,
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
             runtime=_MEGATRON_RUNTIME,
@@ -219,6 +224,7 @@ TARGETS = {
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
+            has_fp8=True,
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),

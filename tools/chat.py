@@ -17,7 +17,7 @@ from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.config import Precision
+from omnibal.config import PlainPrecision
 from omnibal.data.annotations import Annotations
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer
@@ -51,7 +51,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option(help="system message, not the model's own")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=MAX_COUNT)] = 256,
-    precision: Annotated[Precision, typer.Option(help="to compute in")] = "bf16",
+    precision: Annotated[PlainPrecision, typer.Option(help="to compute in")] = "bf16",
 ) -> None:
     checkpoint = open_newest(load)
     tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))

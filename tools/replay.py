@@ -23,9 +23,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import check_pretended_provider, pretend_stages
+from megatron.vlm.measure.pretended.job import (
+    check_pretended_precision,
+    check_pretended_provider,
+    pretend_stages,
+)
 from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
-from megatron.vlm.model.providers import check_provider
+from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal import tables
 from omnibal.cli.console import print_result
@@ -119,10 +123,12 @@ def replay(
     job = load_replay(plan, samples.data, samples.tokenizer_model)
     numbers = _stage_numbers(stages, len(job.plan.stages))
     if counting.pretend:
+        check_pretended_precision(job.plan.precision)
         pretend_stages(job, numbers, output, launch, open_store(launch))
         if launch.rank == 0:
             _print_pretended(job, numbers, output, counting.as_json)
         return
+    check_precision(job.plan.precision, timed.provider)
     replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
     if launch.rank == 0:
         _print_result(job, output)

@@ -102,7 +102,10 @@ ChosenMaxTokensOption = Annotated[
 MicroBatchesOption = Annotated[
     int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
 ]
-PrecisionOption = Annotated[Precision, typer.Option(help="of weights and activations")]
+PrecisionOption = Annotated[
+    Precision,
+    typer.Option(help="of weights and activations; fp8 is bf16 with FP8 products in layers"),
+]
 ProviderOption = Annotated[
     Provider, typer.Option(help="of the layers' linears and attention, as of pretrain_vlm.py")
 ]

@@ -19,7 +19,6 @@ from omnibal.cli.options import (
     MaxTokensOption,
     ModelOption,
     NeededMaxTilesOption,
-    PrecisionOption,
     ProviderOption,
     limits_given,
     preset_help,
@@ -27,6 +26,7 @@ from omnibal.cli.options import (
 from omnibal.config import (
     ClusterConfig,
     ModelConfig,
+    PlainPrecision,
     cluster_file,
     cluster_toml,
     load_cluster,
@@ -149,7 +149,9 @@ def profile(
     output: Annotated[Path, typer.Option("--output", "-o", help="profile.json to write")],
     measured: MeasureOptions,
     preset: MeasuredClusterOptions,
-    precision: PrecisionOption = "bf16",
+    precision: Annotated[
+        PlainPrecision, typer.Option(help="of weights and activations; fp8 is not measured")
+    ] = "bf16",
     as_json: JsonOption = False,
 ) -> None:
     """Measure the model's layers on this device, and show how well the costs fit."""

@@ -58,6 +58,7 @@ from omnibal.cost.counts import (
     Product,
 )
 from omnibal.cost.encoder_kinds import counts_of_kind
+from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
 from omnibal.cost.image_counts import (
     deepstack_bytes,
 )
@@ -73,6 +74,7 @@ from omnibal.cost.links import (
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
+from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.parallel import Parallel
 from omnibal.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.runtime import OWN, RuntimeOptions
@@ -86,8 +88,9 @@ from omnibal.units import (
     unit_names,
 )
 
-OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12}
-"""Adam's two moments, and in bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section 3.1)."""
+OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
+"""Adam's two moments, and beside weights of bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section
+3.1)."""
 
 _BACKWARD_OF_ATTENTION = 2.5
 _TILE_ROWS = 128
@@ -129,6 +132,7 @@ def analytic_cost(
     *,
     distributed_optimizer: bool = True,
     runtime: RuntimeOptions = OWN,
+    fp8: Fp8 = TRAINED_FP8,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -137,15 +141,19 @@ def analytic_cost(
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
         runtime: how the trainer runs a step.
+        fp8: how products are in FP8, where `precision` is.
+
+    Raises:
+        UserError: the cluster has no rate in this precision, or FP8 cannot multiply a size.
     """
     element_bytes, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
-    device = _device(cluster, parallel, precision, runtime)
+    device = _device(cluster, parallel, precision, runtime, fp8)
     send = message_line(cluster, parallel.world_size, precision)
     units = {
         one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen, runtime)
     }
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
-    once = _Once(cluster, precision, device, runtime, is_sharded=distributed_optimizer)
+    once = _Once(cluster, precision, device, runtime, fp8, is_sharded=distributed_optimizer)
     rates = once.rates(stage_group(parallel))
     overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
@@ -178,6 +186,7 @@ class _Once:
     precision: Precision
     device: Device
     runtime: RuntimeOptions
+    fp8: Fp8
     _: KW_ONLY
     is_sharded: bool
     """Whether these ranks divide the optimizer's state."""
@@ -195,9 +204,11 @@ class _Once:
         divides = self.runtime.averages_gradients and group.ranks > 1
         moved_bytes = (3 if divides else 1) * gradient_bytes + 2 * state_bytes / shards
         update_ms = moved_bytes / self.device.streamed_bytes_per_ms
+        update_ms += weight_cast_bytes(self.device) / self.device.bytes_per_ms
         byte_ms = ring_ms_per_byte(self.cluster, group, self.precision)
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
-        gather_ms = byte_ms * size if self.is_sharded else 0.0
+        gathered_bytes = _gathered_bytes(self.precision, self.fp8) if self.is_sharded else 0
+        gather_ms = byte_ms * gathered_bytes
         is_beside = self.runtime.overlap_weights
         return ParameterRates(
             optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
@@ -205,6 +216,13 @@ class _Once:
             gradient_reduction_ms=byte_ms * gradient_bytes * (1 if self.is_sharded else 2),
             weight_gather_ms=gather_ms if is_beside else 0.0,
         )
+
+
+def _gathered_bytes(precision: Precision, fp8: Fp8) -> int:
+    """Bytes of a parameter that data-parallel ranks gather once a step; where weights are in FP8
+    alone, embedding and head, which are not, count as the others."""
+    is_gathered_in_fp8 = precision == "fp8" and not fp8.keeps_bf16_weights
+    return 1 if is_gathered_in_fp8 else ELEMENT_BYTES[precision]
 
 
 def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]) -> np.ndarray:
@@ -237,9 +255,18 @@ def unit_flops(
     return flops
 
 
-def layer_products(model: ModelConfig, cluster: ClusterConfig, parallel: Parallel) -> list[Product]:
-    """Matrix products of the forward of every kind of unit but the head, on one device."""
-    device, features = _device(cluster, parallel, "bf16"), Features(names=feature_names(model))
+def layer_products(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision = "bf16",
+) -> list[Product]:
+    """Matrix products of the forward of every kind of unit but the head, on one device.
+
+    Raises:
+        UserError: FP8 cannot multiply a size.
+    """
+    device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
     counted = [
         _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
     ]
@@ -268,8 +295,11 @@ def _device(
     parallel: Parallel,
     precision: Precision,
     runtime: RuntimeOptions = OWN,
+    fp8: Fp8 = TRAINED_FP8,
 ) -> Device:
-    rates = cluster.rates.get(precision)
+    in_fp8 = fp8_rates(cluster, fp8) if precision == "fp8" else None
+    rates = cluster.measured(precision)
+    precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
     copies, fused = _Copies(cluster, rates), runtime.fused_loss
     ring = pass_line(cluster, Group(parallel.tensor), precision)
     experts = all_to_all_line(cluster, Group(parallel.expert), precision)
@@ -278,6 +308,7 @@ def _device(
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
+        fp8=in_fp8,
         product_times=products,
         grouped_times=grouped,
         attention_times=attention,
@@ -322,7 +353,7 @@ def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
-    rates = cluster.rates.get(precision)
+    rates = cluster.measured(precision)
     # Of what is measured there are tables.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
     return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
@@ -482,6 +513,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
         expert_parameters=counts.expert_parameters,
+        weight_copy_bytes=weight_copy_bytes(device, counts.products),
     )
 
 
@@ -547,6 +579,8 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
 def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
     """Time of a pass of a counted product, [features]; groups are one kernel."""
     rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
+    # FP8 speeds every shape up alike: as many times as its rate of large products is bf16's.
+    faster = device.fp8.flops_per_ms / device.flops_per_ms if counted.is_fp8 and device.fp8 else 1.0
     if counted.is_fp32:
         return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
     if counted.groups > 1 and device.grouped_times is not None:
@@ -554,8 +588,8 @@ def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
     elif device.product_times is not None:
         line = device.product_times.line(of, *sizes)
     else:
-        return rows * 2 * (counted.inner * counted.outer) / device.flops_per_ms
-    return rows * line.each_ms + _fixed(line.fixed_ms, rows)
+        return rows * 2 * (counted.inner * counted.outer) / (device.flops_per_ms * faster)
+    return (rows * line.each_ms + _fixed(line.fixed_ms, rows)) / faster
 
 
 def _computed_rows(product: Product) -> np.ndarray:
@@ -594,7 +628,8 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
     matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
     attention_ms = _attention_ms(device, counts, "forward")
-    moved_ms = counts.moved_bytes / device.bytes_per_ms
+    input_bytes, gradient_bytes = cast_bytes(device, counts.products, counts.moved_bytes)
+    moved_ms = (counts.moved_bytes + input_bytes) / device.bytes_per_ms
     collective_ms = _collective_ms(device, counts)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.has_backward:
@@ -603,7 +638,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     backward_ms = (
         back_matmul_ms
         + _attention_ms(device, counts, "backward")
-        + counts.back_moved_bytes / device.bytes_per_ms
+        + (counts.back_moved_bytes + gradient_bytes) / device.bytes_per_ms
         + 2 * kernels_ms
         + _back_collective_ms(device, one)
         + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)

@@ -55,13 +55,14 @@ def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
     """Collectives of a block whose input and output are of so many bytes when whole.
 
     Both are gathered and scattered either way, or all-reduced (Korthikanti et al. 2022, arXiv
-    2205.05198, section 4.2.2).
+    2205.05198, section 4.2.2). What is gathered for products in FP8 is sent in FP8.
     """
-    sequence, sent_bytes = device.sequence_parallel, 2 * device.sent * block_bytes
+    sequence, sent_bytes = device.sequence_parallel, device.sent * block_bytes
+    gathered_bytes = sent_bytes / 2 if sequence and device.fp8 is not None else sent_bytes
     return Collectives(
-        forward_bytes=sent_bytes,
-        backward_bytes=sent_bytes,
-        again_bytes=sent_bytes / 2 if sequence else 0 * block_bytes,
+        forward_bytes=sent_bytes + gathered_bytes,
+        backward_bytes=sent_bytes + gathered_bytes,
+        again_bytes=gathered_bytes if sequence else 0 * block_bytes,
         passes=2,
         back_passes=2,
         passes_again=1 if sequence else 0,

@@ -12,7 +12,7 @@ from omnibal.config import Precision
 from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 
-ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4
 
 
@@ -46,6 +46,8 @@ class Product:
     """Products of these sizes that share the rows evenly, in one kernel, as experts do."""
     is_fp32: bool = False
     """Whether it is in fp32 whatever the precision, as routers are."""
+    is_fp8: bool = False
+    """Whether it is in FP8, with the casts of both operands."""
 
     @property
     def flops(self) -> np.ndarray:
@@ -78,6 +80,19 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8Rates:
+    """What products in FP8 cost on a device (`omnibal.fp8.Fp8`)."""
+
+    flops_per_ms: float
+    cast_bytes: int
+    """Bytes read and written to quantise an element."""
+    cast_kernels: int
+    """Kernels that quantise a tensor."""
+    weight_bytes: int
+    """Bytes of a weight's FP8 copies, less those of bf16 where that is not kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
@@ -85,6 +100,8 @@ class Device:
     """Of attention, and of matrix products where their times were not measured."""
     fp32_flops_per_ms: float
     """Of products in fp32."""
+    fp8: Fp8Rates | None = None
+    """Of products in FP8; None where no product is."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
     grouped_times: ProductTimes | None = None

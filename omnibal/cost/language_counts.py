@@ -13,9 +13,11 @@ from omnibal.cost.attention_counts import attention
 from omnibal.cost.block_counts import Block, names_of
 from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
 from omnibal.cost.feed_forward_counts import feed_forward
+from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
 from omnibal.layers import LayerKind
 
 _TOKEN_ID_BYTES = 8
+_FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _UNFUSED_LOSS_MOVED = (19, 7)
 """Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its
 passes in fp32 counts twice: to fp32, the largest, less that, the exponential, its sum, divided by
@@ -61,6 +63,7 @@ def language_layer(
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention(language, kind, device, features)
     second = feed_forward(language, kind, device, features)
+    products = in_fp8(device, first.products + second.products)
     blocks, sent = (first, second), (first.collectives, second.collectives)
     # Read and written by fused kernels between blocks: the first norm, an add with the norm after
     # it, an add; backward each norm's input, and the residual's gradient with the norm's. Norms
@@ -70,9 +73,9 @@ def language_layer(
     part_bytes = tokens * h * whole * size
     divided = sum(block.divided_parameters for block in blocks)
     experts = sum(block.expert_parameters for block in blocks)
-    later = ("second norm's output", *names_of(second.kept))
+    later = (_SECOND_OUTPUT, *names_of(second.kept))
     return Counts(
-        products=first.products + second.products,
+        products=products,
         attention_flops=first.attention_flops + second.attention_flops,
         attended=first.attended + second.attended,
         moved_bytes=moved_bytes + first.moved_bytes + second.moved_bytes,
@@ -86,13 +89,19 @@ def language_layer(
         exchanged_bytes=first.exchanged_bytes + second.exchanged_bytes,
         exchanges=first.exchanges + second.exchanges,
         back_exchanges=first.back_exchanges + second.back_exchanges,
-        kernels=3 + post_norms + first.kernels + second.kernels,
-        kept=_layer_kept(language, device, tokens, first, second),
+        kernels=3 + post_norms + first.kernels + second.kernels + cast_kernels(device, products),
+        kept=_inputs_in_fp8(
+            kind, device, first, _layer_kept(language, device, tokens, first, second)
+        ),
         boundary_bytes=part_bytes,
         output_bytes=part_bytes,
-        working=(
-            *second.working,
-            *(replace(moment, gone=(*later, *moment.gone)) for moment in first.working),
+        working=working_in_fp8(
+            device,
+            (
+                *second.working,
+                *(replace(moment, gone=(*later, *moment.gone)) for moment in first.working),
+            ),
+            products,
         ),
         # A layer's gathered input.
         shared_bytes=np.maximum(*(each.gathered_bytes for each in sent)),
@@ -122,21 +131,36 @@ def _layer_kept(
 
     return (
         Kept(what="input", made_by="", bytes=hidden_bytes),
-        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what=_FIRST_OUTPUT, made_by="norm", bytes=hidden_bytes, for_weights=True),
         Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
         *first.kept,
         *after("self_attention"),
         Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
-        Kept(
-            what="second norm's output",
-            made_by="scaled_add_norm",
-            bytes=hidden_bytes,
-            for_weights=True,
-        ),
+        Kept(what=_SECOND_OUTPUT, made_by="scaled_add_norm", bytes=hidden_bytes, for_weights=True),
         Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
         *second.kept,
         *after("mlp"),
     )
+
+
+def _inputs_in_fp8(
+    kind: LayerKind, device: Device, attention: Block, kept: Sequence[Kept]
+) -> tuple[Kept, ...]:
+    """What a layer keeps, with the inputs of its linears as they keep them in FP8.
+
+    Two linears of latent attention keep the first norm's output, each for itself. The router keeps
+    the second norm's in bf16, and attention its output: linears that take them, shared experts' and
+    the one after attention where no gate comes between, have copies.
+    """
+    whole = {_FIRST_OUTPUT} if kind.latent is not None else set()
+    whole |= {_SECOND_OUTPUT} if kind.experts is not None else set()
+    last = attention.products[-1]
+    is_gated = any(line.what == "gated output" for line in attention.kept)
+    copied = [] if is_gated else [("attention's output", last.rows * last.inner)]
+    if kind.experts is not None and kind.experts.shared_ffn_hidden_size is not None:
+        (second,) = (line for line in kept if line.what == _SECOND_OUTPUT)
+        copied.append((_SECOND_OUTPUT, second.bytes / device.element_bytes))
+    return kept_in_fp8(device, kept, whole=whole, copied=copied)
 
 
 def head(
@@ -169,8 +193,14 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
     embedded = 1 if sequence else 2  # scattered, or all-reduced
+    products = in_fp8(device, (Product(rows=tokens, inner=2 * h, outer=h / t),))
+    kept = (
+        Kept(what="token ids", made_by="", bytes=tokens * _TOKEN_ID_BYTES),
+        Kept(what="normed", made_by="norm", bytes=2 * (hidden_bytes + moments_bytes)),
+        Kept(what="joined", made_by="cat", bytes=2 * hidden_bytes, for_weights=True),
+    )
     return Counts(
-        products=(Product(rows=tokens, inner=2 * h, outer=h / t),),
+        products=products,
         attention_flops=0 * tokens,
         # Embedded; both norms; side by side.
         moved_bytes=(2 + 2 * 2 + 4) * hidden_bytes,
@@ -182,12 +212,8 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
         passes=embedded + 1 + (1 if sequence else 0),
         back_passes=2,
         passes_again=1 if sequence else 0,
-        kernels=6,
-        kept=(
-            Kept(what="token ids", made_by="", bytes=tokens * _TOKEN_ID_BYTES),
-            Kept(what="normed", made_by="norm", bytes=2 * (hidden_bytes + moments_bytes)),
-            Kept(what="joined", made_by="cat", bytes=2 * hidden_bytes, for_weights=True),
-        ),
+        kernels=6 + cast_kernels(device, products),
+        kept=kept_in_fp8(device, kept, whole=(), copied=()),
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         working=(

@@ -40,7 +40,7 @@ def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Lin
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
-    rates = cluster.rates.get(precision)
+    rates = cluster.measured(precision)
     measured = ring_line(rates.collectives, group.ranks) if rates else None
     if measured is not None and group.is_within(cluster):
         return measured
@@ -53,7 +53,7 @@ def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Lin
 
 def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
     """Time of a message between two of so many consecutive ranks, and of a byte of it."""
-    rates = cluster.rates.get(precision)
+    rates = cluster.measured(precision)
     within_node = consecutive_ranks <= cluster.gpus_per_node
     measured = send_line(rates.collectives) if rates and within_node else None
     if measured is not None:
@@ -72,7 +72,7 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
-    rates = cluster.rates.get(precision)
+    rates = cluster.measured(precision)
     measured = exchange_line(rates.collectives, group.ranks) if rates else None
     if measured is not None and group.is_within(cluster):
         return measured

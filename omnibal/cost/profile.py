@@ -16,7 +16,14 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.optimize import nnls
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision, Provider, model_sizes
+from omnibal.config import (
+    ClusterConfig,
+    ModelConfig,
+    PlainPrecision,
+    Precision,
+    Provider,
+    model_sizes,
+)
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line
@@ -122,7 +129,7 @@ class Profile(Frozen):
     """Content of `profile.json`."""
 
     device: str
-    precision: Precision
+    precision: PlainPrecision
     model: str
     model_sha256: str
     tensor: Count
@@ -364,6 +371,11 @@ def _check_match(
             f"the profile measured the model {profile.model}, whose sizes are not those of "
             f"{model.name}; both must be equal: run `omnibal profile` for that model, "
             "or plan without --profile"
+        )
+    if precision == "fp8":
+        raise UserError(
+            "a profile was given for precision fp8, which is not measured; plan without --profile, "
+            "or in bf16"
         )
     if profile.precision != precision:
         raise UserError(

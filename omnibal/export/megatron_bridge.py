@@ -15,6 +15,7 @@ from omnibal.export.megatron_flags import (
     recomputed_encoders,
     torchrun,
 )
+from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.parallel import expert_counts
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE
@@ -63,6 +64,7 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
         "ddp.use_distributed_optimizer": True,
         "ddp.overlap_grad_reduce": overlaps,
         "ddp.overlap_param_gather": overlaps,
+        **_fp8(plan),
         **{_FROZEN[part]: True for part in plan.frozen if part in _FROZEN},
     }
 
@@ -82,6 +84,18 @@ def _recompute(number: int) -> Mapping[str, Any]:
         "model.recompute_granularity": "full" if number else None,
         "model.recompute_method": "block" if number else None,
         "model.recompute_num_layers": number or None,
+    }
+
+
+def _fp8(plan: Plan) -> Mapping[str, Any]:
+    """How products are in FP8, none of them at the model's ends in bf16."""
+    if plan.precision != "fp8":
+        return {}
+    return {
+        "mixed_precision.fp8": FP8_FORMAT,
+        "mixed_precision.fp8_recipe": TRAINED_FP8.recipe,
+        "mixed_precision.fp8_param_gather": not TRAINED_FP8.keeps_bf16_weights,
+        "mixed_precision.first_last_layers_bf16": False,
     }
 
 
@@ -169,6 +183,11 @@ def _notes(plan: Plan, has_packs: bool) -> Iterator[str]:
         "The first stage holds the encoders beside its layers of the language model; the split "
         "counts layers of the language model alone."
     )
+    if plan.precision == "fp8":
+        yield (
+            "`mixed_precision` must be a MixedPrecisionConfig in the recipe, not the name of one, "
+            "for its fields to be overridden."
+        )
     if has_packs:
         yield (
             "Its EnergonProvider passes no `parallel_shard_iters`, without which Energon refuses "

@@ -10,6 +10,7 @@ from omnibal.export.exported import Given
 from omnibal.export.layout import Layout, layout_of
 from omnibal.export.reading_order import packs_per_step
 from omnibal.export.recompute import all_or_none, one_number
+from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.parallel import expert_counts
 from omnibal.plan import Plan
 from omnibal.units import LANGUAGE
@@ -23,7 +24,8 @@ class Batch:
     """Sizes of a micro-batch, a pack, and of a step."""
 
     sequence_length: int
-    """Tokens of the longest pack, rounded up to what tensor-parallel ranks divide."""
+    """Tokens of the longest pack, rounded up to what tensor-parallel ranks divide, and to what FP8
+    multiplies."""
     packs_per_step: int
     """Packs of all data-parallel ranks."""
     steps: int | None
@@ -35,7 +37,7 @@ class Batch:
     def of(cls, given: Given) -> Self:
         """Count them of the packs of all full steps, or take them from a plan of shapes only."""
         plan, order = given.files.plan, whole_steps(given)
-        multiple = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
+        multiple = plan.token_multiple
         if order is None or plan.data is None:
             shapes = plan.shapes or plan.data
             assert shapes is not None  # as an export is of a plan with either
@@ -85,7 +87,14 @@ def optimizer_flags(plan: Plan) -> Flags:
     flags: dict[str, str | None] = {"use-distributed-optimizer": None}
     if plan.parallel.data > 1:
         flags |= {"overlap-grad-reduce": None, "overlap-param-gather": None}
-    return flags | ({"bf16": None} if plan.precision == "bf16" else {})
+    return {**flags, **({} if plan.precision == "fp32" else {"bf16": None}), **fp8_flags(plan)}
+
+
+def fp8_flags(plan: Plan) -> Flags:
+    """How products are in FP8, as the plan is predicted; none where they are not."""
+    if plan.precision != "fp8":
+        return {}
+    return {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
 
 
 def batch_flags(batch: Batch) -> Flags:

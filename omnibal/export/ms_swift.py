@@ -15,6 +15,7 @@ from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
     flag_lines,
+    fp8_flags,
     language_recompute,
     parallel_flags,
     plan_layout,
@@ -52,6 +53,7 @@ def export(given: Given) -> Exported:
         **_optimizer_flags(plan),
         **_frozen_flags(plan),
         "torch_dtype": _dtype(plan),
+        **{name.replace("-", "_"): str(value) for name, value in fp8_flags(plan).items()},
     }
     return _exported(given, "megatron sft", flags)
 
@@ -228,7 +230,7 @@ def _alike(parts: Mapping[str, bool], verb: str) -> bool:
 
 
 def _dtype(plan: Plan) -> str:
-    return "bfloat16" if plan.precision == "bf16" else "float32"
+    return "float32" if plan.precision == "fp32" else "bfloat16"
 
 
 def _truth(value: bool) -> str:

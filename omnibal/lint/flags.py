@@ -28,7 +28,7 @@ SHORT = {
 _SECTIONS = frozenset(
     ("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "mixed_precision", "scheduler")
 )
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _NOTHING = ("none", "null", "")
 

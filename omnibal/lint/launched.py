@@ -18,6 +18,7 @@ from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
+from omnibal.lint.low_precision import precision_of
 from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
@@ -82,11 +83,13 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     _check_predictable(line)
     assert line.launch.sequence_length is not None
     parallel, expert_notes = _parallel(line, model)
+    precision, fp8 = precision_of(line)
     job = JobSpec(
         model=_trained_model(line, model, samples),
         cluster=cluster,
         parallel=parallel,
-        precision="bf16",
+        precision=precision,
+        fp8=fp8,
         frozen=_frozen(line, model),
         **limits_of(TargetName(line.launch.launcher.value)) | {"runtime": runtime_of(line)},
     )
@@ -110,6 +113,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
             *expert_notes,
             *notes_on(line, chunks_are_simulated=bool(parts)),
             *_notes_on_samples(line, samples),
+            *_notes_on_encoders(job),
         ),
     )
 
@@ -152,6 +156,11 @@ def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
             "the line does not pack samples (--packing true), and is predicted as if it did: a "
             "micro-batch has samples of the sequence length together"
         )
+
+
+def _notes_on_encoders(job: JobSpec) -> Iterator[str]:
+    if job.precision == "fp8" and job.model.encoders:
+        yield "layers of encoders are predicted in bf16, whether or not the line has them in FP8"
 
 
 def _check_predictable(line: Line) -> None:

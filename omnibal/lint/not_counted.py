@@ -4,10 +4,9 @@ from collections.abc import Iterator
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
+from omnibal.lint.low_precision import notes_on_precision
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
-
-_LOW_PRECISION = ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format")
 
 
 def is_adapter(line: Line) -> bool:
@@ -35,6 +34,7 @@ def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
         )
     yield from _on_recompute(line)
     yield from _on_sizes(line)
+    yield from notes_on_precision(line)
     yield from _on_state(line)
 
 
@@ -92,11 +92,6 @@ def _on_state(line: Line) -> Iterator[str]:
             "--overlap-moe-expert-parallel-comm is not counted: the exchange of tokens is "
             "predicted as waited for, and chunks without the micro-batch that it runs ahead"
         )
-    low = [
-        name for name in ("fp8", "fp8-format", "fp8-recipe", "fp4", "fp4-format") if line.text(name)
-    ]
-    if low:
-        yield f"--{low[0]} is not counted: products are predicted in bf16, as are activations"
     moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
     if moved:
         yield f"--{moved[0]} is not counted: state and activations are predicted on the device"

@@ -785,7 +785,8 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
     """Bytes of weights, gradients and optimizer state of a unit on one device."""
     trained, of_experts = unit.trained_parameters, unit.trained_expert_parameters
-    return unit_state_bytes(cost, unit.parameters, trained, of_experts)
+    whole_bytes = unit_state_bytes(cost, unit.parameters, trained, of_experts)
+    return whole_bytes + unit.weight_copy_bytes
 
 
 def unit_state_bytes(cost: CostModel, parameters: int, trained: int, of_experts: int = 0) -> float:
@@ -848,13 +849,15 @@ def _stage_memory(
         for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
     )
     parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
+    copies = [unit.weight_copy_bytes for unit in cost.units.values()]
+    weights_bytes = parameters * cost.weight_bytes_per_parameter + float(counts @ copies)
     trained = float(trained_parameters(cost, [stage])[0])
     of_experts = float(trained_expert_parameters(cost, [stage])[0])
     room, embeds = table.room, stage.holds(_EMBED_WORDS)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
     running_bytes = max(float(table.stage_bytes(runs).max()), room.phase)
     return StageMemory(
-        weights_gib=(parameters * cost.weight_bytes_per_parameter + room.weights) / GIB,
+        weights_gib=(weights_bytes + room.weights) / GIB,
         gradients_gib=(trained * cost.gradient_bytes_per_parameter + room.gradients) / GIB,
         optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + room.optimizer) / GIB,
         activations_gib=(held_bytes + room.kept + room.features * embeds) / GIB,

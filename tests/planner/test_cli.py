@@ -470,7 +470,7 @@ def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, comm
         ),
         ("profile --model m --max-tiles 8 -o p.json", "--max-tokens", "omnibal profile"),
         ("pack --max-tiles 8 --max-tokens 512 --dp 2", "LENGTHS", "omnibal pack"),
-        (PLAN + " -o p --precision fp8", "fp8", "omnibal plan"),
+        (PLAN + " -o p --precision int8", "int8", "omnibal plan"),
         (PLAN + " -o p --memory-gib 0", "--memory-gib", "omnibal plan"),
         (PLAN + " -o p --modle x", "--modle", "omnibal plan"),
         ("unknown", "unknown", "omnibal"),

@@ -29,6 +29,7 @@ OWN = {
     "dp": "needed where nothing else is divided",
     "max_tiles": "searched for where that is possible",
     "max_tokens": "likewise",
+    "precision": "fp8 is planned and not profiled",
 }
 """Names that mean something else from command to command."""
 

@@ -5,13 +5,17 @@ for Transformer Engine: PYTHONPATH=.:tests/training/fake_te python tests/trainin
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
 from ranks import run_alone, run_ranks
-from toy import pack, stages_of, toy_model, toy_plan, toy_sample
+from toy import OPTIONS, pack, stages_of, toy_batch, toy_model, toy_plan, toy_sample
+from transformer_engine import Float8CurrentScaling, Format
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megatron.vlm.backend import prepare_megatron_core
+from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import _whole_stage_trainer
 from megatron.vlm.measure.replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
+from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import load_cluster
 from omnibal.job import JobSpec
 from omnibal.parallel import Parallel
@@ -23,6 +27,9 @@ MODELS = (
     ),
 )
 SAMPLES = [(2, 9), (0, 12), (1, 6)]
+FP8_MODEL = toy_model().with_tower(
+    "language", hidden_size=32, head_size=8, ffn_hidden_size=48, layers=4
+)
 
 
 def described(provider, model, tensor):
@@ -56,6 +63,39 @@ def compare(links, model, tensor):
         torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=rounding)
 
 
+def trained(links, plan, losses):
+    """Losses of two steps of ragged packs, and of the same packs after them."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=3, provider="te")
+    batches = [toy_batch(plan.model, SAMPLES[:count], seed=count) for count in (3, 1)]
+    for _ in range(2):
+        result = train_step(trainer, MicroBatchStream.of(batches))
+        losses.append(result.loss)
+    losses += [float(one) for one in trainer.run_forward(MicroBatchStream.of(batches))]
+
+
+def in_fp8(links, stages):
+    """The same losses in FP8 as in bf16, as the stand-in multiplies in bf16; and every linear of
+    every language layer in FP8, with the plan's recipe and whole runs of 16 rows, on weights as the
+    last update left them."""
+    plan, losses = toy_plan(FP8_MODEL, stages), {"bf16": [], "fp8": []}
+    for precision, found in losses.items():
+        FP8GlobalStateManager.products.clear()
+        trained(links, plan.model_copy(update={"precision": precision}), found)
+        if precision == "bf16":
+            assert not FP8GlobalStateManager.products
+    layers = stages[links.rank].layers("language")
+    again = stages[links.rank].recomputed("language")
+    # Two micro-batches of two steps, layers that are recomputed twice; and a forward of each.
+    expected = 4 * (4 * (len(layers) + len(again)) + 2 * len(layers))
+    products = FP8GlobalStateManager.products
+    assert len(products) == expected, (len(products), expected)
+    assert {recipe for recipe, _ in products} == {Float8CurrentScaling(Format.HYBRID)}
+    assert all(shape[0] % 16 == 0 and shape[1] == 1 for _, shape in products)
+    if links.is_last:
+        # Rounding of bf16: products of more rows are summed in another order.
+        torch.testing.assert_close(losses["fp8"], losses["bf16"], rtol=2e-3, atol=0)
+
+
 def is_of_engine(trainer):
     return any(isinstance(part, TELinear) for part in trainer.stage.modules())
 
@@ -86,3 +126,8 @@ if __name__ == "__main__":
     for provider in ("local", "te"):
         run_alone(replayed, {"provider": provider})
         run_ranks(Parallel(pipeline=1), profiled, provider)
+    for stages in (
+        stages_of(FP8_MODEL, language=(1, 2)),
+        stages_of(FP8_MODEL, 8, language=(0, 3)),
+    ):
+        run_ranks(Parallel(pipeline=len(stages)), in_fp8, stages)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 from commands import launcher
 from import_path import REPOSITORY, import_path
+from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.installed import import_failure
-from megatron.vlm.model.providers import check_provider
+from megatron.vlm.measure.pretended.job import check_pretended_precision
+from megatron.vlm.model.providers import check_precision, check_provider
+from megatron.vlm.model.stage import build_stage
 from omnibal.errors import UserError
 
 HERE = Path(__file__).parent
@@ -34,6 +37,25 @@ def test_a_provider_that_is_not_installed_is_refused(monkeypatch):
     check_provider("local")
     with pytest.raises(UserError, match=r"Transformer Engine.*not installed.*omnibal\[cuda\]"):
         check_provider("te")
+
+
+def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
+    """Prevents: a plan in FP8 that is trained in bf16 without a word, or ends in core's assertion
+    after all ranks have joined."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model)).model_copy(update={"precision": "fp8"})
+    with pytest.raises(UserError, match=r"fp8.*--provider te"):
+        build_stage(plan, 0)
+    with pytest.raises(UserError, match="pretended device"):
+        check_pretended_precision("fp8")
+    providers = "megatron.vlm.model.providers"
+    monkeypatch.setattr(f"{providers}.is_te_min_version", lambda version: False)
+    monkeypatch.setattr(f"{providers}.get_te_version", lambda: "1.8.0")
+    with pytest.raises(UserError, match=r"needs Transformer Engine 2\.2\.0.*1\.8\.0 is installed"):
+        check_precision("fp8", "te")
+    for precision in ("fp32", "bf16"):
+        check_precision(precision, "te")
+        check_pretended_precision(precision)
 
 
 @pytest.mark.parametrize("mode", [("--dry-run",), ("--data", "meta.json")])

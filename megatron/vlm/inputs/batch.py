@@ -66,10 +66,10 @@ class MicroBatchShape:
         clips = f", {self.clips} clips" if self.clips else ""
         return f"{self.tiles} tiles{clips} and {self.tokens} tokens{shared}"
 
-    def padded_tokens(self, parts: int) -> int:
-        """Tokens that a stage computes, a multiple of `parts` and not 0: a rank without tokens of a
-        shared pack still joins the others' exchanges."""
-        return max(self.tokens + -self.tokens % parts, parts)
+    def padded_tokens(self, multiple: int) -> int:
+        """Tokens that a stage computes, a multiple of `multiple` and not 0: a rank without tokens
+        of a shared pack still joins the others' exchanges."""
+        return max(self.tokens + -self.tokens % multiple, multiple)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ from megatron.vlm.step.train import (
     build_trainer,
     global_sums,
 )
-from omnibal.config import ModelConfig, Precision, Provider, load_cluster
+from omnibal.config import ModelConfig, PlainPrecision, Provider, load_cluster
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -750,7 +750,7 @@ def main() -> None:
     """Measure in every process of the launch; the first one writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
     parser.add_argument("--model", required=True, help="preset name or TOML file")
-    parser.add_argument("--precision", choices=get_args(Precision), default="bf16")
+    parser.add_argument("--precision", choices=get_args(PlainPrecision), default="bf16")
     parser.add_argument("--max-tiles", type=int, default=0, help="tile cap of a pack")
     parser.add_argument("--max-clips", type=int, default=0, help="clip cap of a pack")
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")

@@ -24,7 +24,7 @@ from megatron.vlm.measure.replay import (
     replay_stage,
 )
 from megatron.vlm.run.launch import Launch
-from omnibal.check import model_obstacle, open_plan
+from omnibal.check import model_obstacle, open_plan, precision_obstacle
 from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
@@ -120,7 +120,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
             are not the plan's.
     """
     planned = open_plan(plan_directory)
-    obstacle = model_obstacle(planned.plan.model)
+    obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
     if planned.plan.has_shared_packs:

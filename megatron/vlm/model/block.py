@@ -4,10 +4,13 @@ Shapes: S sequence, B batch, H hidden size.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.extensions.transformer_engine import te_checkpoint
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -103,6 +106,7 @@ class PlannedBlock(TransformerBlock):
         attention_mask: None,
         rotary_pos_emb: Rotation | None,
         packed_seq_params: PackedSeqParams | SharedAttention | None,
+        use_inner_quantization_context: bool,
         **unused: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; called by core's forward in training."""
@@ -128,17 +132,30 @@ class PlannedBlock(TransformerBlock):
                 scales_2B = None
                 if scales_L2B is not None:
                     scales_2B = scales_L2B[index].to(hidden_SBH.dtype)
-                return layer(
-                    hidden_SBH,
-                    attention_mask,
-                    rotary_pos_emb=rotary_pos_emb,
-                    packed_seq_params=packed,
-                    tile_scales_2B=scales_2B,
-                    routing=routing,
-                )[0]
+                # Of a scale of each tensor's own: entered here, so that it is again in backward.
+                context = nullcontext()
+                if use_inner_quantization_context:
+                    context = get_fp8_context(self.config, layer.layer_number - 1)
+                with context:
+                    return layer(
+                        hidden_SBH,
+                        attention_mask,
+                        rotary_pos_emb=rotary_pos_emb,
+                        packed_seq_params=packed,
+                        tile_scales_2B=scales_2B,
+                        routing=routing,
+                    )[0]
 
             if is_again:
-                hidden_states = tensor_parallel.checkpoint(_for_gradient(run), False, hidden_states)
+                hidden_states = self._checkpoint(_for_gradient(run), hidden_states)
             else:
                 hidden_states = run(hidden_states)
         return hidden_states
+
+    def _checkpoint(self, run: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        """Run a layer that is recomputed in backward, by whom core has do it: in FP8 by Transformer
+        Engine, which then also keeps weights for backward that it quantises without a graph."""
+        if not self.config.fp8:
+            return tensor_parallel.checkpoint(run, False, hidden)
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        return te_checkpoint(run, False, tracker, self.pg_collection.tp, hidden)

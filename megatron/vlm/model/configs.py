@@ -15,13 +15,14 @@ from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.config import LanguageConfig, ModelConfig, Precision
 from omnibal.encoders import EncoderLayers
+from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """The type of weights and activations; "bf16" keeps fp32 master weights in the optimizer."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    """The type of weights and activations; bf16 has fp32 master weights in the optimizer."""
+    return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def encoder_transformer_configs(
@@ -83,6 +84,7 @@ def language_transformer_config(
         activation_func=F.silu,
         pipeline_model_parallel_layout=_layout([len(stage.layers("language")) for stage in stages]),
         **_expert_settings(language, parallel),
+        **_fp8_settings(precision),
         **_common(parallel, precision),
     )
 
@@ -109,6 +111,14 @@ def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, 
     }
 
 
+def _fp8_settings(precision: Precision) -> dict[str, Any]:
+    """How layers of the language model multiply in FP8. Encoders' do not: an item's positions are
+    an odd number, which no FP8 product takes."""
+    if precision != "fp8":
+        return {}
+    return {"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe}
+
+
 def _layout(layers_per_stage: list[int]) -> list[list[str]]:
     layout = [["decoder"] * layers for layers in layers_per_stage]
     layout[0] = ["embedding", *layout[0]]
@@ -123,7 +133,7 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "pipeline_model_parallel_size": parallel.pipeline,
         "pipeline_dtype": dtype,
         "params_dtype": dtype,
-        "bf16": precision == "bf16",
+        "bf16": precision != "fp32",
         "use_cpu_initialization": not has_cuda(),
         # Weights are drawn by `initialize_parameters`, by name, so that no layout changes them.
         "perform_initialization": False,

@@ -15,11 +15,15 @@ import torch
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
-from omnibal.config import Provider
+from omnibal.config import Precision, Provider
 from omnibal.errors import UserError
+
+_CURRENT_SCALING = "2.2.0"
+"""First release that scales by the tensor at hand (megatron-core's `fp8_utils.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,27 @@ def check_provider(provider: Provider) -> None:
         raise UserError(
             "--provider te needs Transformer Engine, which is not installed: pip install "
             "'omnibal[cuda]' on a machine with CUDA, or leave --provider out"
+        )
+
+
+def check_precision(precision: Precision, provider: Provider) -> None:
+    """Refuse a precision that a provider's linears do not multiply in.
+
+    Raises:
+        UserError: it is FP8, and the provider not a Transformer Engine that finds scales as
+            `omnibal.fp8.TRAINED_FP8` does.
+    """
+    if precision != "fp8":
+        return
+    if provider != "te":
+        raise UserError(
+            "precision fp8 is multiplied in by Transformer Engine alone, and provider local was "
+            "given: give --provider te, or plan with --precision bf16"
+        )
+    if not is_te_min_version(_CURRENT_SCALING):
+        raise UserError(
+            f"precision fp8 needs Transformer Engine {_CURRENT_SCALING} or newer, and "
+            f"{get_te_version()} is installed; install a newer one, or plan with --precision bf16"
         )
 
 

@@ -38,10 +38,11 @@ from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.layers import language_layer_spec
-from megatron.vlm.model.providers import layer_parts
+from megatron.vlm.model.providers import check_precision, layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.config import LanguageConfig, ModelConfig, Provider
+from omnibal.fp8 import FP8_MULTIPLE
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.units import encoders_stage, stages_from_cuts
@@ -88,6 +89,7 @@ class VLMStage(MegatronModule):
         own_words = language.words_of_rank(tensor)
         vocabulary = own_words * tensor
         self.sequence_parts = tensor if language_config.sequence_parallel else 1
+        self.token_multiple = self.sequence_parts * (FP8_MULTIPLE if language_config.fp8 else 1)
         self.encoders = {
             name: EncoderUnits.build(model, name, stage, config, parts, self.groups)
             for name, config in encoder_configs.items()
@@ -261,7 +263,7 @@ class VLMStage(MegatronModule):
         return Routing(padding_S=padding_S, loss_weight=batch.loss_weight)
 
     def _padding(self, batch: MicroBatch) -> int:
-        return batch.shape.padded_tokens(self.sequence_parts) - batch.tokens
+        return batch.shape.padded_tokens(self.token_multiple) - batch.tokens
 
     def _branch_scales(self, batch: MicroBatch) -> torch.Tensor | None:
         layers = self.encoders["vision"].layers
@@ -398,7 +400,11 @@ def build_stage(
     Args:
         provider: of the layers' linears and attention.
         context_groups: from `create_context_groups`; without, no packs are shared.
+
+    Raises:
+        UserError: the provider does not multiply in the plan's precision.
     """
+    check_precision(plan.precision, provider)
     prefer_flash_attention_3()
     arguments = (plan.pipeline_model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
@@ -483,7 +489,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
 
     if are_done("language embed"):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
-        return {LANGUAGE: (shape.padded_tokens(parts) // parts, 1, width)}
+        return {LANGUAGE: (shape.padded_tokens(plan.token_multiple) // parts, 1, width)}
     items = {"vision": shape.tiles, "audio": shape.clips}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tower in model.encoders.items():

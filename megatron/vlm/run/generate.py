@@ -15,7 +15,7 @@ from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
-from omnibal.config import ModelConfig, Precision, load_cluster
+from omnibal.config import ModelConfig, PlainPrecision, load_cluster
 from omnibal.data.sample import Sample
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts
@@ -23,7 +23,7 @@ from omnibal.plan import Plan
 
 
 def load_whole_model(
-    directory: Path, checkpoint: CheckpointIdentity, precision: Precision
+    directory: Path, checkpoint: CheckpointIdentity, precision: PlainPrecision
 ) -> VLMStage:
     """Load the model of a run's newest checkpoint on this device, ready to answer.
 
@@ -38,7 +38,7 @@ def load_whole_model(
     return stage.eval()
 
 
-def _whole_plan(model: ModelConfig, precision: Precision) -> Plan:
+def _whole_plan(model: ModelConfig, precision: PlainPrecision) -> Plan:
     """Plan with all units in one stage, without data; its cluster is not used."""
     return Plan(
         model=model,

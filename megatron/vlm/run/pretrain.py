@@ -24,6 +24,7 @@ from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
+from megatron.vlm.model.providers import check_precision
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
@@ -154,6 +155,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
 
 def _check_options(arguments: RunArguments, plan: Plan) -> None:
     """Refuse options that do not go with the plan."""
+    check_precision(plan.precision, arguments.provider)
     if arguments.provider == "te" and plan.has_shared_packs:
         raise UserError(
             "--provider te was given, but the plan has packs that ranks share, whose attention "

@@ -331,7 +331,7 @@ def _optimizer_config(
         adam_beta2=options.adam_beta2,
         adam_eps=options.adam_eps,
         clip_grad=options.clip_grad,
-        bf16=plan.precision == "bf16",
+        bf16=plan.precision != "fp32",
         params_dtype=parameter_dtype(plan.precision),
         use_distributed_optimizer=True,
         overlap_param_gather=exchange.overlap_param_gather,

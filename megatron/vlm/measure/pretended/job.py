@@ -11,7 +11,7 @@ from megatron.vlm.measure.pretended.device import install_device
 from megatron.vlm.measure.pretended.stage import pretend_stage
 from megatron.vlm.measure.replay_job import ReplayJob, open_by_all, shared_progress, together
 from megatron.vlm.run.launch import Launch
-from omnibal.config import Provider
+from omnibal.config import Precision, Provider
 from omnibal.errors import UserError
 from omnibal.plan import Plan
 from omnibal.pretended import (
@@ -50,6 +50,19 @@ def check_pretended_provider(provider: Provider) -> None:
         raise UserError(
             "--provider te: Transformer Engine launches its kernels past torch, where a pretended "
             "device cannot count them; leave --provider out, or replay on a CUDA device"
+        )
+
+
+def check_pretended_precision(precision: Precision) -> None:
+    """Refuse a precision that a pretended device cannot count.
+
+    Raises:
+        UserError: it is FP8, which Transformer Engine alone multiplies in.
+    """
+    if precision == "fp8":
+        raise UserError(
+            "the plan is in fp8, whose products Transformer Engine launches past torch, where a "
+            "pretended device cannot count them; give a plan in bf16, or replay on a CUDA device"
         )
 
 

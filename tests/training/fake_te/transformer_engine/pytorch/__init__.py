@@ -9,8 +9,13 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from . import distributed as distributed
+from .fp8 import FP8GlobalStateManager, fp8_autocast
+
+__all__ = ["DotProductAttention", "GroupedLinear", "LayerNormLinear", "Linear", "distributed"]
+__all__ += ["fp8_autocast", "ops"]
 LayerNormLinear = GroupedLinear = torch.nn.Module
-distributed = SimpleNamespace(CudaRNGStatesTracker=object)
+ops = SimpleNamespace(Sequential=object, FusibleOperation=object)
 
 
 class Linear(torch.nn.Module):
@@ -39,9 +44,24 @@ class Linear(torch.nn.Module):
         pass
 
     def forward(self, inputs, is_first_microbatch=None):
+        recipe = FP8GlobalStateManager.recipe
+        if recipe is not None:
+            self._check_fp8(inputs, is_first_microbatch)
+            FP8GlobalStateManager.products.append((recipe, tuple(inputs.shape)))
         if self.return_bias:
             return F.linear(inputs, self.weight), self.bias
         return F.linear(inputs, self.weight, self.bias)
+
+    def _check_fp8(self, inputs, is_first_microbatch):
+        """As the real one: sizes, and weights that are quantised in the first micro-batch alone,
+        which later ones are multiplied with as they were."""
+        rows = inputs.shape[:-1].numel()
+        assert rows % 16 == 0 and all(size % 16 == 0 for size in self.weight.shape), (
+            f"FP8 execution of {rows} rows with weights {tuple(self.weight.shape)}"
+        )
+        if is_first_microbatch is None or is_first_microbatch:
+            self.quantised = self.weight.detach().clone()
+        assert torch.equal(self.quantised, self.weight), "weights of an earlier step"
 
 
 class DotProductAttention(torch.nn.Module):
@@ -57,8 +77,10 @@ class DotProductAttention(torch.nn.Module):
 
     def forward(
         self, query, key, value, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None,
+        max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
     ):  # fmt: skip
+        assert cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None
         if qkv_format != "thd":
             heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             assert attn_mask_type == "no_mask"

@@ -1,0 +1,131 @@
+"""Counts of products in FP8: which they are, casts, what is kept for them, copies of weights.
+
+As Transformer Engine's `module/linear.py` and `grouped_linear.py` have them (releases 1.x and 2.x):
+a linear quantises its input in forward and its output's gradient in backward, both by rows and by
+columns, keeps the input for backward in FP8, and quantises its weights when the optimizer has
+changed them, once for all micro-batches of a step. Under sequence parallelism a rank casts its
+part, which is gathered in FP8 and turned round whole; that is counted as one cast of the whole.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from omnibal.config import ClusterConfig
+from omnibal.cost.counts import Device, Fp8Rates, Kept, Product, Working
+from omnibal.errors import UserError
+from omnibal.fp8 import FP8_MULTIPLE, Fp8
+
+_BF16_BYTES, _COPIES = 2, 2
+"""Copies are by rows and by columns, of a byte each."""
+
+
+def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
+    """What products in FP8 cost on a device of the cluster.
+
+    Raises:
+        UserError: its devices have no FP8.
+    """
+    share = cluster.fp8_efficiency or cluster.matmul_efficiency
+    return Fp8Rates(
+        flops_per_ms=cluster.tflops("fp8") * 1e9 * share,
+        cast_bytes=fp8.cast_bytes,
+        cast_kernels=fp8.cast_kernels,
+        weight_bytes=_COPIES - (0 if fp8.keeps_bf16_weights else _BF16_BYTES),
+    )
+
+
+def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
+    """Products of a layer's linears, in FP8 where the device multiplies in it.
+
+    Routers stay in fp32, and gates of shared experts, of one output, in bf16.
+
+    Raises:
+        UserError: a size is no multiple of 16.
+    """
+    if device.fp8 is None:
+        return tuple(products)
+    marked = [replace(one, is_fp8=not one.is_fp32 and one.outer > 1) for one in products]
+    for one in marked:
+        if one.is_fp8 and (one.inner % FP8_MULTIPLE or one.outer % FP8_MULTIPLE):
+            raise UserError(
+                f"precision fp8 was given, and a layer has a product of {one.inner:g} to "
+                f"{one.outer:g} on each of {device.tensor} tensor-parallel ranks; both sizes must "
+                f"be multiples of {FP8_MULTIPLE}: take another --tp, or bf16"
+            )
+    return tuple(marked)
+
+
+def cast_bytes(
+    device: Device, products: Sequence[Product], like: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes read and written to quantise inputs in forward and gradients in backward, [features]
+    each."""
+    forward, backward = 0 * like, 0 * like
+    if device.fp8 is not None:
+        for one in (each for each in products if each.is_fp8):
+            forward = forward + one.rows * one.inner * device.fp8.cast_bytes
+            backward = backward + one.rows * one.outer * device.fp8.cast_bytes
+    return forward, backward
+
+
+def cast_kernels(device: Device, products: Sequence[Product]) -> int:
+    """Kernels that quantise inputs in forward; backward has as many for gradients."""
+    return 0 if device.fp8 is None else device.fp8.cast_kernels * sum(p.is_fp8 for p in products)
+
+
+def weight_cast_bytes(device: Device) -> float:
+    """Bytes read and written to quantise a parameter once a step, on every rank that holds it;
+    embedding and head, which are not quantised, count too."""
+    return 0.0 if device.fp8 is None else float(device.fp8.cast_bytes)
+
+
+def weight_copy_bytes(device: Device, products: Sequence[Product]) -> float:
+    """Bytes of weights in FP8 by rows and by columns, besides those in bf16; where these are not
+    kept, less those."""
+    if device.fp8 is None:
+        return 0.0
+    weights = sum(one.inner * one.outer * one.groups for one in products if one.is_fp8)
+    return device.fp8.weight_bytes * weights
+
+
+def kept_in_fp8(
+    device: Device,
+    kept: Sequence[Kept],
+    *,
+    whole: Collection[str],
+    copied: Sequence[tuple[str, np.ndarray]],
+) -> tuple[Kept, ...]:
+    """What a layer keeps, where the inputs of its linears are kept in FP8.
+
+    Args:
+        kept: the same with inputs in bf16: lines that only weights need.
+        whole: lines of these that keep their bytes: another than one linear needs them.
+        copied: inputs that are kept in bf16 for something else, and their elements [features].
+    """
+    if device.fp8 is None:
+        return tuple(kept)
+    return (
+        *(
+            replace(line, bytes=line.bytes / _BF16_BYTES)
+            if line.for_weights and line.what not in whole
+            else line
+            for line in kept
+        ),
+        *(
+            Kept(what=f"{what} in FP8", made_by="", bytes=elements, for_weights=True)
+            for what, elements in copied
+        ),
+    )
+
+
+def working_in_fp8(
+    device: Device, working: Sequence[Working], products: Sequence[Product]
+) -> tuple[Working, ...]:
+    """Moments of a backward with the two copies of the widest output's gradient."""
+    elements = [one.rows * one.outer for one in products if one.is_fp8]
+    if device.fp8 is None or not elements:
+        return tuple(working)
+    copies = _COPIES * np.max(elements, axis=0)
+    return tuple(replace(moment, bytes=moment.bytes + copies) for moment in working)

@@ -1,0 +1,98 @@
+"""What a launch line multiplies in FP8, and what of that is not counted.
+
+Megatron-LM, LoongForge and ms-swift take core's flags, whose recipe is delayed scaling if none is
+given; Megatron-Bridge takes the fields of its `MixedPrecisionConfig`, whose recipe is tensorwise,
+or the name of one (src/megatron/bridge/training/mixed_precision.py).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple, get_args
+
+from omnibal.config import Precision
+from omnibal.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
+from omnibal.lint.launch import Launcher
+from omnibal.lint.line import Line
+
+_ENDS = ("start", "end")
+_ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")
+_NO_FP8_GRADIENTS = "no-fp8-wgrad"
+
+
+class _Named(NamedTuple):
+    recipe: Fp8Recipe
+    keeps_bf16_weights: bool
+    bf16_ends: int = 0
+    """Layers that stay in bf16 at each end."""
+
+
+_BRIDGE_NAMES: dict[str, _Named] = {
+    "bf16_with_fp8_delayed_scaling_mixed": _Named("delayed", False),
+    "bf16_with_mxfp8_mixed": _Named("mxfp8", False),
+    "bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", False, 1),
+    "nemotron_h_bf16_with_fp8_current_scaling_mixed": _Named("tensorwise", False, 2),
+    "nanov2_bf16_with_fp8_current_scaling_mixed": _Named("blockwise", False, 2),
+    "bf16_with_fp8_subchannel_scaling_mixed": _Named("blockwise", True),
+}
+"""Configurations that Megatron-Bridge knows by name."""
+_BRIDGE_TYPES = {
+    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
+    "fp8_mx": "bf16_with_mxfp8_mixed",
+    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
+}
+"""What `--compute_dtype` of its performance scripts stands for."""
+
+
+def _named(line: Line) -> _Named | None:
+    by_type = _BRIDGE_TYPES.get(line.text("compute-dtype") or "")
+    name = (line.text("mixed-precision") or by_type or "").replace("-", "_")
+    return _BRIDGE_NAMES.get(name)
+
+
+def precision_of(line: Line) -> tuple[Precision, Fp8]:
+    """Precision in which a line is predicted, and how its products are in FP8 if they are."""
+    named = _named(line)
+    if named is None and line.text("fp8-format") is None and line.text("fp8") is None:
+        return "bf16", TRAINED_FP8
+    is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
+    usual = named.recipe if named else "tensorwise" if is_bridge else "delayed"
+    given = line.text("fp8-recipe") or usual
+    known = [recipe for recipe in get_args(Fp8Recipe) if recipe == given]
+    gathers = named is not None and not named.keeps_bf16_weights
+    for flag in ("fp8-param-gather", "fp8-param"):
+        gathers = line.on(flag) if flag in line.flags else gathers
+    return "fp8", Fp8(recipe=known[0] if known else "tensorwise", keeps_bf16_weights=not gathers)
+
+
+def notes_on_precision(line: Line) -> Iterator[str]:
+    """Say what of a line's low precision is counted as something else, or not at all."""
+    if any(line.text(name) for name in ("fp4", "fp4-format")):
+        yield "fp4 is not counted: products are predicted in bf16, as are activations"
+    precision, fp8 = precision_of(line)
+    if precision != "fp8":
+        return
+    recipe = line.text("fp8-recipe")
+    if recipe is not None and recipe not in get_args(Fp8Recipe):
+        yield f"FP8 recipe {recipe} is predicted as {fp8.recipe}"
+    ends = _bf16_layers(line)
+    if ends:
+        yield (
+            f"{ends} layers of the language model stay in bf16, and are predicted in FP8: time is "
+            "below what the line takes"
+        )
+    if any(map(line.on, _ATTENTION)):
+        yield "attention is predicted in bf16, and the line has it in FP8"
+    if line.on(_NO_FP8_GRADIENTS):
+        yield "gradients of weights are predicted in FP8, and the line has them in bf16"
+
+
+def _bf16_layers(line: Line) -> int:
+    """Layers at both ends of the model that stay in bf16; core's default is one at each."""
+    named = _named(line)
+    usual = named.bf16_ends if named is not None else 0
+    if "first-last-layers-bf16" in line.flags:
+        usual = (usual or 1) if line.on("first-last-layers-bf16") else 0
+    if not usual:
+        return 0
+    given = [line.number(f"num-layers-at-{end}-in-bf16") for end in _ENDS]
+    return sum(usual if number is None else number for number in given)
