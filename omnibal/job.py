@@ -15,10 +15,12 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import costs_at
+from omnibal.cost.counts import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
 from omnibal.cost.shares import part_features, share_features
+from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
@@ -69,6 +71,8 @@ class JobSpec:
     sharding: Sharding = Sharding.OPTIMIZER
     """What data-parallel ranks divide."""
     padded: Padding = Padding.NOWHERE
+    without_engine: bool = False
+    """Whether layers are not Transformer Engine's, though the trainer has these."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -95,7 +99,11 @@ class JobSpec:
         self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
-        cost = fitted_cost(self.profile, *sizes) if self.profile else analytic_cost(*sizes)
+        engine = self.transformer_engine
+        if self.profile:
+            cost = fitted_cost(self.profile, *sizes, transformer_engine=engine)
+        else:
+            cost = analytic_cost(*sizes, transformer_engine=engine)
         if self.rules.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
@@ -126,6 +134,12 @@ class JobSpec:
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.rules)
         if self.made_for is not None:
             TARGETS[self.made_for].check_sizes(parallel)
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether memory is that of Megatron-core's layers of Transformer Engine."""
+        has_engine = self.made_for is not None and TARGETS[self.made_for].transformer_engine
+        return has_engine and not self.without_engine
 
     @property
     def is_beside(self) -> bool:
@@ -165,7 +179,14 @@ class JobSpec:
         if self.profile is not None and self.profile.rates is not None:
             cluster = with_measured_rates(cluster, self.profile)
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
-        return costs_at(self.cost, *sizes, levels, self.profile)
+        costs = costs_at(self.cost, *sizes, levels, self.profile)
+        if not (self.transformer_engine and levels):
+            return costs
+        widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
+        return tuple(
+            with_exchanged_output(cost, *widths, level)
+            for cost, level in zip(costs, levels, strict=True)
+        )
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Costs of units at every level side by side, as a plan is predicted and checked with."""

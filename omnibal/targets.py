@@ -127,6 +127,9 @@ class Target(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
+    transformer_engine: bool = False
+    """Whether language layers are Transformer Engine's, and gradients accumulate in their
+    products."""
 
     @property
     def has_data_parallelism_alone(self) -> bool:
@@ -168,6 +171,7 @@ TARGETS = {
             version="4.6.0",
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
+            transformer_engine=True,
         ),
         Target(
             name=TargetName.MS_SWIFT_DEEPSPEED,
@@ -199,6 +203,7 @@ TARGETS = {
                 update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
             ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
+            transformer_engine=True,
         ),
         Target(
             name=TargetName.MEGATRON_LM,
@@ -206,6 +211,7 @@ TARGETS = {
             version="core 0.16.1",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            transformer_engine=True,
         ),
         Target(
             name=TargetName.MEGATRON_BRIDGE,
@@ -213,6 +219,7 @@ TARGETS = {
             version="003e863",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            transformer_engine=True,
         ),
         Target(
             name=TargetName.MINDSPEED_MM,

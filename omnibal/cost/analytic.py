@@ -41,7 +41,7 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,6 +62,7 @@ from omnibal.cost.image_counts import (
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
 from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.cost.transformer_engine import rooms, without_gradients
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
 from omnibal.units import (
@@ -109,6 +110,7 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     distributed_optimizer: bool = True,
+    transformer_engine: bool = False,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -116,6 +118,8 @@ def analytic_cost(
         frozen: parts that are not trained.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
+        transformer_engine: whether memory is that of Megatron-core's layers of Transformer Engine
+            (`omnibal.cost.transformer_engine`).
     """
     element_bytes = ELEMENT_BYTES[precision]
     shards = parallel.data if distributed_optimizer else 1
@@ -124,7 +128,11 @@ def analytic_cost(
     streamed_bytes_per_ms = device.streamed_bytes_per_ms
     send = _send_line(cluster, parallel, precision)
     exchange_ms_per_byte = _exchange_ms_per_byte(cluster, parallel, parallel.data, precision)
-    units = {one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen)}
+    counted = list(_counted(model, device, frozen))
+    if transformer_engine:
+        counted = [_with_transformer_engine(one) for one in counted]
+    units = {one.kind.name: _unit_cost(device, one) for one in counted}
+    trained = {one.kind.name: one.counts for one in counted if one.trained and _is_language(one)}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
     return CostModel(
         features=feature_names(model),
@@ -149,7 +157,20 @@ def analytic_cost(
         expert_rates=_expert_rates(cluster, parallel, precision, device, distributed_optimizer),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
+        rooms=rooms(trained, element_bytes) if transformer_engine else (),
     )
+
+
+def _is_language(one: _Counted) -> bool:
+    """Whether it is a layer of the language model or the head."""
+    return one.kind.tower == LANGUAGE and not one.kind.is_embed
+
+
+def _with_transformer_engine(one: _Counted) -> _Counted:
+    if not _is_language(one):
+        return one
+    counts = replace(one.counts, working=without_gradients(one.counts.working))
+    return replace(one, counts=counts)
 
 
 def _expert_rates(

@@ -186,6 +186,8 @@ def fitted_cost(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
+    *,
+    transformer_engine: bool = False,
 ) -> CostModel:
     """Cost model with the profile's times; what it did not measure is counted analytically.
 
@@ -199,7 +201,8 @@ def fitted_cost(
             unit.
     """
     _check_match(profile, model, parallel, precision)
-    cost = analytic_cost(model, cluster, parallel, precision, frozen)
+    sizes = model, cluster, parallel, precision, frozen
+    cost = analytic_cost(*sizes, transformer_engine=transformer_engine)
     trained = analytic_cost(model, cluster, parallel, precision).units
     plural = "es" if profile.processes > 1 else ""
     cost = replace(

@@ -14,11 +14,12 @@ from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.encoders import ClipsEncoder
 from omnibal.errors import UserError
 from omnibal.job import JobSpec, limits_of
-from omnibal.levels import CutRule, Level
+from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
+from omnibal.lint.flags import words_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import Line
-from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
+from omnibal.lint.not_counted import cuts_samples, has_engine, is_adapter, notes_on
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
 from omnibal.pipeline.stage import Span, Stage
@@ -92,6 +93,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision="bf16",
         frozen=_frozen(line, model),
+        without_engine=not has_engine(line),
         **limits_of(TargetName(line.launch.launcher.value)),
     )
     caps = _caps(line, job.model, samples)
@@ -252,7 +254,9 @@ def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
     if context == 1 or cuts_samples(line):
         return ()
     of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
-    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG),)
+    is_heads = set(words_of(line.text("cp-comm-type"))) == {"a2a"}
+    exchange = ContextExchange.HEADS if is_heads else ContextExchange.GATHER
+    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
 
 
 def _micro_batches(
