@@ -15,17 +15,18 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost, layer_products
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.counts import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
 from omnibal.cost.shares import part_features, share_features
+from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.shares import shares_of
 from omnibal.errors import UserError
-from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.levels import Level
 from omnibal.limits import memory_cap_gib
 from omnibal.parallel import Parallel, check_parallel
@@ -56,8 +57,6 @@ class JobSpec:
     parallel: Parallel
     precision: Precision
     """Precision of weights and activations."""
-    fp8: Fp8 = TRAINED_FP8
-    """How products are in FP8, where the precision is."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     profile: Profile | None = None
@@ -102,9 +101,9 @@ class JobSpec:
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         if self.profile:
-            cost = fitted_cost(self.profile, *sizes)
+            cost = fitted_cost(self.profile, *sizes, runtime=self.runtime)
         else:
-            cost = analytic_cost(*sizes, runtime=self.runtime, fp8=self.fp8)
+            cost = analytic_cost(*sizes, runtime=self.runtime)
         if self.rules.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
@@ -120,7 +119,7 @@ class JobSpec:
     def _check_limits(self) -> None:
         """Refuse what goes with no limits of stages, whatever the sizes."""
         if self.precision == "fp8" and not (
-            self.made_for is None or TARGETS[self.made_for].has_fp8
+            self.made_for is None or self.runtime.transformer_engine
         ):
             raise UserError(
                 f"--precision fp8 was given for {TARGETS[self.made_for].title}, which has no "
@@ -184,7 +183,14 @@ class JobSpec:
             cluster = with_measured_rates(cluster, self.profile)
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
         source = ExchangeSource(profile=self.profile, ring_tokens=self.runtime.ring_tokens)
-        return costs_at(self.cost, *sizes, levels, source)
+        costs = costs_at(self.cost, *sizes, levels, source)
+        if not (self.runtime.transformer_engine and levels):
+            return costs
+        widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
+        return tuple(
+            with_exchanged_output(cost, *widths, level)
+            for cost, level in zip(costs, levels, strict=True)
+        )
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Costs of units at every level side by side, as a plan is predicted and checked with."""

@@ -3,6 +3,7 @@
 `omnibal lint` reads them of a launch line; this project's trainer always runs as `OWN` says.
 """
 
+from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.frozen import Count, Frozen
 
 
@@ -31,6 +32,11 @@ class RuntimeOptions(Frozen):
     (`--cross-entropy-loss-fusion`), instead of several in fp32."""
     fused_routing: bool = False
     """Whether fused kernels permute tokens for their experts (`--moe-permute-fusion`)."""
+    transformer_engine: bool = False
+    """Whether language layers are Megatron-core's of Transformer Engine, whose memory differs
+    (`omnibal.cost.transformer_engine`) and whose products can be in FP8."""
+    fp8: Fp8 = TRAINED_FP8
+    """How products are in FP8, where the precision is."""
     adapters: bool = False
     """Whether adapters are trained beside frozen weights, which then need no gradients."""
 

@@ -130,8 +130,6 @@ class Target(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
-    has_fp8: bool = False
-    """Whether layers are Transformer Engine's, whose products can be in FP8."""
 
     @property
     def has_data_parallelism_alone(self) -> bool:
@@ -161,7 +159,7 @@ _MEGATRON = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
-_MEGATRON_RUNTIME = RuntimeOptions(fused_loss=False)
+_MEGATRON_RUNTIME = RuntimeOptions(fused_loss=False, transformer_engine=True)
 """As Megatron-LM runs exports, which ask for hidden exchanges and a loss per token."""
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
@@ -173,7 +171,6 @@ TARGETS = {
             name=TargetName.MS_SWIFT,
             title="ms-swift (Megatron)",
             version="4.6.0",
-            has_fp8=True,
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
             runtime=_MEGATRON_RUNTIME,
@@ -204,7 +201,6 @@ TARGETS = {
             name=TargetName.LOONGFORGE,
             title="LoongForge",
             version="130ff79",
-            has_fp8=True,
             stages=_MEGATRON.model_copy(
                 update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
             ),
@@ -215,7 +211,6 @@ TARGETS = {
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
-            has_fp8=True,
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
             runtime=_MEGATRON_RUNTIME,
@@ -224,8 +219,8 @@ TARGETS = {
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
-            has_fp8=True,
             stages=_MEGATRON,
+            runtime=RuntimeOptions(transformer_engine=True),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(

@@ -16,6 +16,7 @@ from omnibal.lint.launch import Finding, Launcher
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.lint.device_memory import DeviceMemory
     from omnibal.lint.line import Line
     from omnibal.lint.predicted import Costed, Verdict
 
@@ -101,15 +102,16 @@ def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
     prediction, towers = costed.prediction, verdict.launched.job.model.towers
     stages = [
         {
-            "peak_gib": peak,
+            "peak_gib": memory.allocated_gib,
+            **memory.model_dump(),
             **{f"{tower}_layers": len(stage.layers(tower)) for tower in towers},
             "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
             "forward_ms": each.forward_ms,
             "backward_ms": each.backward_ms,
             "wait_fraction": waits,
         }
-        for stage, each, peak, waits in zip(
-            costed.stages, prediction.stages, costed.peaks_gib, costed.wait_fractions, strict=True
+        for stage, each, memory, waits in zip(
+            costed.stages, prediction.stages, costed.memory, costed.wait_fractions, strict=True
         )
     ]
     return {
@@ -136,7 +138,6 @@ def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
         "cluster": cluster.name,
         "device_gib": cluster.memory_gib,
-        "usable_gib": verdict.launched.job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
         "accuracy": _accuracy_result(verdict),
@@ -165,23 +166,24 @@ def _stages_table(verdict: "Verdict") -> Table:
             str(index),
             *(str(len(stage.layers(tower))) for tower in towers),
             " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
-            f"{peak:,.1f}",
+            f"{memory.allocated_gib:,.1f}",
+            f"{memory.device_gib:,.1f}",
             f"{each.forward_ms:,.2f}",
             f"{each.backward_ms:,.2f}",
             f"{waits:.1%}",
         )
-        for index, (stage, each, peak, waits) in enumerate(
+        for index, (stage, each, memory, waits) in enumerate(
             zip(
                 line.stages,
                 line.prediction.stages,
-                line.peaks_gib,
+                line.memory,
                 line.wait_fractions,
                 strict=True,
             )
         )
     ]
     times = ("forward\nms", "backward\nms", "waits")
-    titles = ("stage", *towers, "recompute", "peak\nGiB", *times)
+    titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)
     columns = [Column(title=title) for title in titles]
     return Table(title="\nStages, simulated", columns=columns, sections=[rows], tight=True)
 
@@ -192,6 +194,7 @@ def _facts(verdict: "Verdict") -> Facts:
     entries = [
         ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
         ("step", f"{verdict.line.step_ms:,.1f} ms"),
+        ("memory", _memory_words(max(verdict.line.memory, key=lambda each: each.device_gib))),
         ("stages wait", f"{verdict.line.bubble_fraction:.1%} of it"),
         ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
     ]
@@ -204,6 +207,11 @@ def _facts(verdict: "Verdict") -> Facts:
     said = "not known" if accuracy is None else str(accuracy)
     entries.append(("error of published steps", said))
     return Facts("Prediction", entries)
+
+
+def _memory_words(memory: "DeviceMemory") -> str:
+    torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
+    return f"{memory.device_gib:,.1f} GiB at most; {torch}"
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:

@@ -41,7 +41,7 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -74,7 +74,8 @@ from omnibal.cost.links import (
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
-from omnibal.fp8 import TRAINED_FP8, Fp8
+from omnibal.cost.transformer_engine import rooms, without_gradients
+from omnibal.fp8 import Fp8
 from omnibal.parallel import Parallel
 from omnibal.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.runtime import OWN, RuntimeOptions
@@ -132,7 +133,6 @@ def analytic_cost(
     *,
     distributed_optimizer: bool = True,
     runtime: RuntimeOptions = OWN,
-    fp8: Fp8 = TRAINED_FP8,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -141,19 +141,20 @@ def analytic_cost(
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
         runtime: how the trainer runs a step.
-        fp8: how products are in FP8, where `precision` is.
 
     Raises:
         UserError: the cluster has no rate in this precision, or FP8 cannot multiply a size.
     """
-    element_bytes, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
-    device = _device(cluster, parallel, precision, runtime, fp8)
+    element_bytes, engine = ELEMENT_BYTES[precision], runtime.transformer_engine
+    device = _device(cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
-    units = {
-        one.kind.name: _unit_cost(device, one) for one in _counted(model, device, frozen, runtime)
-    }
+    counted = list(_counted(model, device, frozen, runtime))
+    if engine:
+        counted = [_with_transformer_engine(one) for one in counted]
+    units = {one.kind.name: _unit_cost(device, one) for one in counted}
+    trained = {one.kind.name: one.counts for one in counted if one.trained and _is_language(one)}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
-    once = _Once(cluster, precision, device, runtime, fp8, is_sharded=distributed_optimizer)
+    once = _Once(cluster, precision, device, runtime, is_sharded=distributed_optimizer)
     rates = once.rates(stage_group(parallel))
     overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
@@ -163,7 +164,7 @@ def analytic_cost(
         # Multi-token prediction embeds words on the last stage too.
         tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
         weight_bytes_per_parameter=element_bytes,
-        gradient_bytes_per_parameter=gradient_bytes,
+        gradient_bytes_per_parameter=runtime.gradient_bytes,
         optimizer_bytes_per_parameter=rates.optimizer_bytes,
         optimizer_ms_fixed=0.0,
         optimizer_ms_per_parameter=rates.optimizer_ms,
@@ -175,7 +176,20 @@ def analytic_cost(
         expert_rates=once.rates(expert_copies(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
+        rooms=rooms(trained, element_bytes) if engine else (),
     )
+
+
+def _is_language(one: _Counted) -> bool:
+    """Whether it is a layer of the language model or the head."""
+    return one.kind.tower == LANGUAGE and not one.kind.is_embed
+
+
+def _with_transformer_engine(one: _Counted) -> _Counted:
+    if not _is_language(one):
+        return one
+    counts = replace(one.counts, working=without_gradients(one.counts.working))
+    return replace(one, counts=counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +200,6 @@ class _Once:
     precision: Precision
     device: Device
     runtime: RuntimeOptions
-    fp8: Fp8
     _: KW_ONLY
     is_sharded: bool
     """Whether these ranks divide the optimizer's state."""
@@ -207,7 +220,7 @@ class _Once:
         update_ms += weight_cast_bytes(self.device) / self.device.bytes_per_ms
         byte_ms = ring_ms_per_byte(self.cluster, group, self.precision)
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
-        gathered_bytes = _gathered_bytes(self.precision, self.fp8) if self.is_sharded else 0
+        gathered_bytes = _gathered_bytes(self.precision, self.runtime.fp8) if self.is_sharded else 0
         gather_ms = byte_ms * gathered_bytes
         is_beside = self.runtime.overlap_weights
         return ParameterRates(
@@ -295,9 +308,8 @@ def _device(
     parallel: Parallel,
     precision: Precision,
     runtime: RuntimeOptions = OWN,
-    fp8: Fp8 = TRAINED_FP8,
 ) -> Device:
-    in_fp8 = fp8_rates(cluster, fp8) if precision == "fp8" else None
+    in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
     rates = cluster.measured(precision)
     precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
     copies, fused = _Copies(cluster, rates), runtime.fused_loss

@@ -177,6 +177,10 @@ class Working:
     own type, also where it is added to the fp32 buffer."""
     gone: tuple[str, ...] = ()
     """Lines of what the unit keeps that it has let go of by then."""
+    of_words: bool = False
+    """Whether the weight is an embedding's, which is no product's."""
+    beside_logits: bool = False
+    """Whether the loss writes a gradient beside the logits, as only an unfused one does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

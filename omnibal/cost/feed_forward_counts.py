@@ -16,6 +16,8 @@ from omnibal.cost.block_counts import Block, no_collectives, whole_inputs
 from omnibal.cost.counts import FP32_BYTES, Device, Features, Kept, Product, Working
 from omnibal.layers import ExpertsConfig, LayerKind
 
+ROUTED = "routed tokens"
+"""What is kept of the rows that experts are given."""
 _INDEX_BYTES, _BOOL_BYTES = 8, 1
 _MAPS, _BACK_MAPS = 12, 10
 """Times that forward and backward read or write a value of each token for each expert: scores for
@@ -158,7 +160,7 @@ def _mixture_kept(
             made_by="mlp",
             bytes=own * k * (FP32_BYTES + 2 * _INDEX_BYTES),
         ),
-        Kept(what="routed tokens", made_by="mlp", bytes=rows * h * size, for_weights=True),
+        Kept(what=ROUTED, made_by="mlp", bytes=rows * h * size, for_weights=True),
         Kept(what="gate and value", made_by="mlp.experts", bytes=rows * 2 * f * size),
         # Made once more in backward: their product.
         Kept(what="weights of rows", made_by="mlp", bytes=rows * FP32_BYTES),
@@ -214,5 +216,5 @@ def _mixture_working(
             weight=held * 2 * h * f,
             gone=experts,
         ),
-        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, "routed tokens")),
+        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED)),
     )

@@ -50,7 +50,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         kept=(Kept(what="token ids", made_by="", bytes=ids_bytes),),
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
-        working=(Working(bytes=text_bytes + encoded_bytes, weight=words * h),),
+        working=(Working(bytes=text_bytes + encoded_bytes, weight=words * h, of_words=True),),
         parameters=words * h,
     )
 
@@ -219,7 +219,10 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
         working=(
             Working(bytes=block_bytes + 2 * hidden_bytes, weight=2 * h * h / t),
             Working(
-                bytes=hidden_bytes, weight=language.words_of_rank(t) * h, gone=("normed", "joined")
+                bytes=hidden_bytes,
+                weight=language.words_of_rank(t) * h,
+                gone=("normed", "joined"),
+                of_words=True,
             ),
         ),
         shared_bytes=2 * block_bytes if sequence else 0 * tokens,
@@ -320,7 +323,7 @@ def _logits(
         working=(
             # The logits' gradient, in their type; the weight's, when the logits are gone; then that
             # of all positions.
-            Working(bytes=logits_bytes),
+            Working(bytes=logits_bytes, beside_logits=True),
             Working(bytes=logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
             Working(bytes=gathered_bytes + loss_bytes, gone=("logits", "what carries loss")),
         ),

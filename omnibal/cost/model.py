@@ -104,6 +104,16 @@ _NO_EXPERTS = ParameterRates(
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Room that a stage has once, to the end of the run, where it holds a unit of some kind."""
+
+    what: str
+    bytes: float
+    kinds: frozenset[str]
+    """Names of the kinds."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CostModel:
     """Costs of all units and of what happens once a step or at a cut."""
@@ -145,6 +155,8 @@ class CostModel:
     holds any."""
     runs_in_step: bool = False
     """Whether ranks meet in every unit, as those that divide weights do."""
+    rooms: tuple[Room, ...] = ()
+    """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
 
     @property
     def levels(self) -> int:

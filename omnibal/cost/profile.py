@@ -34,6 +34,7 @@ from omnibal.layers import LayerKind
 from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
+from omnibal.runtime import OWN, RuntimeOptions
 from omnibal.units import (
     EXCHANGED,
     HEAD,
@@ -193,6 +194,8 @@ def fitted_cost(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
+    *,
+    runtime: RuntimeOptions = OWN,
 ) -> CostModel:
     """Cost model with the profile's times; what it did not measure is counted analytically.
 
@@ -206,7 +209,8 @@ def fitted_cost(
             unit.
     """
     _check_match(profile, model, parallel, precision)
-    cost = analytic_cost(model, cluster, parallel, precision, frozen)
+    sizes = model, cluster, parallel, precision, frozen
+    cost = analytic_cost(*sizes, runtime=runtime)
     trained = analytic_cost(model, cluster, parallel, precision).units
     plural = "es" if profile.processes > 1 else ""
     cost = replace(

@@ -36,7 +36,7 @@ def first_obstacle(plan: Plan, data: Data | None, target: Target) -> str | None:
 def obstacles(plan: Plan, data: Data | None, target: Target) -> Iterator[str]:
     """Yield everything of a plan that the trainer cannot be told, a sentence each."""
     yield from _of_sizes(plan, target)
-    if plan.precision == "fp8" and not target.has_fp8:
+    if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, and {target.title} none"
     yield from _of_levels(plan, target)
     yield from _of_stages(plan, target)

@@ -13,13 +13,15 @@ from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.encoders import ClipsEncoder
 from omnibal.errors import UserError
+from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.job import JobSpec, limits_of
 from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
+from omnibal.lint.flags import words_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import precision_of
-from omnibal.lint.not_counted import cuts_samples, is_adapter, notes_on
+from omnibal.lint.not_counted import cuts_samples, has_engine, is_adapter, notes_on
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
 from omnibal.pipeline.stage import Span, Stage
@@ -89,9 +91,8 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         cluster=cluster,
         parallel=parallel,
         precision=precision,
-        fp8=fp8,
         frozen=_frozen(line, model),
-        **limits_of(TargetName(line.launch.launcher.value)) | {"runtime": runtime_of(line)},
+        **limits_of(TargetName(line.launch.launcher.value)) | {"runtime": runtime_of(line, fp8)},
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -122,12 +123,15 @@ _RINGS = ("p2p", "a2a+p2p")
 """Exchanges of context-parallel ranks in which keys and values go round them."""
 
 
-def runtime_of(line: Line) -> RuntimeOptions:
+def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     """How the line's trainer runs a step, by its switches.
 
     Recipes of Megatron-Bridge hide exchanges and fuse the loss where they say nothing else; in
     Megatron-LM and the trainers that take its flags, each is a switch. ms-swift's loss is per
     token, which leaves nothing to average.
+
+    Args:
+        fp8: how its products are in FP8, where they are.
     """
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
@@ -145,6 +149,8 @@ def runtime_of(line: Line) -> RuntimeOptions:
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=is_on("cross-entropy-loss-fusion"),
         fused_routing=is_on("moe-permute-fusion"),
+        transformer_engine=has_engine(line),
+        fp8=fp8,
         adapters=is_adapter(line),
     )
 
@@ -291,7 +297,7 @@ def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
     if context == 1 or cuts_samples(line):
         return ()
     of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
-    is_heads = line.text("cp-comm-type") == "a2a"
+    is_heads = set(words_of(line.text("cp-comm-type"))) == {"a2a"}
     exchange = ContextExchange.HEADS if is_heads else ContextExchange.GATHER
     return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
 

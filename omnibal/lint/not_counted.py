@@ -25,6 +25,14 @@ def cuts_samples(line: Line) -> bool:
     return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))
 
 
+def has_engine(line: Line) -> bool:
+    """Whether language layers are Transformer Engine's, with gradients that accumulate in their
+    products, as trainers have them where a line does not say otherwise."""
+    fusion = "gradient-accumulation-fusion"
+    is_off = line.on(f"no-{fusion}") or (fusion in line.flags and not line.on(fusion))
+    return line.text("transformer-impl") != "local" and not is_off
+
+
 def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
     """Say what of a line is counted as something else, or not at all."""
     if line.virtual is not None and not chunks_are_simulated:

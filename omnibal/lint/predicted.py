@@ -11,6 +11,7 @@ import numpy as np
 
 from omnibal.errors import DoesNotFit
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
+from omnibal.lint.device_memory import Besides, DeviceMemory, besides
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
 from omnibal.pipeline.interleaved import InterleavedPrediction, predict_interleaved
@@ -23,6 +24,7 @@ from omnibal.plan import Plan
 
 _WORTH_TELLING = 0.005
 """Least share of a step that a better split must save to be told of."""
+_MOST_SEARCHES = 3
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -42,6 +44,8 @@ class Costed:
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
     interleaved: InterleavedPrediction | None = None
     """Of the line's chunks; None where a stage has one, or they cannot be simulated."""
+    besides: tuple[Besides, ...]
+    """What devices of every stage hold besides tensors."""
 
     @property
     def step_ms(self) -> float:
@@ -63,14 +67,24 @@ class Costed:
         return self.prediction.bubble_fraction
 
     @property
-    def peaks_gib(self) -> list[float]:
-        """Peak memory of a device of every stage."""
+    def memory(self) -> list[DeviceMemory]:
+        """Most memory of a device of every stage."""
         memories = [stage.memory for stage in self.prediction.stages]
         state = [each.weights_gib + each.gradients_gib + each.optimizer_gib for each in memories]
-        passes = [each.activations_gib + each.transient_gib for each in memories]
+        passes = [each.passes_gib for each in memories]
         if self.interleaved is not None:
             passes = [float(gib) for gib in self.interleaved.passes_gib]
-        return [sum(both) for both in zip(state, passes, strict=True)]
+        return [each.of(*both) for each, *both in zip(self.besides, state, passes, strict=True)]
+
+    @property
+    def peaks_gib(self) -> list[float]:
+        """Most memory of tensors on a device of every stage."""
+        return [each.allocated_gib for each in self.memory]
+
+    @property
+    def most_gib(self) -> float:
+        """Most memory of any device, all that it holds."""
+        return max(each.device_gib for each in self.memory)
 
 
 def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] = ()) -> Costed:
@@ -92,6 +106,7 @@ def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] 
         stages=tuple(stages),
         prediction=prediction,
         flags=tuple(flags),
+        besides=tuple(besides(job, launched.levels, stages, launched.workload)),
     )
 
 
@@ -108,11 +123,26 @@ def predicted_line(launched: Launched) -> Costed:
 def better_split(launched: Launched, line: Costed) -> Costed | None:
     """The fastest stages of the same sizes that fit and that the trainer can be told.
 
-    None where they are not faster than the line's, which fit, or where nothing fits. What fits is
-    within the memory that a plan may use, for the line and for what is better.
+    None where they are not faster than the line's, which fit, or where none are found that fit.
+    Stages are searched for within the memory that a plan may use, and less where devices are then
+    full.
     """
+    memory_gib, cap_gib = launched.job.cluster.memory_gib, launched.job.memory_cap_gib
+    for _ in range(_MOST_SEARCHES):
+        better = _fastest(launched, cap_gib)
+        if better is None:
+            return None
+        if better.most_gib <= memory_gib:
+            saved = 1 - better.step_ms / line.step_ms
+            return better if saved >= _WORTH_TELLING or line.most_gib > memory_gib else None
+        cap_gib -= better.most_gib - memory_gib
+    return None
+
+
+def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
+    """The fastest stages that the trainer can be told, within a cap of what is predicted of them;
+    None where nothing is."""
     job = launched.job
-    cap_gib = job.memory_cap_gib
     try:
         found = search_stages(
             job.cost_of_all(launched.levels),
@@ -125,10 +155,7 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
         )
     except DoesNotFit:
         return None
-    better = predicted(launched, found.stages, flags_of(launched, found.stages))
-    fits = max(line.peaks_gib) <= cap_gib
-    saved = 1 - better.step_ms / line.step_ms
-    return better if saved >= _WORTH_TELLING or not fits else None
+    return predicted(launched, found.stages, flags_of(launched, found.stages))
 
 
 def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
@@ -155,7 +182,7 @@ def least_recompute(launched: Launched) -> Costed | None:
     of the encoders or all, whichever makes the shorter step. Stages have one chunk.
     """
     per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
-    cap_gib, count = launched.job.memory_cap_gib, len(launched.stages)
+    count = len(launched.stages)
     most = max(stage.layer_count for stage in launched.stages)
     found: list[Costed] = []
     for encoders in (None,) if per_stage else (0, EVERY):
@@ -166,41 +193,47 @@ def least_recompute(launched: Launched) -> Costed | None:
                          for stage, n in numbers)  # fmt: skip
 
         low, high = np.zeros(count, np.int64), np.full(count, most)
-        if not (_peaks_gib(launched, stages_with(high)) <= cap_gib).all():
+        if not _fit(launched, stages_with(high)).all():
             continue
         while (low < high).any():
             middle = (low + high) // 2
-            enough = _peaks_gib(launched, stages_with(middle)) <= cap_gib
+            enough = _fit(launched, stages_with(middle))
             high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
         stages = stages_with(high if per_stage else np.full_like(high, high.max()))
         found.append(predicted(launched, stages, flags_of(launched, stages)))
     return min(found, key=lambda one: one.step_ms, default=None)
 
 
-def _peaks_gib(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
-    """Peak memory of every stage. [stages]"""
-    cost = launched.job.cost_of_all(launched.levels)
-    memories = stage_memories(cost, (stages,), launched.workload)
-    return np.array([memory.peak_gib for memory in memories])
+def _fit(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
+    """Whether every stage fits its devices. bool [stages]"""
+    job = launched.job
+    memories = stage_memories(job.cost_of_all(launched.levels), (stages,), launched.workload)
+    held = besides(job, launched.levels, stages, launched.workload)
+    device_gib = [
+        each.of(memory.state_gib, memory.passes_gib).device_gib
+        for each, memory in zip(held, memories, strict=True)
+    ]
+    return np.array(device_gib) <= job.cluster.memory_gib
 
 
 def memory_finding(launched: Launched, line: Costed) -> Finding | None:
-    """A warning where a stage is predicted to take more memory than a plan may use."""
-    cluster, peaks = launched.job.cluster, line.peaks_gib
-    cap_gib = launched.job.memory_cap_gib
-    heaviest = int(np.argmax(peaks))
-    if peaks[heaviest] <= cap_gib:
+    """A warning where a stage is predicted to take more memory than a device has."""
+    cluster, memory = launched.job.cluster, line.memory
+    of_device = [each.device_gib for each in memory]
+    heaviest = int(np.argmax(of_device))
+    if of_device[heaviest] <= cluster.memory_gib:
         return None
-    over = sum(peak > cap_gib for peak in peaks)
+    over = sum(gib > cluster.memory_gib for gib in of_device)
     return Finding(
         rule="memory",
         severity="warning",
         message=(
-            f"stage {heaviest} is predicted to take {peaks[heaviest]:,.1f} GiB of a device, and "
-            f"{cap_gib:,.1f} of the {cluster.memory_gib:,.0f} of {cluster.name} may be planned "
-            f"with ({cap_gib / cluster.memory_gib:.0%}; the rest is for what is not predicted); "
-            f"{over} of {len(peaks)} stages take more: recompute more layers, divide the model "
-            "further, or name your devices by --cluster and --memory-gib"
+            f"stage {heaviest} is predicted to take {of_device[heaviest]:,.1f} GiB of a device, "
+            f"and one of {cluster.name} has {cluster.memory_gib:,.0f}: "
+            f"{memory[heaviest].allocated_gib:,.1f} of tensors, "
+            f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch keeps for them, the rest "
+            f"of CUDA and NCCL; {over} of {len(memory)} stages take more: recompute more layers, "
+            "divide the model further, or name your devices by --cluster and --memory-gib"
         ),
         source=f"the prediction below, with costs {line.prediction.cost_source}",
     )

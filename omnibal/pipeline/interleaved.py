@@ -5,7 +5,7 @@ micro-batches must be alike, as made-up ones are.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from omnibal.pipeline.schedules import interleaved
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, workload_times
-from omnibal.pipeline.stage_memory import GIB, LINKS, RunningPasses, memory_table
+from omnibal.pipeline.stage_memory import GIB, LINKS, RunningPasses, memory_table, rooms_bytes
 from omnibal.pipeline.units import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 
@@ -49,12 +49,16 @@ def predict_interleaved(
     simulated = predict_steps(times, workload, once, interleaved, chunks)
     graph = operation_graph(interleaved, count, chunks, int(workload.slot.max()) + 1)
     largest = features_of(workload, cost).max(axis=0)
-    needs = [needed_bytes(cost, part, largest) for part in parts]
+    needs = [needed_bytes(replace(cost, rooms=()), part, largest) for part in parts]
+    rooms = [rooms_bytes(cost, stage) for stage in stages]
     return InterleavedPrediction(
         step_ms=float(simulated.step_ms.mean()),
         wait_fraction=simulated.wait_fractions,
         passes_gib=np.array(
-            [most_bytes(graph, stage, needs[stage::count]) / GIB for stage in range(count)]
+            [
+                (most_bytes(graph, stage, needs[stage::count]) + rooms[stage]) / GIB
+                for stage in range(count)
+            ]
         ),
     )
 

@@ -21,18 +21,23 @@ class StageMemory(Frozen):
     activations_gib: NonNegativeFloat
     """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
-    """Working memory of a unit at the peak, on top of what is kept at most."""
+    """Working memory of a unit at the peak, on top of what is kept at most; and what libraries keep
+    to the end of the run."""
+
+    @property
+    def state_gib(self) -> float:
+        """Weights, gradients and optimizer state, in GiB."""
+        return self.weights_gib + self.gradients_gib + self.optimizer_gib
+
+    @property
+    def passes_gib(self) -> float:
+        """All else, in GiB."""
+        return self.activations_gib + self.transient_gib
 
     @property
     def peak_gib(self) -> float:
         """Memory of the device at its peak, in GiB."""
-        return (
-            self.weights_gib
-            + self.gradients_gib
-            + self.optimizer_gib
-            + self.activations_gib
-            + self.transient_gib
-        )
+        return self.state_gib + self.passes_gib
 
 
 _IN_WORDS = {"expert_wait_ms": "wait in step"}

@@ -222,6 +222,10 @@ class MemoryTable:
     shared_bytes: np.ndarray
     """Room that all units of a kind share through the run, and the kinds too: the largest counts.
     [kinds]"""
+    room_bytes: np.ndarray
+    """Each room of the trainer's libraries, which a stage has once, [rooms]."""
+    has_room: np.ndarray
+    """Whether a stage with a unit of a kind has the room, 0 or 1, [kinds, rooms]."""
     expert_bytes: np.ndarray
     """Buffers of the communication library for the ranks that share out experts, which a stage with
     any has once. [kinds]"""
@@ -351,6 +355,8 @@ class MemoryTable:
         links = self.first_bytes.T[first] + self.last_bytes.T[last]
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
+        if len(self.room_bytes):
+            shared = shared + ((counts > 0) @ self.has_room > 0) @ self.room_bytes
         return links + shared[..., None]
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
@@ -702,6 +708,10 @@ def memory_table(
         last_bytes=last_bytes,
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array(shared),
+        room_bytes=np.array([room.bytes for room in cost.rooms]),
+        has_room=np.array(
+            [[name in room.kinds for room in cost.rooms] for name in cost.units], int
+        ),
         expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
         room=room,
@@ -780,6 +790,13 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
     within every level. [passes, levels * kinds]"""
     blocks = zip(np.split(features, levels, axis=1), np.split(per_unit, levels), strict=True)
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
+
+
+def rooms_bytes(cost: CostModel, stage: Stage) -> float:
+    """What the trainer's libraries keep on a device of a stage."""
+    counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
+    held = {kind.name for kind, count in zip(cost.kinds, counts.tolist(), strict=True) if count}
+    return sum(room.bytes for room in cost.rooms if room.kinds & held)
 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:

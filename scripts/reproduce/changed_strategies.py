@@ -33,7 +33,7 @@ JOBS = (
     ("internvl2.5-78b", "h100-80g", 512),
 )
 _TOKENS = 8192
-_ASSUMED = {
+_ASSUMED: dict[str, Any] = {
     "matmul_efficiency": 0.55, "memory_efficiency": 0.8, "kernel_us": 4, "link_efficiency": 0.5,
     "link_latency_us": 10, "network_efficiency": None, "basis": "assumed", "rates": {},
     "rates_of": None, "accuracy": {},

@@ -100,10 +100,10 @@ def row(example: Example) -> Iterator[str]:
         job = of_example(example, cluster)
         line = predicted(job, job.stages)
         if cluster == CLUSTERS[0]:
-            peak_gib = max(line.peaks_gib)
+            gib = line.most_gib
             yield f"{example.noted_gib}"
-            yield f"{peak_gib:.0f}"
-            yield f"{peak_gib / example.noted_gib - 1:+.0%}"
+            yield f"{gib:.0f}"
+            yield f"{gib / example.noted_gib - 1:+.0%}"
             yield f"{example.noted_s:.1f}"
         yield f"{line.prediction.step_ms / 1e3:.1f}"
 

@@ -79,9 +79,9 @@ def test_other_sizes_have_other_costs() -> None:
 def counting(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable) -> list:
     calls: list = []
 
-    def counted(*arguments, **named):
+    def counted(*arguments, **options):
         calls.append(arguments)
-        return function(*arguments, **named)
+        return function(*arguments, **options)
 
     monkeypatch.setattr(job_module, name, counted)
     return calls

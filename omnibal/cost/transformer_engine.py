@@ -1,0 +1,86 @@
+"""Memory that Megatron-core holds with Transformer Engine's layers, besides what it holds without.
+
+A product's kernel adds the weight's gradient to the fp32 buffer, and torch is handed an empty
+gradient in its place. Transformer Engine makes one for every shape of weight and type, and never
+lets it go (`get_dummy_wgrad` of `transformer_engine/pytorch/module/base.py`, 2.11; Megatron-core
+0.16.1 takes the head's from it too, `tensor_parallel/layers.py`). So no gradient of a weight comes
+and goes but that of the word embedding, which torch makes. The fused loss writes the logits'
+gradient over the logits.
+
+Attention that exchanges heads among context-parallel ranks keeps its output as it was before the
+exchange back, beside what the next product keeps of it (`AttnFuncWithCPAndQKVOA2A` of
+`context_parallel.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from omnibal.config import ModelConfig
+from omnibal.cost.attention_counts import attention_widths
+from omnibal.cost.counts import Counts, Features, Working
+from omnibal.cost.model import CostModel, Room
+from omnibal.levels import ContextExchange, Level
+
+_WORKSPACE_BYTES = 32 * 2**20
+"""Room for a stream's products on devices from Hopper on (`get_cublas_workspace_size_bytes`; torch
+has as much for its own)."""
+_GROUPED_STREAMS = 4
+"""Streams of grouped products, each with a workspace."""
+
+
+def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
+    """Moments of a language unit's backward, without gradients that come and go elsewhere."""
+    return tuple(
+        each if each.of_words else replace(each, weight=0)
+        for each in moments
+        if not each.beside_logits
+    )
+
+
+def rooms(trained: Mapping[str, Counts], element_bytes: int) -> tuple[Room, ...]:
+    """What the libraries keep for language units.
+
+    Args:
+        trained: counts of the trained kinds of language unit, by their names.
+    """
+    with_shape: dict[tuple[float, float], set[str]] = {}
+    for name, counts in trained.items():
+        for product in counts.products:
+            # Routers and gates to one value are no layers of Transformer Engine's.
+            if not product.is_fp32 and product.outer > 1:
+                with_shape.setdefault((product.inner, product.outer), set()).add(name)
+    gradients = [
+        Room(
+            what=f"empty gradient of {inner:g} x {outer:g} weights",
+            bytes=inner * outer * element_bytes,
+            kinds=frozenset(kinds),
+        )
+        for (inner, outer), kinds in with_shape.items()
+    ]
+    some = frozenset(trained)
+    grouped = frozenset(name for name, counts in trained.items() if counts.expert_parameters)
+    workspaces = (
+        Room(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=some),
+        Room(
+            what="workspaces of grouped products",
+            bytes=_GROUPED_STREAMS * _WORKSPACE_BYTES,
+            kinds=grouped,
+        ),
+    )
+    return (*gradients, *workspaces)
+
+
+def with_exchanged_output(
+    cost: CostModel, model: ModelConfig, tensor: int, element_bytes: int, level: Level
+) -> CostModel:
+    """Costs at a level, with attention's output as it was before an exchange of heads."""
+    if level.context == 1 or level.exchange is not ContextExchange.HEADS:
+        return cost
+    tokens, units = Features(names=cost.features).one("tokens"), dict(cost.units)
+    for kind in cost.kinds:
+        unit = units[kind.name]
+        if kind.layer is not None and unit.trained_parameters:
+            width = attention_widths(model.language, kind.layer).output / tensor
+            kept_bytes = unit.activation_bytes + tokens * width * element_bytes
+            units[kind.name] = replace(unit, activation_bytes=kept_bytes)
+    return replace(cost, units=units)

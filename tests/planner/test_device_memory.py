@@ -1,0 +1,165 @@
+"""Memory of launch lines beside that of jobs that ran, and beside sums made by hand."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from omnibal.config import ModelConfig, load_cluster
+from omnibal.families.named import named_model
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.device_memory import DeviceMemory
+from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.line import line_of
+from omnibal.lint.predicted import Costed, predicted_line
+
+CLUSTER = load_cluster("h100-80g")
+MIB = 2**20
+LLAMA, DEEPSEEK = "llama3.1-70b", "tests/planner/hub_configs/deepseek-v2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A job of 8 B200 and the most memory of any of its ranks, in GiB, as torch counts it."""
+
+    model: str
+    layers: int
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    allocated_gib: float
+    reserved_gib: float
+
+
+RAN = (
+    Ran(model=LLAMA, layers=12, pipeline=2, allocated_gib=66.55, reserved_gib=70.88),
+    Ran(model=LLAMA, layers=12, tensor=2, allocated_gib=60.68, reserved_gib=62.53),
+    Ran(model=LLAMA, layers=12, tensor=4, allocated_gib=39.07, reserved_gib=40.18),
+    Ran(model=LLAMA, layers=12, tensor=8, allocated_gib=28.29, reserved_gib=29.12),
+    Ran(model=DEEPSEEK, layers=4, expert=8, allocated_gib=45.63, reserved_gib=48.79),
+    Ran(model=DEEPSEEK, layers=4, pipeline=2, expert=4, allocated_gib=44.7, reserved_gib=47.05),
+)
+"""Of SimuMax v1.2 (MooreThreads/SimuMax, docs/b200): Megatron-LM with Transformer Engine 2.11, mock
+data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputation; as many with 4,
+8 and 32 micro-batches."""
+
+
+def of_line(model: ModelConfig, flags: str) -> Launched:
+    line = (
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
+        f"--micro-batch-size 1 --transformer-impl transformer_engine {flags}"
+    )
+    samples = Samples(lengths=None, image_share=0, image_tokens=1024)
+    return launched(line_of(read_launch(line, {}), model), model, CLUSTER, samples)
+
+
+def predicted(ran: Ran, more: str = "", *, length: int = 4096) -> Costed:
+    flags = (
+        f"--tensor-model-parallel-size {ran.tensor} --pipeline-model-parallel-size {ran.pipeline} "
+        f"--global-batch-size {4 * 8 // ran.tensor // ran.pipeline} --seq-length {length}"
+    )
+    if ran.expert > 1:
+        flags += f" --expert-model-parallel-size {ran.expert} --expert-tensor-parallel-size 1"
+    if ran.tensor > 1:
+        flags += " --sequence-parallel"
+    model = named_model(ran.model).with_layers(language=ran.layers)
+    return predicted_line(of_line(model, f"{flags} {more}"))
+
+
+@pytest.mark.parametrize("ran", RAN)
+def test_memory_is_what_jobs_took(ran: Ran):
+    """Prevents: a job called fitting that ends out of memory by what libraries hold."""
+    memory = predicted(ran).memory
+    allocated_gib = max(each.allocated_gib for each in memory)
+    reserved_gib = max(each.reserved_gib for each in memory)
+    assert allocated_gib == pytest.approx(ran.allocated_gib, rel=0.005)
+    assert reserved_gib == pytest.approx(ran.reserved_gib, rel=0.02)
+
+
+def test_first_stage_by_hand():
+    """Prevents: a tensor of Transformer Engine's layers that is counted twice, or on no stage.
+
+    Llama-3-70B's layer has a hidden size of 8,192, q, k and v of 10,240 and a feed-forward of
+    28,672; six of them stand behind 128,256 words, in two micro-batches of 4,096 tokens.
+    """
+    h, made, f, words, tokens = 8192, 8192 + 2048, 28672, 128256, 4096
+    layer = h * made + h * h + 3 * h * f + 2 * h
+    # Weights in bf16, gradients in fp32, 12 bytes of optimizer state over four ranks.
+    state = (6 * layer + words * h) * (2 + 4 + 12 / 4)
+    # Input, normed, q, k and v, attention's output, residual, normed, gate and value, product; both
+    # norms' moments, and 64 heads' sums of exponentials.
+    kept = tokens * 2 * (5 * h + made + 3 * f) + tokens * 4 * (2 + 64)
+    # SwiGLU's backward beside the residual's gradient, the product let go of: gradients of the
+    # product, of gate and value. Both tensors of the link to the next stage, and the words' ids.
+    working = tokens * 2 * (h + 3 * f - f) + 2 * tokens * 2 * h + 2 * 8 * tokens
+    # An empty gradient of every shape of weight, one for all layers; two workspaces.
+    empty = 2 * (h * made + h * h + 2 * h * f + h * f) + 64 * MIB
+    first = predicted(RAN[0]).memory[0]
+    by_hand = (state + 12 * kept + working + empty) / 2**30
+    assert first.allocated_gib == pytest.approx(by_hand, rel=1e-4)
+
+
+def test_gradients_without_the_fused_sum_come_and_go():
+    """Prevents: room for empty gradients in trainers without them: local layers, or no fusion."""
+    engine = predicted(RAN[1]).memory[0].allocated_gib
+    without = [
+        predicted(RAN[1], flag).memory[0].allocated_gib
+        for flag in ("--transformer-impl local", "--no-gradient-accumulation-fusion")
+    ]
+    assert without[0] == without[1]
+    # At the head's backward, which makes the largest gradient: one of its own either way.
+    h, made, f = 8192, 10240, 28672
+    empty = 2 * (h * made + h * h + 3 * h * f) / 2 + 64 * MIB
+    assert engine - without[0] == pytest.approx(empty / 2**30, rel=1e-3)
+
+
+def test_empty_gradients_are_one_for_all_layers_and_chunks():
+    """Prevents: rooms that grow with layers, or that interleaved chunks lack or have twice."""
+    plain, chunks = (
+        predicted(RAN[0], more) for more in ("", "--num-virtual-stages-per-pipeline-rank 3")
+    )
+    assert chunks.interleaved is not None
+    cut = [
+        predicted(RAN[0], f"{more} --no-gradient-accumulation-fusion")
+        for more in ("", "--num-virtual-stages-per-pipeline-rank 3")
+    ]
+    held = [
+        np.subtract(engine.peaks_gib, other.peaks_gib)
+        for engine, other in zip((plain, chunks), cut, strict=True)
+    ]
+    assert held[0] == pytest.approx(held[1], rel=0.02)
+
+
+def test_an_exchange_of_heads_keeps_one_output_more():
+    """Prevents: attention's output before the exchange back, in every layer, taken for none."""
+    flags = "--context-parallel-size 4 --cp-comm-type {}"
+    ran = Ran(model=LLAMA, layers=12, allocated_gib=0, reserved_gib=0)
+    heads, ring = (
+        predicted(ran, flags.format(exchange), length=32768).prediction.stages[0].memory
+        for exchange in ("a2a", "p2p")
+    )
+    one = 12 * (32768 // 4) * 8192 * 2 / 2**30
+    assert heads.activations_gib - ring.activations_gib == pytest.approx(one)
+
+
+def test_a_device_holds_more_than_torch():
+    """Prevents: memory of NCCL taken for torch's, and a second rank that costs no buffers."""
+    expert, alone = predicted(RAN[4]), predicted(RAN[3])
+    for line in (expert, alone):
+        for memory in line.memory:
+            assert memory.allocated_gib < memory.reserved_gib < memory.device_gib
+    # Seven peers of an all-to-all, which the plan's own peak counts as well.
+    peak_gib = expert.prediction.stages[0].memory.peak_gib
+    assert peak_gib - expert.peaks_gib[0] == pytest.approx(7 * 384 / 1024)
+    # Of eight GPUs in one tensor-parallel group: that group, and the norm's.
+    outside = alone.memory[0].device_gib - alone.memory[0].reserved_gib
+    assert outside == pytest.approx(0.5 + 2 * 688 / 1024)
+
+
+def test_memory_grows_with_what_passes_keep():
+    """Prevents: a share of the whole taken for blocks that state never leaves empty."""
+    (besides,) = predicted(RAN[1]).besides
+    less, more = besides.of(40.0, 10.0), besides.of(50.0, 10.0)
+    assert isinstance(less, DeviceMemory)
+    assert more.reserved_gib - less.reserved_gib == pytest.approx(10)
+    assert besides.of(40.0, 20.0).reserved_gib - less.reserved_gib == pytest.approx(11)
