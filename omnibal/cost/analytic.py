@@ -12,7 +12,8 @@ Time of a unit's forward pass is the sum of four counts, none of which overlaps 
   size. Causal attention does half of the squared term. Backward is twice forward, and half of that
   where only the input's gradient is wanted; attention's is 2.5 times forward, as it recomputes its
   scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section 3.3).
-* element-wise passes (norms, biases, residuals, activation functions, rotary embedding), in bytes
+* element-wise passes (norms, biases, residuals, activation functions, rotary embedding, and casts
+  to FP8, `omnibal.cost.fp8_counts`), in bytes
   read and written by this project's fused kernels, at a share `memory_efficiency` of the memory's
   rate. They make a vision layer slower than its operations say: tensor parallelism divides its
   products but not its norms and residuals, as a sequence of 1,025 positions cannot be divided. A

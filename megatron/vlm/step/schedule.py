@@ -239,8 +239,6 @@ class _StageRun:
     ) -> None:
         self.features, self.encode = features, encode
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
-        # Linears in FP8 keep quantised weights, which the last step has changed.
-        model.module.set_is_first_microbatch()
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
         self.kept: dict[int, _Kept] = {}

@@ -130,6 +130,7 @@ class Trainer:
         Returns:
             As `run_forward_backward`.
         """
+        self._let_go_of_fp8_weights()
         run = partial(
             run_forward_backward,
             self.plan,
@@ -185,8 +186,13 @@ class Trainer:
         Returns:
             As `run_forward` of the schedule.
         """
+        self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         return run_forward(self.plan, self.model, self.links, batches, encode)
+
+    def _let_go_of_fp8_weights(self) -> None:
+        """Have linears in FP8 quantise their weights anew, which an update may have changed."""
+        self.model.module.set_is_first_microbatch()
 
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
