@@ -63,7 +63,13 @@ from omnibal.cost.image_counts import (
 )
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.model import CostModel, ExpertRates, UnitCost
-from omnibal.cost.shaped_rates import Line, ProductTimes, ring_line, send_line
+from omnibal.cost.shaped_rates import (
+    Line,
+    ProductTimes,
+    exchanged_line,
+    ring_line,
+    send_line,
+)
 from omnibal.parallel import Parallel
 from omnibal.rates import Pass, Rates
 from omnibal.units import (
@@ -276,12 +282,14 @@ def _expert_line(cluster: ClusterConfig, ranks: int, precision: Precision) -> Li
 
     A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
     those between nodes, and the slower of the two counts; the latency is a send's, as ranks send to
-    all others at the same time.
+    all others at the same time, or that of a measured all-to-all.
     """
     if ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
     neighbours = min(ranks, cluster.gpus_per_node)
-    within = exchange_line(cluster, neighbours, precision)
+    rates = cluster.rates.get(precision)
+    measured = exchanged_line(rates.collectives, neighbours) if rates else None
+    within = measured or exchange_line(cluster, neighbours, precision)
     within_ms = within.each_ms * (neighbours - 1) / ranks
     if ranks <= cluster.gpus_per_node:
         return Line(fixed_ms=within.fixed_ms, each_ms=within_ms)
