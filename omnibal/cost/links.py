@@ -11,7 +11,7 @@ one adapter.
 from dataclasses import dataclass
 
 from omnibal.config import ClusterConfig, Precision
-from omnibal.cost.shaped_rates import Line, exchange_line, ring_line, send_line
+from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
 from omnibal.parallel import Parallel
 
 
@@ -73,7 +73,7 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
-    measured = exchange_line(rates.collectives, group.ranks) if rates else None
+    measured = exchanged_line(rates.collectives, group.ranks) if rates else None
     if measured is not None and group.is_within(cluster):
         return measured
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)

@@ -12,9 +12,10 @@ Williams 2006, Gaussian Processes for Machine Learning, section 2.2). What it va
 * chance. Times of a device scatter by several per cent between like shapes, as clocks fall under
   load and libraries choose kernels. A measured shape has the time that was measured.
 
-The variances are `_VARIANCES`, by the likelihood of the 514 products of a B200 and the 183 of an
-A100 that SimuMax publishes; `benchmarks/rates.py` prints what each is predicted as from the others.
-No product is predicted to be faster than the fastest of its nearest measured ones.
+The variances are `_VARIANCES`, rounded from those that make the 514 products of a B200 and the 183
+of an A100 that SimuMax publishes likeliest; `benchmarks/rates.py` prints what each is
+predicted as from the others. No product is predicted to be faster than the fastest of its nearest
+measured ones.
 """
 
 from collections.abc import Sequence

@@ -158,7 +158,7 @@ def ring_line(measured: Sequence[CollectiveTime], ranks: int, place: Place = "no
     return _nearest_line(rings, ranks)
 
 
-def exchange_line(
+def exchanged_line(
     measured: Sequence[CollectiveTime], ranks: int, place: Place = "node"
 ) -> Line | None:
     """Time of an all-to-all of `ranks`, and of a byte that a rank sends in it to others.

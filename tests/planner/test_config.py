@@ -43,7 +43,8 @@ def test_every_cluster_preset_loads(name):
 def test_the_shipped_presets_are_found():
     """Prevents the two tests above from passing on an empty folder."""
     assert {"internvl-chat-1.5-6b-20b", "internvl-digits"} <= set(preset_names("models"))
-    assert {"a100-80g", "h100-80g", "h200-141g", "laptop-cpu"} <= set(preset_names("clusters"))
+    clusters = {"a100-80g", "b200-180g", "h100-80g", "h200-141g", "laptop-cpu"}
+    assert clusters <= set(preset_names("clusters"))
 
 
 @pytest.mark.parametrize(("ratio", "factor"), [(1, 1), (0.5, 2), (0.25, 4), (0.125, 8)])

@@ -10,7 +10,7 @@ from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import (
     ProductTimes,
-    exchange_line,
+    exchanged_line,
     ring_line,
     send_line,
 )
@@ -181,7 +181,7 @@ def test_collectives_that_are_lines_cost_what_the_lines_say():
     assert line.each_ms == pytest.approx(1 / 700e6)
     exchange = CollectiveTime(kind="all_to_all", ranks=8, latency_us=10, gb_per_s=500)
     send = CollectiveTime(kind="send", ranks=2, place="network", latency_us=30, gb_per_s=40)
-    assert exchange_line([reduce, exchange], 8).each_ms == pytest.approx(1 / 500e6)
+    assert exchanged_line([reduce, exchange], 8).each_ms == pytest.approx(1 / 500e6)
     assert ring_line([exchange], 8) is None and send_line([send]) is None
     assert send_line([send], "network").fixed_ms == pytest.approx(0.03)
 

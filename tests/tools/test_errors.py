@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tools import chat, convert, make_digits_dataset, make_lengths, replay
+from tools import chat, convert, import_rates, make_digits_dataset, make_lengths, replay
 
 TOOLS = {
     "chat": chat.main,
     "convert": convert.main,
     "digits": make_digits_dataset.main,
     "lengths": make_lengths.main,
+    "rates": import_rates.main,
     "replay": replay.main,
 }
 
@@ -27,6 +28,7 @@ def folder(tmp_path, monkeypatch) -> Path:
     Path("empty").write_text("")
     Path("list.json").write_text("[[1]]")
     Path("real.json").write_text(json.dumps([{"vit_num": 1, "token_num": 9, "image_flags": 1}]))
+    Path("kernels.json").write_text('{"source": "", "device": "x", "operations": {}}')
     Path("meta.json").write_text('{"a": {"token_lengths": "real.json"}}')
     Path("named.parquet").symlink_to("real.json")
     Path("plan").mkdir()
@@ -79,6 +81,14 @@ def folder(tmp_path, monkeypatch) -> Path:
         "lengths -o out.parquet --real ai2d=list.json",
         "lengths -o named.parquet --real ai2d=real.json",
         "lengths -o named.parquet --real ai2d=meta.json",
+        "rates absent --base h100-80g -o out",
+        "rates junk --base h100-80g -o out",
+        "rates list.json --base h100-80g -o out",
+        "rates real.json --base h100-80g -o real.json",
+        "rates real.json --base absent -o out",
+        "rates kernels.json --base h100-80g -o out",
+        "rates kernels.json --base h100-80g -o folder",
+        "rates kernels.json -o out",
         "replay absent -o out",
         "replay junk -o out",
         "replay plan -o out",
