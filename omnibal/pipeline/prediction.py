@@ -64,6 +64,8 @@ class LostTime(Frozen):
     stage_imbalance_ms: float
     """Stages that take longer than others; 0 where equal ones would be no faster, as with few
     micro-batches that suit unequal ones."""
+    reading_ms: float = 0.0
+    """Waiting for data that the machine's cores cannot read in time."""
     bubble_ms: float
     """Bubble: filling and draining the pipeline, and micro-batches that differ. Other idle time
     counts under the other causes."""
@@ -72,9 +74,10 @@ class LostTime(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_empty_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As before packs and experts were shared: a plan without either is the same bytes.
+        # As before packs and experts were shared and reading was timed: a plan without them is the
+        # same bytes.
         fields: dict[str, Any] = serialize(self)
-        for name in ("expert_wait_ms", "context_exchange_ms"):
+        for name in ("expert_wait_ms", "context_exchange_ms", "reading_ms"):
             if not fields[name]:
                 fields.pop(name)
         return fields
@@ -107,6 +110,15 @@ class StagePrediction(Frozen):
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of the step in which the stage neither computes, exchanges nor updates weights."""
     memory: StageMemory
+
+
+class ReadingPrediction(Frozen):
+    """Processor time that loader processes take to read a mean step."""
+
+    stage_ms: tuple[NonNegativeFloat, ...]
+    """Time for one rank of each stage."""
+    cores_ms: NonNegativeFloat
+    """Least time in which a node's cores read the step, and compute it where they do that too."""
 
 
 class BesidePrediction(Frozen):
@@ -144,6 +156,10 @@ class Prediction(Frozen):
     stages: tuple[StagePrediction, ...]
     beside: Annotated[BesidePrediction | None, Field(exclude_if=lambda value: value is None)] = None
     """Encoders beside the pipeline; None where they are units of the stages."""
+    reading: Annotated[ReadingPrediction | None, Field(exclude_if=lambda value: value is None)] = (
+        None
+    )
+    """Reading of the data; None where no profile timed it."""
 
     @property
     def ideal_step_ms(self) -> float:

@@ -28,6 +28,9 @@ _PREFETCH = 4
 """Items that every worker loads ahead."""
 _POLL_S = 0.5
 _RETRY_S = 0.005
+_NICE = 19
+"""Added to the niceness of workers: they read on cores on which nobody computes right now, as a
+stage's core while it waits for its neighbours, and a rank that wants its core has it at once."""
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 """Signals to the whole process group that only the trainer obeys; it ends the workers in time."""
 
@@ -154,6 +157,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin_worker(trainer: int, worker: int) -> None:
+    os.nice(_NICE)
     for number in _TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
