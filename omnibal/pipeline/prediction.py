@@ -46,6 +46,8 @@ class LostTime(Frozen):
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
     """
 
+    reading_ms: float = 0.0
+    """Waiting for data that the machine's cores cannot read in time."""
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
     expert_wait_ms: float = 0.0
@@ -64,8 +66,6 @@ class LostTime(Frozen):
     stage_imbalance_ms: float
     """Stages that take longer than others; 0 where equal ones would be no faster, as with few
     micro-batches that suit unequal ones."""
-    reading_ms: float = 0.0
-    """Waiting for data that the machine's cores cannot read in time."""
     bubble_ms: float
     """Bubble: filling and draining the pipeline, and micro-batches that differ. Other idle time
     counts under the other causes."""

@@ -28,7 +28,7 @@ _PREFETCH = 4
 """Items that every worker loads ahead."""
 _POLL_S = 0.5
 _RETRY_S = 0.005
-_NICE = 19
+_NICE = 10
 """Added to the niceness of workers: they read on cores on which nobody computes right now, as a
 stage's core while it waits for its neighbours, and a rank that wants its core has it at once."""
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
