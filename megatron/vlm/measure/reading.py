@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.inputs.reader import SampleReader, normalized
 from omnibal.cost.profile import ReadingMeasurement
 from omnibal.data.scan_pool import usable_cores
 from omnibal.errors import UserError
@@ -63,19 +63,20 @@ class SampleDraws(torch.utils.data.Dataset):
             return error
 
     def _read(self, drawn: np.ndarray) -> ReadSamples:
-        reader, moments_s = self._reader, [time.process_time()]
+        reader, model = self._reader, self._reader.model
+        moments_s = [time.process_time()]
         samples = [reader.annotations[index] for index in drawn.tolist()]
-        takes = {"tiles": reader.model.takes_images, "clips": reader.model.takes_audio}
-        pixels = reader.pixels(samples) if takes["tiles"] else torch.zeros(0)
+        tiles = [reader.tiles(one) if model.takes_images else [] for one in samples]
+        pixels = torch.zeros(0)
+        if model.takes_images:
+            every = [tile for of_sample in tiles for tile in of_sample]
+            pixels = torch.from_numpy(normalized(every, model.vision.image_size))
         moments_s.append(time.process_time())
-        frames = reader.frames(samples) if takes["clips"] else torch.zeros(0)
+        clips = [reader.clips(one) if model.takes_audio else np.zeros(0) for one in samples]
+        frames = torch.from_numpy(np.concatenate(clips))
         moments_s.append(time.process_time())
-        texts = [
-            reader.encode(
-                one, sum(reader.tiles_per_image(one)), sum(reader.clips_per_recording(one))
-            ).token_ids
-            for one in samples
-        ]
+        counted = zip(samples, map(len, tiles), map(len, clips), strict=True)
+        texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
         content = pixels, frames, tokens
