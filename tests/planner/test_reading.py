@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
-from plan_cases import MODEL, changed, request
+from plan_cases import MODEL, changed, example_lengths, request
 from test_profile import measured
 
+from omnibal import cli
 from omnibal.check import check_plan
-from omnibal.cost.profile import ReadingMeasurement
+from omnibal.cost.profile import ReadingMeasurement, write_profile
+from omnibal.data.lengths import write_lengths
 from omnibal.pipeline.reading import StageReading, slow_reading, too_few_loaders
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
@@ -106,3 +108,21 @@ def test_plan_with_reading_is_checked(tmp_path):
     for factor in (1e-3, 1e4):
         save_plan(planned(reading(factor)), tmp_path / f"{factor}")
         assert check_plan(tmp_path / f"{factor}")
+
+
+def test_plan_and_check_say_that_reading_binds(capsys, tmp_path):
+    """Prevents: data that is too slow to read from being noticed only in training."""
+    write_lengths(example_lengths(), tmp_path / "l.parquet")
+    for factor, is_told in ((1e-3, False), (1e4, True)):
+        write_profile(measured(reading=reading(factor)), tmp_path / "p.json")
+        asked = (
+            "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens "
+            f"512 --precision fp32 --lengths {tmp_path}/l.parquet --profile {tmp_path}/p.json "
+            f"-o {tmp_path}/plan"
+        )
+        for command in (asked, f"check {tmp_path}/plan"):
+            with pytest.raises(SystemExit):
+                cli.main(command.split())
+            printed = capsys.readouterr()
+            said = printed.err if command is asked else printed.out
+            assert ("note: data cannot be read as fast as it is trained" in said) == is_told
