@@ -125,3 +125,13 @@ def profile_alone(links, plan):
     options = replace(PROFILE, repetitions=1)
     profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
     return profiler.result([profiler.round()]).reading
+
+
+def test_handing_over_is_part_of_reading(reader, monkeypatch):
+    """Prevents: loaders that are thought to be free while they pack what they have read."""
+    clock = iter([0.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 10.0])  # of two items, with 4 s between them
+    monkeypatch.setattr("megatron.vlm.measure.reading.time.process_time", lambda: next(clock))
+    draws = SampleDraws(reader, 2)
+    first, second = draws[0], draws[1]
+    assert first.ms.tolist() == [1e3, 0, 2e3]
+    assert second.ms.tolist() == pytest.approx([7e3 / 3, 0, 14e3 / 3])

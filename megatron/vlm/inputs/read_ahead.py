@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron.vlm.inputs.handing_over import parcel, unpacked
 from omnibal.errors import UserError
 
 _PREFETCH = 4
@@ -81,10 +82,11 @@ class _Reading:
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
-            collate_fn=_unchanged,
+            collate_fn=parcel if num_workers else _unchanged,
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
+        self._unpack = unpacked if num_workers else _unchanged
         self._workers: list[BaseProcess] = []
         self._started = threading.Event()
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -126,7 +128,7 @@ class _Reading:
         self._workers += set(multiprocessing.active_children()) - others
         self._started.set()
         for item in items:
-            self._put(self._prepare(item))
+            self._put(self._prepare(self._unpack(item)))
             if self._abandoned():
                 return
 

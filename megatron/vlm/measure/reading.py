@@ -51,6 +51,8 @@ class SampleDraws(torch.utils.data.Dataset):
         self._reader, self._samples = reader, samples
         # The same on all ranks, which then meet the same mistakes.
         self._order = np.random.default_rng(0).permutation(len(reader.annotations))
+        self._ended_s: float | None = None
+        """Processor time at the end of this process's last item; None before the first."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -79,12 +81,15 @@ class SampleDraws(torch.utils.data.Dataset):
         texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
+        # What was done since the last item is what handing it over took.
+        before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
         content = pixels, frames, tokens
         return ReadSamples(
             content=content,
             samples=len(samples),
             counts=np.array([len(tensor) for tensor in content], np.float64),
-            ms=np.diff(moments_s) * 1e3,
+            ms=np.diff(moments_s)
+            * (1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])),
         )
 
 
