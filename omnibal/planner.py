@@ -194,7 +194,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
         job.profile.reading,
         plan.model,
         plan.stages,
-        job.cost.features,
+        feature_names_at(job.cost.features, plan.levels),
         is_beside=plan.beside is not None,
         ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
     )

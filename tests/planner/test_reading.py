@@ -9,6 +9,8 @@ from omnibal import cli
 from omnibal.check import check_plan
 from omnibal.cost.profile import ReadingMeasurement, write_profile
 from omnibal.data.lengths import write_lengths
+from omnibal.levels import Level
+from omnibal.limits import Caps
 from omnibal.pipeline.reading import StageReading, slow_reading, too_few_loaders
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
@@ -101,6 +103,27 @@ def test_encoders_beside_are_read_for_by_all():
     assert shared.ms[1].tolist() == [1.0] * len(plan.stages)
     assert own.ms[1].tolist() == [2.0] + [0.0] * (len(plan.stages) - 1)
     assert own.cores_per_rank == 1
+
+
+def test_ranks_that_share_packs_read_their_parts():
+    """Prevents: packs that are counted whole on each rank that has a part, or in a wrong column."""
+    levels = (
+        Level(caps=Caps.of(tiles=4, tokens=256)),
+        Level(caps=Caps.of(tiles=8, tokens=512), context=2),
+    )
+    read = reading(1e-3)
+    asked = changed(request(), profile=measured(reading=read), levels=levels)
+    result = make_plan(asked)
+    packs, _ = result.data
+    assert result.plan.has_shared_packs
+    ranks = packs.steps * result.plan.parallel.data
+    tiles_ms = read.item_ms["tiles"] * packs.column("tiles").sum() / ranks
+    tokens_ms = read.token_ms * packs.tokens.sum() / ranks
+    reads_text = [
+        stage.holds("language embed") or stage.holds("head") for stage in result.plan.stages
+    ]
+    expected = tokens_ms * np.array(reads_text) + tiles_ms * np.array([True, False])
+    assert result.plan.prediction.reading.stage_ms == pytest.approx(expected)
 
 
 def test_plan_with_reading_is_checked(tmp_path):
