@@ -1,6 +1,6 @@
 """What a training step costs besides computing and communicating, on this machine.
 
-    python benchmarks/overhead.py [--steps 80] [--num-workers 0]
+    python benchmarks/overhead.py [--steps 80] [--num-workers 1]
 
 Trains the quickstart's model on the quickstart's data (made on the first run) with pretrain_vlm.py,
 two stages in two processes, and reads the run log. Overhead is waiting for data, what lies between
@@ -35,7 +35,7 @@ MODEL = ("--model", "internvl-digits")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--num-workers", type=int, default=1)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         records = train(Path(folder), arguments.steps, arguments.num_workers)

@@ -18,6 +18,7 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.placement import PlacementProblem, search_beside
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
@@ -176,11 +177,27 @@ def prediction_of(
 ) -> Prediction:
     """Predict a plan of a job on its own packs, of which the workload is."""
     cost, stages_at = job.cost_of_all(plan.levels), plan.stages_at_levels
-    prediction = predict(cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload)
+    prediction = predict(
+        cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload, _reading(plan, job)
+    )
     if plan.data is not None:
         return prediction
     # One step of made-up samples says nothing about a dataset.
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
+
+
+def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
+    """What ranks read, where the profile timed it."""
+    if job.profile is None or job.profile.reading is None:
+        return None
+    return StageReading.of(
+        job.profile.reading,
+        plan.model,
+        plan.stages,
+        feature_names_at(job.cost.features, plan.levels),
+        is_beside=plan.beside is not None,
+        ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
+    )
 
 
 def _planned(

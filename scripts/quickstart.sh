@@ -21,7 +21,8 @@ make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model inter
 caps=(--max-tiles 12 --max-tokens 448)
 
 make $work/profile.json omnibal profile --model internvl-digits --precision fp32 --processes 2 \
-    "${caps[@]}" --lengths $work/lengths.parquet --repetitions 25 -o $work/profile.json
+    "${caps[@]}" --lengths $work/lengths.parquet --data "$data/train/meta.json" \
+    --tokenizer-model "$tokenizer" --repetitions 25 -o $work/profile.json
 
 make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --precision fp32 \
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
@@ -34,7 +35,7 @@ resume=()
 launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
 
 make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
-    --num-workers 0 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
+    --num-workers 1 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
 touch "$run/trained"
 
 make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \

@@ -2,7 +2,8 @@
 
 # A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
 export CUDA_VISIBLE_DEVICES=
-# Two processes share two cores: one thread each, and no loader processes beside them.
+# Two processes share two cores: one thread each. The loader process of each takes what cores they
+# leave while they wait.
 export OMP_NUM_THREADS=1
 
 # Print a command and run it.

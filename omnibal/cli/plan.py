@@ -334,6 +334,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
+    from omnibal.pipeline.reading import slow_reading
     from omnibal.plan_files import check_replaceable, save_plan
     from omnibal.search.limits import Limits
 
@@ -351,7 +352,10 @@ def plan(
     )
     planned, choice = _planned(asked)
     save_plan(planned.result, output)
-    print_notes([*given.notes(), *notes_for(strategy.target, planned.result)])
+    slow = slow_reading(planned.prediction)
+    print_notes(
+        [*given.notes(), *([slow] if slow else []), *notes_for(strategy.target, planned.result)]
+    )
     _print_plan(as_json, planned, choice, _compared(asked, planned))
 
 

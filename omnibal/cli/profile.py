@@ -56,6 +56,14 @@ class MeasureOptions:
         ),
     ] = None
     lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="meta.json whose samples are read while layers are timed, as in training; how "
+            "long that takes goes into the profile"
+        ),
+    ] = None
+    tokenizer_model: Annotated[Path | None, typer.Option(help="tokenizer of --data")] = None
     layers: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_LAYERS, help="layers of each tower to build [default: few]"),
@@ -83,6 +91,32 @@ class MeasureOptions:
                 "--lengths to take the mean of"
             )
         return round(read_lengths(self.lengths).tokens.mean())
+
+    def check_data(self) -> list[Path]:
+        """List the files of data and tokenizer, if they are given; that they are there is checked.
+
+        Raises:
+            UserError: one was given without the other, or cannot be opened.
+        """
+        from omnibal.data.annotations import Annotations
+        from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
+
+        if (self.data is None) != (self.tokenizer_model is None):
+            given, missing = "--data", "--tokenizer-model"
+            if self.data is None:
+                given, missing = missing, given
+            raise UserError(
+                f"{given} was given without {missing}; samples are read with a tokenizer: give "
+                "both or none"
+            )
+        if self.data is None or self.tokenizer_model is None:
+            return []
+        open_tokenizer(self.tokenizer_model)
+        return [
+            self.data,
+            *Annotations.open(self.data).files,
+            *tokenizer_files(self.tokenizer_model),
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +198,8 @@ def profile(
                 'install it with: pip install ".[train]" in its repository'
             )
     # A mistake is found here, before several processes start and each reports it.
-    read = [named_model_file(model), *length_files(measured.lengths or []), *preset.files()]
+    lengths = length_files(measured.lengths or [])
+    read = [named_model_file(model), *lengths, *measured.check_data(), *preset.files()]
     check_files({"-o": output, **preset.outputs()}, read)
     base = preset.base()
     profiled_model = named_model(model)
@@ -183,6 +218,8 @@ def profile(
         "--layers": measured.layers,
         "--repetitions": measured.repetitions,
         "--provider": measured.provider,
+        "--data": measured.data,
+        "--tokenizer-model": measured.tokenizer_model,
     }
     launcher = [
         "-m",

@@ -126,6 +126,22 @@ class LinkMeasurement(Frozen):
     ms: _Time
 
 
+class ReadingMeasurement(Frozen):
+    """Processor time that reading samples drawn from the data takes: decoding, tiling, tokenizing
+    and handing over; waiting for storage is not in it."""
+
+    samples: Count
+    """Samples that were read."""
+    item_ms: dict[str, Annotated[float, Field(ge=0, le=_MOST_MS)]]
+    """Time for each item, by its feature."""
+    token_ms: Annotated[float, Field(ge=0, le=_MOST_MS)]
+    """Time for each token, of text and of items."""
+    cores: Count
+    """Cores of the machine for processes that read."""
+    is_shared: bool
+    """Whether the model computes on these cores too."""
+
+
 class Profile(Frozen):
     """Content of `profile.json`."""
 
@@ -145,6 +161,8 @@ class Profile(Frozen):
     links: tuple[LinkMeasurement, ...] = ()
     rates: Rates | None = None
     """Matrix products, collectives and a copy by shape; None in profiles without them."""
+    reading: ReadingMeasurement | None = None
+    """Time to read the data; None where none was given."""
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]

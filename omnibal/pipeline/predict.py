@@ -9,6 +9,7 @@ from omnibal.data.packs import ScheduledPacks
 from omnibal.parallel import Parallel
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
+from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
@@ -32,6 +33,7 @@ def predict(
     stages_at: Sequence[Sequence[Stage]],
     packs: ScheduledPacks,
     all_steps: Workload,
+    reading: StageReading | None = None,
 ) -> Prediction:
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
@@ -39,6 +41,7 @@ def predict(
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
         all_steps: workload of the packs.
+        reading: what ranks read of them, where it was measured: a step lasts as long as that.
 
     Raises:
         UserError: the stages are not the model cut into runs.
@@ -49,18 +52,24 @@ def predict(
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
     times, once = workload_times(cost, stages_at, workload), once_a_step(cost, stages_at[0])
     simulated = predict_steps(times, workload, once)
-    total_ms = float(simulated.step_ms.sum())
-    step_ms = total_ms / len(simulated.step_ms)
+    lost = lost_time(cost, stages_at, workload, float(simulated.step_ms.mean()))
+    exchange = _exchange(times, once, workload, float(simulated.step_ms.mean()))
+    read = None
+    if reading is not None:
+        read, kept_up = reading.applied(workload, cost, simulated)
+        waits_ms = float((kept_up.step_ms - simulated.step_ms).mean())
+        lost, simulated = lost.model_copy(update={"reading_ms": waits_ms}), kept_up
+    step_ms = float(simulated.step_ms.mean())
     wait_fraction = simulated.wait_fractions
     run_ms = step_ms * packs.steps
     return Prediction(
         cost_source=cost.source,
         step_ms=step_ms,
-        lost=lost_time(cost, stages_at, workload, step_ms),
+        lost=lost,
         bubble_fraction=float(wait_fraction.mean()),
         samples_per_second_per_gpu=len(packs.packs.samples) / (run_ms / 1e3) / parallel.world_size,
         gpu_days=run_ms * parallel.world_size / _MS_PER_DAY,
-        exchange=_exchange(times, once, workload, step_ms),
+        exchange=exchange,
         stages=tuple(
             StagePrediction(
                 forward_ms=float(times.forward_ms[:, index].mean()),
@@ -71,6 +80,7 @@ def predict(
             for index, memory in enumerate(memories)
         ),
         beside=None if workload.encoding is None else workload.encoding.predicted,
+        reading=read,
     )
 
 

@@ -51,6 +51,8 @@ class LostTime(Frozen):
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
     """
 
+    reading_ms: float = 0.0
+    """Waiting for data that the machine's cores cannot read in time."""
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
     expert_wait_ms: float = 0.0
@@ -77,9 +79,10 @@ class LostTime(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_empty_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As before packs and experts were shared: a plan without either is the same bytes.
+        # As before packs and experts were shared and reading was timed: a plan without them is the
+        # same bytes.
         fields: dict[str, Any] = serialize(self)
-        for name in ("expert_wait_ms", "context_exchange_ms"):
+        for name in ("expert_wait_ms", "context_exchange_ms", "reading_ms"):
             if not fields[name]:
                 fields.pop(name)
         return fields
@@ -112,6 +115,15 @@ class StagePrediction(Frozen):
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
     """Share of the step in which the stage neither computes, exchanges nor updates weights."""
     memory: StageMemory
+
+
+class ReadingPrediction(Frozen):
+    """Processor time that loader processes take to read a mean step."""
+
+    stage_ms: tuple[NonNegativeFloat, ...]
+    """Time for one rank of each stage."""
+    cores_ms: NonNegativeFloat
+    """Least time in which a node's cores read the step, and compute it where they do that too."""
 
 
 class BesidePrediction(Frozen):
@@ -149,6 +161,10 @@ class Prediction(Frozen):
     stages: tuple[StagePrediction, ...]
     beside: Annotated[BesidePrediction | None, Field(exclude_if=lambda value: value is None)] = None
     """Encoders beside the pipeline; None where they are units of the stages."""
+    reading: Annotated[ReadingPrediction | None, Field(exclude_if=lambda value: value is None)] = (
+        None
+    )
+    """Reading of the data; None where no profile timed it."""
 
     @property
     def ideal_step_ms(self) -> float:

@@ -56,7 +56,8 @@ FLAGS = {
     "--limit --network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
-    "--precision --processes --layers --repetitions --provider --cluster --cluster-output --json",
+    "--precision --processes --layers --repetitions --provider --cluster --cluster-output --data "
+    "--tokenizer-model --json",
     "plan": "--image-share "
     "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
@@ -413,6 +414,8 @@ def test_lengths_scan(capsys, tmp_path, digits):
         ("profile --model internvl-digits --max-tokens 9 -o p.json", "give --max-tiles MAX"),
         ("profile --model llama3.1-8b --max-tiles 8 --max-tokens 9 -o p.json",
          "leave out --max-tiles: the limits are --max-tokens MAX, and --limit loss_tokens=MAX if"),
+        (PROFILE + " --data m.json -o p.json", "--data was given without --tokenizer-model"),
+        (PROFILE + " --tokenizer-model t -o p.json", "--tokenizer-model was given without --data"),
         ("plan --model llama3.1-8b --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p",
          "leave out --max-tiles: the limits are --max-tokens MAX, and --limit loss_tokens=MAX if"),
         ("plan --model qwen3-vl-2b --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p",

@@ -22,12 +22,16 @@ from typing import Any
 
 import torch
 
+from megatron.vlm.inputs.handing_over import parcel, unpacked
 from omnibal.errors import UserError
 
 _PREFETCH = 4
 """Items that every worker loads ahead."""
 _POLL_S = 0.5
 _RETRY_S = 0.005
+_NICE = 10
+"""Added to the niceness of workers: they read on cores on which nobody computes right now, as a
+stage's core while it waits for its neighbours, and a rank that wants its core has it at once."""
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 """Signals to the whole process group that only the trainer obeys; it ends the workers in time."""
 
@@ -78,10 +82,11 @@ class _Reading:
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=_PREFETCH if num_workers else None,
-            collate_fn=_unchanged,
+            collate_fn=parcel if num_workers else _unchanged,
             worker_init_fn=functools.partial(_begin_worker, os.getpid()),
         )
         self._prepare = prepare
+        self._unpack = unpacked if num_workers else _unchanged
         self._workers: list[BaseProcess] = []
         self._started = threading.Event()
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
@@ -123,7 +128,7 @@ class _Reading:
         self._workers += set(multiprocessing.active_children()) - others
         self._started.set()
         for item in items:
-            self._put(self._prepare(item))
+            self._put(self._prepare(self._unpack(item)))
             if self._abandoned():
                 return
 
@@ -154,6 +159,7 @@ def _unchanged(item: Any) -> Any:
 
 
 def _begin_worker(trainer: int, worker: int) -> None:
+    os.nice(_NICE)
     for number in _TRAINERS_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()

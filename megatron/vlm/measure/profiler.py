@@ -9,6 +9,8 @@ with every layer recomputed: what that adds is less than another forward, since 
 the first one and the caches are warm after the second. All processes measure at the same moment;
 their mean counts. Language layers also run on packs that several processes share.
 
+Where data is given, a loader process of each rank reads it meanwhile, at the pace of training.
+
 Shapes are those of `megatron.vlm.model.stage`.
 """
 
@@ -20,7 +22,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -36,7 +38,9 @@ from rich.progress import track
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.rates import measure_rates
+from megatron.vlm.measure.reading import Reading, reading
 from megatron.vlm.measure.shares import context_sizes, shares_of_process
 from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
@@ -63,6 +67,8 @@ from omnibal.cost.profile import (
     model_sha256,
     write_profile,
 )
+from omnibal.data.annotations import Annotations
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.families.named import named_model
 from omnibal.job import JobSpec
@@ -124,6 +130,11 @@ class ProfileOptions:
     contexts: tuple[int, ...] = ()
     """Numbers of processes that share packs, of which language layers are measured too."""
 
+    @property
+    def samples_of_pack(self) -> int:
+        """Samples of a full pack."""
+        return max(round(self.max_tokens / self.tokens_per_sample), 1)
+
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, of tiles and clips only where the model takes them."""
         items = {"tiles": self.max_tiles, "clips": self.max_clips}
@@ -132,14 +143,22 @@ class ProfileOptions:
         )
 
 
-def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Console) -> Profile:
+def profile(
+    job: JobSpec,
+    launch: Launch,
+    options: ProfileOptions,
+    progress: Console,
+    reader: SampleReader | None = None,
+) -> Profile:
     """Measure units, optimizer, links, and rates by shape; collective over all processes.
 
     Args:
         job: whose model is measured, as one device without tensor parallelism has it.
+        reader: of the data that is read meanwhile; None to read nothing.
 
     Raises:
-        UserError: the smallest pack to be measured has no room for a tile.
+        UserError: the smallest pack to be measured has no room for a tile, or a sample cannot be
+            read.
     """
     _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)
@@ -147,14 +166,16 @@ def profile(job: JobSpec, launch: Launch, options: ProfileOptions, progress: Con
     # Before the model's layers take the device's memory.
     sizes = measured_sizes(job.model, job.cluster, options.caps(job.model), job.precision)
     rates = measure_rates(device_name(), job.precision, sizes, progress)
-    profiler = Profiler(job, links, options)
-    repetitions = track(
-        range(options.repetitions),
-        "measuring units",
-        console=progress,
-        disable=dist.get_rank() != 0,
-    )
-    result = profiler.result([profiler.round() for _ in repetitions])
+    beside = nullcontext() if reader is None else reading(reader, options.samples_of_pack)
+    with beside as read:
+        profiler = Profiler(job, links, options, read)
+        repetitions = track(
+            range(options.repetitions),
+            "measuring units",
+            console=progress,
+            disable=dist.get_rank() != 0,
+        )
+        result = profiler.result([profiler.round() for _ in repetitions])
     shut_down_distributed()
     return result.model_copy(update={"rates": _with_sends(rates, result.links)})
 
@@ -189,8 +210,14 @@ class Profiler:
     not every run of one. Construction and all methods are collective over the processes.
     """
 
-    def __init__(self, job: JobSpec, links: PipelineLinks, options: ProfileOptions) -> None:
-        self._job, self._links = job, links
+    def __init__(
+        self,
+        job: JobSpec,
+        links: PipelineLinks,
+        options: ProfileOptions,
+        reading: Reading | None = None,
+    ) -> None:
+        self._job, self._links, self._reading = job, links, reading
         self._batches = list(profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
@@ -224,6 +251,8 @@ class Profiler:
             for unit, *both_ms in _times_ms(_unit_functions(stage, batch), recompute=True):
                 if _is_layer(unit):
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
+            if self._reading is not None:
+                self._reading.take(2 * batch.tokens)
         for index, share in enumerate(self._shares):
             layers, hidden = _layer_functions(stage, share.batch), _layer_input(stage, share.batch)
             for unit, forward_ms, backward_ms in _times_ms(layers, hidden):
@@ -278,6 +307,7 @@ class Profiler:
                 for size in _LINK_BYTES
                 if self._links.size > 1
             ),
+            reading=None if self._reading is None else self._reading.result(),
         )
 
 
@@ -746,6 +776,12 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
     return [round_trip_ms / 2] if links.rank <= 1 else []
 
 
+def _reader(model: ModelConfig, data: Path | None, tokenizer: Path | None) -> SampleReader | None:
+    if data is None or tokenizer is None:
+        return None
+    return SampleReader(Annotations.open(data), open_tokenizer(tokenizer), model)
+
+
 def main() -> None:
     """Measure in every process of the launch; the first one writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
@@ -758,6 +794,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
     parser.add_argument("--repetitions", type=int, default=15, help="timed runs of each pack")
     parser.add_argument("--provider", choices=get_args(Provider), default="local", help="of layers")
+    parser.add_argument("--data", type=Path, help="samples that are read meanwhile")
+    parser.add_argument("--tokenizer-model", type=Path, help="needed with --data")
     parser.add_argument("-o", "--output", type=Path, required=True, help="profile.json to write")
     arguments = parser.parse_args()
     launch = Launch.from_environment()
@@ -783,6 +821,7 @@ def main() -> None:
                 contexts=context_sizes(launch.world_size) if arguments.provider == "local" else (),
             ),
             Console(stderr=True),
+            _reader(job.model, arguments.data, arguments.tokenizer_model),
         )
     except UserError as error:
         if launch.local_rank == 0:

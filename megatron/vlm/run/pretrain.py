@@ -52,6 +52,7 @@ from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps
+from omnibal.pipeline.reading import too_few_loaders
 from omnibal.pipeline.units import encoders_stage
 from omnibal.plan import DataPlan, Plan
 from omnibal.plan_files import PlanFiles
@@ -230,6 +231,10 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return RunOutcome(first_step, False)
     _check_traced_steps(arguments.reports.profile_steps, last_step)
+    if run.plan.prediction is not None:
+        note = too_few_loaders(run.plan.prediction, arguments.num_workers)
+        if note is not None:
+            _log.info(note)
     validation = _validation(run, trainer)
     sinks = _open_run(run, first_step)
     writer = CheckpointWriter(

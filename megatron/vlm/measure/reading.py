@@ -1,0 +1,148 @@
+"""Reading of the data while layers are timed, as loader processes do it in training, and its time.
+
+One loader process of each rank draws samples and reads all that any stage would read of them. It
+yields to what computes, as in training. What counts is its own processor time, in which no other
+process is, however busy the machine.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.inputs.read_ahead import read_ahead
+from megatron.vlm.inputs.reader import SampleReader, normalized
+from omnibal.cost.profile import ReadingMeasurement
+from omnibal.data.scan_pool import usable_cores
+from omnibal.errors import UserError
+
+_ENDLESS = 1 << 40
+_COUNTED = ("tiles", "clips", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReadSamples:
+    """Samples that a loader process has read at once, and its processor time for them."""
+
+    content: tuple[torch.Tensor, ...]
+    """Pixels, frames and token ids, handed over as a micro-batch's are."""
+    samples: int
+    counts: np.ndarray
+    """Tiles, clips and tokens, float64 [3]."""
+    ms: np.ndarray
+    """Time for all of each, float64 [3]."""
+
+
+class SampleDraws(torch.utils.data.Dataset):
+    """Endless draws from a dataset, of which no sample comes again before all have come.
+
+    Item i is a `ReadSamples`, or the UserError met while reading it.
+
+    Args:
+        samples: of each item.
+    """
+
+    def __init__(self, reader: SampleReader, samples: int) -> None:
+        self._reader, self._samples = reader, samples
+        # The same on all ranks, which then meet the same mistakes.
+        self._order = np.random.default_rng(0).permutation(len(reader.annotations))
+        self._ended_s: float | None = None
+        """Processor time at the end of this process's last item; None before the first."""
+
+    def __len__(self) -> int:
+        return _ENDLESS
+
+    def __getitem__(self, item: int) -> ReadSamples | UserError:
+        numbers = np.arange(self._samples) + item * self._samples
+        try:
+            return self._read(self._order[numbers % len(self._order)])
+        except UserError as error:
+            return error
+
+    def _read(self, drawn: np.ndarray) -> ReadSamples:
+        reader, model = self._reader, self._reader.model
+        moments_s = [time.process_time()]
+        samples = [reader.annotations[index] for index in drawn.tolist()]
+        tiles = [reader.tiles(one) if model.takes_images else [] for one in samples]
+        pixels = torch.zeros(0)
+        if model.takes_images:
+            every = [tile for of_sample in tiles for tile in of_sample]
+            pixels = torch.from_numpy(normalized(every, model.vision.image_size))
+        moments_s.append(time.process_time())
+        clips = [reader.clips(one) if model.takes_audio else np.zeros(0) for one in samples]
+        frames = torch.from_numpy(np.concatenate(clips))
+        moments_s.append(time.process_time())
+        counted = zip(samples, map(len, tiles), map(len, clips), strict=True)
+        texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
+        tokens = torch.from_numpy(np.concatenate(texts))
+        moments_s.append(time.process_time())
+        # What was done since the last item is what handing it over took.
+        before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
+        content = pixels, frames, tokens
+        return ReadSamples(
+            content=content,
+            samples=len(samples),
+            counts=np.array([len(tensor) for tensor in content], np.float64),
+            ms=np.diff(moments_s)
+            * (1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])),
+        )
+
+
+class Reading:
+    """What loader processes read beside the timed passes, as much as these train."""
+
+    def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
+        self._items = items
+        self._due_tokens = 0.0
+        self._samples = 0
+        self._counts, self._ms = np.zeros((2, len(_COUNTED)))
+
+    def take(self, tokens: int) -> None:
+        """Take as many samples as have so many tokens, as a micro-batch of training would.
+
+        Raises:
+            UserError: one of them cannot be read.
+        """
+        self._due_tokens += tokens
+        while self._due_tokens > 0:
+            item = next(self._items)
+            if isinstance(item, UserError):
+                raise item
+            self._due_tokens -= item.counts[-1]
+            self._samples += item.samples
+            self._counts += item.counts
+            self._ms += item.ms
+
+    def result(self) -> ReadingMeasurement:
+        """Average over all samples of all processes; collective."""
+        totals = torch.tensor(
+            [self._samples, *self._counts, *self._ms], dtype=torch.float64, device=current_device()
+        )
+        dist.all_reduce(totals)
+        samples, *rest = totals.tolist()
+        counts, ms = rest[: len(_COUNTED)], rest[len(_COUNTED) :]
+        each_ms = {
+            name: sum_ms / count
+            for name, count, sum_ms in zip(_COUNTED, counts, ms, strict=True)
+            if count
+        }
+        return ReadingMeasurement(
+            samples=round(samples),
+            token_ms=each_ms.pop("tokens"),
+            item_ms=each_ms,
+            cores=usable_cores(),
+            is_shared=not has_cuda(),
+        )
+
+
+@contextmanager
+def reading(reader: SampleReader, samples: int) -> Iterator[Reading]:
+    """Read a dataset, so many samples at once, in a loader process as long as the context lasts."""
+    draws = SampleDraws(reader, samples)
+    with closing(read_ahead(draws, 1, lambda item: item)) as items:
+        yield Reading(items)

@@ -1,0 +1,123 @@
+"""Reading of the data while it is trained: what every rank's loader processes take for a step.
+
+Loader processes yield to whatever computes (`megatron.vlm.inputs.read_ahead`). So reading prolongs
+a step only where the cores of a node have too little time left for it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.config import ModelConfig
+from omnibal.cost.model import CostModel
+from omnibal.cost.profile import ReadingMeasurement
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.prediction import Prediction, ReadingPrediction
+from omnibal.pipeline.simulate import StepTimes
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.workload import Workload
+from omnibal.units import HEAD
+
+_TOLD = 0.01
+"""Share of a step that waits for data, from which it is worth a note."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageReading:
+    """Processor time to read micro-batches on one rank of every stage, and who does it."""
+
+    ms: np.ndarray
+    """Time for one of each feature, [features, p]."""
+    cores_per_rank: float
+    """Share of a node's cores for one of its ranks."""
+    is_shared: bool
+    """Whether ranks compute on these cores too."""
+
+    @classmethod
+    def of(
+        cls,
+        measured: ReadingMeasurement,
+        model: ModelConfig,
+        stages: Sequence[Stage],
+        features: Sequence[str],
+        *,
+        is_beside: bool,
+        ranks: int,
+    ) -> Self:
+        """Find what each stage reads, on the machine where reading was measured.
+
+        A stage reads the items of the encoders whose embed it holds, and text where it embeds
+        tokens or has the head.
+
+        Args:
+            features: of micro-batches, at one level.
+            is_beside: whether encoders stand beside the pipeline, whose items all ranks share.
+            ranks: of the job on a node.
+        """
+        ms = np.zeros((len(features), len(stages)))
+        with_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]
+        ms[list(features).index("tokens")] = measured.token_ms * np.array(with_text)
+        for name, tower in model.encoders.items():
+            readers = [is_beside or stage.holds(f"{name} embed") for stage in stages]
+            each_ms = measured.item_ms.get(tower.feature, 0.0) / sum(readers)
+            ms[list(features).index(tower.feature)] = each_ms * np.array(readers)
+        return cls(ms=ms, cores_per_rank=measured.cores / ranks, is_shared=measured.is_shared)
+
+    def applied(
+        self, workload: Workload, cost: CostModel, simulated: StepTimes
+    ) -> tuple[ReadingPrediction, StepTimes]:
+        """Return what reading the workload takes, and its steps, none shorter than the cores allow.
+
+        Args:
+            simulated: steps of the workload, as if data were always there.
+        """
+        steps, index = np.unique(workload.step, return_inverse=True)
+        of_rows = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
+        read_ms = np.zeros((len(steps), self.ms.shape[1]))
+        np.add.at(read_ms, index, of_rows / workload.data_parallel_size)
+        taken_ms = read_ms + (simulated.busy_ms if self.is_shared else 0.0)
+        cores_ms = taken_ms.mean(axis=1) / self.cores_per_rank
+        prediction = ReadingPrediction(
+            stage_ms=tuple(read_ms.mean(axis=0).tolist()), cores_ms=float(cores_ms.mean())
+        )
+        return prediction, replace(simulated, step_ms=np.maximum(simulated.step_ms, cores_ms))
+
+
+def slow_reading(prediction: Prediction) -> str | None:
+    """A sentence on data that cannot be read as fast as it is trained; None where it can."""
+    reading, step_ms = prediction.reading, prediction.step_ms
+    if reading is None or prediction.lost.reading_ms <= _TOLD * step_ms:
+        return None
+    trained_ms = step_ms - prediction.lost.reading_ms
+    return (
+        f"data cannot be read as fast as it is trained: a step takes {step_ms:,.0f} ms where "
+        f"{trained_ms:,.0f} ms would do, as its stages read for {sum(reading.stage_ms):,.0f} ms of "
+        "processor time and a node's cores are full; give the job more cores, or store images and "
+        "recordings that are faster to decode, such as at the size that the model takes"
+    )
+
+
+def too_few_loaders(prediction: Prediction, num_workers: int) -> str | None:
+    """A sentence on so few loader processes of a rank that it waits for them; None where they keep
+    up.
+
+    Without any, a thread of the rank's own process reads, while the rank waits for others: it holds
+    the interpreter for as long.
+    """
+    reading = prediction.reading
+    if reading is None:
+        return None
+    stage = int(np.argmax(reading.stage_ms))
+    read_ms, step_ms = reading.stage_ms[stage], prediction.step_ms
+    room_ms = num_workers * step_ms or prediction.stages[stage].wait_fraction * step_ms
+    if read_ms <= room_ms + _TOLD * step_ms:
+        return None
+    readers = f"--num-workers {num_workers} has" if num_workers else "its own thread has"
+    return (
+        f"training will wait for data: a rank of stage {stage} reads for {read_ms:,.0f} ms in a "
+        f"step, and {readers} {room_ms:,.0f} ms of one for that; give --num-workers "
+        f"{math.ceil(read_ms / step_ms)} or more"
+    )

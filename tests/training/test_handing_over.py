@@ -1,0 +1,57 @@
+"""Items as loader processes hand them over: what is unpacked is what was packed."""
+
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.vlm.inputs.handing_over import Parcel, parcel, unpacked
+from omnibal.errors import UserError
+
+pytestmark = pytest.mark.quick
+
+
+@dataclass
+class Item:
+    tensors: dict[str, torch.Tensor]
+    texts: tuple[str, ...]
+    missing: torch.Tensor | None = None
+
+
+def sent(item: object) -> tuple[object, Parcel]:
+    """The item behind a pipe."""
+    packed = pickle.loads(pickle.dumps(parcel(item)))
+    return unpacked(packed), packed
+
+
+@pytest.mark.parametrize("rows", [0, 3, 5_000])
+def test_item_is_the_same_behind_the_pipe(rows):
+    """Prevents: content that goes to another tensor, or that is cut where it is large or empty."""
+    whole = torch.arange(rows * 64, dtype=torch.float32).view(rows, 64)
+    tensors = {
+        "pixels": whole,
+        "turned": whole.T,
+        "part": whole[:, 3:7],
+        "ids": torch.arange(7),
+        "flag": torch.tensor([True, False, True]),
+        "number": torch.tensor(2.5),
+    }
+    found, packed = sent(Item(tensors, ("a", "b")))
+    assert isinstance(packed.content, torch.Tensor) == (whole.nbytes > 1 << 20)
+    assert found.texts == ("a", "b") and found.missing is None
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+        found.tensors[name].zero_()  # it is the receiver's own
+    assert tensors["ids"].any()
+
+
+def test_values_without_tensors_pass():
+    """Prevents: a mistake in a sample that is lost on its way to whoever reports it."""
+    found, packed = sent(UserError("gone"))
+    assert isinstance(found, UserError) and str(found) == "gone"
+    assert packed.sizes == ()
+    assert np.array_equal(sent(np.arange(3))[0], np.arange(3))

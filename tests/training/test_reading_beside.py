@@ -1,0 +1,137 @@
+"""Data that is read while layers are timed: how much, by whom, and what it is said to take."""
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranks import run_ranks
+from test_profiler import PROFILE
+from toy import stages_of, toy_model, toy_plan
+
+from megatron.vlm.backend import has_cuda
+from megatron.vlm.inputs.read_ahead import read_ahead
+from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.measure.profiler import Profiler, profiled_batches
+from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
+from omnibal.config import load_model
+from omnibal.data.annotations import Annotations
+from omnibal.data.scan import scan_lengths
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.parallel import Parallel
+
+pytestmark = pytest.mark.quick
+
+MODEL = load_model("internvl-digits")
+
+
+@pytest.fixture(scope="module")
+def reader(digits, tokenizer) -> SampleReader:
+    return SampleReader(Annotations.open(digits / "train" / "meta.json"), tokenizer, MODEL)
+
+
+def test_draws_read_each_sample_once(reader):
+    """Prevents: a mean over some of the samples, or over other tiles and tokens than they have."""
+    lengths = scan_lengths(reader.annotations, MODEL, reader.tokenizer, lambda done: None).lengths
+    assert len(lengths) % 5 == 0
+    drawn = [SampleDraws(reader, 5)[item] for item in range(len(lengths) // 5)]
+    expected = [lengths.column("tiles").sum(), 0, lengths.tokens.sum()]
+    assert sum(one.counts for one in drawn).tolist() == expected
+    assert sum(one.samples for one in drawn) == len(lengths)
+    pixels, frames, tokens = drawn[0].content
+    assert [len(pixels), len(frames), len(tokens)] == drawn[0].counts.tolist()
+    assert not any((one.ms < 0).any() for one in drawn)
+
+
+def items_of(rank: int):
+    """Five tokens at a time, of known times."""
+    while True:
+        yield ReadSamples(
+            content=(), samples=2, counts=np.array([1.0, 0, 5]), ms=np.array([3.0 + rank, 0, 10])
+        )
+
+
+def read_and_average(links):
+    taken = Reading(items_of(links.rank))
+    for tokens in (1, 3, 1, 6):  # 11 tokens, of three items
+        taken.take(tokens)
+    return taken.result()
+
+
+def test_rates_are_means_over_samples_of_all_processes():
+    """Prevents: a rate of one process, of each draw alike, or of items that the data does not
+    have."""
+    for found in run_ranks(Parallel(pipeline=2), read_and_average):
+        assert found.samples == 2 * 3 * 2
+        assert found.item_ms == {"tiles": 3.5}
+        assert found.token_ms == 2.0
+        assert found.is_shared == (not has_cuda())
+
+
+def test_sample_that_cannot_be_read_ends_the_profile():
+    """Prevents: a profile of the samples that are left."""
+    with pytest.raises(UserError, match="gone"):
+        Reading(iter([UserError("gone")])).take(1)
+
+
+def tokens_taken_in_a_round(links, plan):
+    taken = []
+    result = Reading(items_of(0)).result  # of no sample yet
+    reading = SimpleNamespace(take=taken.append, result=result)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE, reading)
+    taken.clear()
+    profiler.round()
+    return sum(taken)
+
+
+def test_profile_reads_as_much_as_it_trains():
+    """Prevents: layers timed while nobody reads, or while more is read than in training."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    passes = 2  # the second time with every layer recomputed
+    expected = passes * sum(batch.tokens for batch in profiled_batches(model, PROFILE))
+    assert run_ranks(Parallel(pipeline=1), tokens_taken_in_a_round, plan) == [expected]
+
+
+class Niceness(torch.utils.data.Dataset):
+    """Items that say how willingly their reader gives its core away."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, item: int) -> int:
+        return os.nice(0)
+
+
+def test_loader_processes_yield_to_what_computes():
+    """Prevents: a reader that takes half of the core that a stage computes on."""
+    own = os.nice(0)
+    [theirs] = set(read_ahead(Niceness(), 1, lambda item: item))
+    assert theirs == min(own + 10, 19)
+    assert set(read_ahead(Niceness(), 0, lambda item: item)) == {own}
+
+
+def test_profile_without_data_has_no_reading():
+    """Prevents: rates of reading that were never measured."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model))
+    assert run_ranks(Parallel(pipeline=1), profile_alone, plan) == [None]
+
+
+def profile_alone(links, plan):
+    options = replace(PROFILE, repetitions=1)
+    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    return profiler.result([profiler.round()]).reading
+
+
+def test_handing_over_is_part_of_reading(reader, monkeypatch):
+    """Prevents: loaders that are thought to be free while they pack what they have read."""
+    clock = iter([0.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 10.0])  # of two items, with 4 s between them
+    monkeypatch.setattr("megatron.vlm.measure.reading.time.process_time", lambda: next(clock))
+    draws = SampleDraws(reader, 2)
+    first, second = draws[0], draws[1]
+    assert first.ms.tolist() == [1e3, 0, 2e3]
+    assert second.ms.tolist() == pytest.approx([7e3 / 3, 0, 14e3 / 3])
