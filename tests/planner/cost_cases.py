@@ -1,10 +1,11 @@
 """Small models and random cost models for the planner's tests."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.encoders import ClipsEncoder, TilesEncoder
 from omnibal.layers import LayerRun
@@ -38,6 +39,14 @@ def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
             vocab_size=32,
         ),
     )
+
+
+def assumed_h100() -> ClusterConfig:
+    """An H100 of round shares, the same for all shapes, by which formulas can be worked out."""
+    shares = {"matmul_efficiency": 0.55, "fp8_efficiency": 0.48, "memory_efficiency": 0.8}
+    links = {"link_efficiency": 0.5, "network_efficiency": None, "link_latency_us": 10}
+    tables: dict[str, Any] = {"rates": {}, "rates_of": None, "accuracy": {}, "basis": "assumed"}
+    return load_cluster("h100-80g").model_copy(update=shares | links | tables | {"kernel_us": 4})
 
 
 def model_of(towers: str, *layers: int) -> ModelConfig:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
+from cost_cases import assumed_h100
 from test_lint_cost import of_line
 
 from omnibal.check import training_obstacles
@@ -21,9 +22,10 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan import Plan
+from omnibal.runtime import OWN, RuntimeOptions
 from omnibal.targets import TargetName
 
-CLUSTER = load_cluster("h100-80g")
+CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")
 ONE = Parallel(pipeline=1)
 H, F, QKV = 4096, 14_336, 4096 + 2 * 1024
@@ -33,7 +35,9 @@ MOVED = 3350e6 * 0.8
 
 
 def unit(name: str, precision: str, fp8: Fp8 = Fp8(), parallel: Parallel = ONE, model=LLAMA):  # noqa: B008
-    return analytic_cost(model, CLUSTER, parallel, precision, fp8=fp8).units[name]
+    return analytic_cost(
+        model, CLUSTER, parallel, precision, runtime=OWN.model_copy(update={"fp8": fp8})
+    ).units[name]
 
 
 def per_token(vector: np.ndarray) -> float:
@@ -79,7 +83,9 @@ def test_weights_have_two_copies_or_are_those():
     """Prevents: memory of FP8 weights left out, or of bf16 ones that are not there."""
     cost = analytic_cost(LLAMA, CLUSTER, ONE, "fp8")
     plain = analytic_cost(LLAMA, CLUSTER, ONE, "bf16")
-    alone = analytic_cost(LLAMA, CLUSTER, ONE, "fp8", fp8=Fp8(keeps_bf16_weights=False))
+    alone = analytic_cost(
+        LLAMA, CLUSTER, ONE, "fp8", runtime=RuntimeOptions(fp8=Fp8(keeps_bf16_weights=False))
+    )
     for name, copies in (("language_layer", 2 * WEIGHTS), ("language_embed", 0), ("head", 0)):
         before = unit_bytes(plain, plain.units[name])
         assert unit_bytes(cost, cost.units[name]) - before == copies

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_cases import assumed_h100
 
 from omnibal.config import ClusterConfig, cluster_toml, load_cluster
 from omnibal.cost.attention_rates import AttentionTimes
@@ -26,7 +27,7 @@ RATES = B200.rates["bf16"]
 def cluster_with(tmp_path: Path, table: str) -> Path:
     """A cluster file with a table of rates, and what else one needs."""
     path = tmp_path / "mine.toml"
-    plain = cluster_toml(load_cluster("h100-80g"))
+    plain = cluster_toml(assumed_h100())
     path.write_text(f"{plain}\n[rates.bf16]\ndevice = 'mine'\n{table}\n")
     return path
 
@@ -189,7 +190,7 @@ def test_collectives_that_are_lines_cost_what_the_lines_say():
 def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
     """Prevents: times of another device's peak, or a table that is read and not scaled."""
     path = tmp_path / "mine.toml"
-    plain = cluster_toml(load_cluster("h100-80g").model_copy(update={"basis": "fitted"}))
+    plain = cluster_toml(assumed_h100().model_copy(update={"basis": "fitted"}))
     path.write_text(f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n")
     mine = load_cluster(str(path))
     rates = mine.rates["bf16"]
@@ -197,6 +198,6 @@ def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
     for one, other in zip(rates.products, RATES.products, strict=True):
         assert one.share == pytest.approx(min(1.1 * other.share, 1))
     assert rates.grouped == RATES.grouped
-    path.write_text(f"{plain}\n[rates_of]\ncluster = 'h200-141g'\n")
-    with pytest.raises(UserError, match=r"rates_of names h200-141g, which has no table of rates"):
+    path.write_text(f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
+    with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no table of rates"):
         load_cluster(str(path))

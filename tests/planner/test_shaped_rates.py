@@ -5,6 +5,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from cost_cases import assumed_h100
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rate_cases import ring_ms, tiled_ms, tiled_rates
@@ -25,7 +26,7 @@ from omnibal.units import feature_names
 pytestmark = pytest.mark.quick
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
-H100 = load_cluster("h100-80g")
+H100 = assumed_h100()
 MEASURED = H100.model_copy(update={"rates": {"bf16": tiled_rates()}})
 SIZES = st.floats(1, 1e6)
 

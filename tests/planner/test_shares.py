@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cost_cases import assumed_h100
 from plan_cases import MODEL, example_profile, job_spec
 
 from omnibal.config import load_cluster, load_model
@@ -143,7 +144,7 @@ def test_features_without_levels_are_those_of_packs() -> None:
         np.testing.assert_array_equal(share_features(packs, lengths, levels, names), whole)
 
 
-FAST_COPIES = load_cluster("h100-80g").model_copy(
+FAST_COPIES = assumed_h100().model_copy(
     update={"memory_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 10}
 )
 """A cluster on which an exchange takes the time of its links alone."""
@@ -203,7 +204,7 @@ def test_ranks_send_what_the_exchange_says() -> None:
 def test_gathered_keys_are_copied_three_times() -> None:
     """Prevents own keys and values that cost no copies: beside each other, beside the others', and
     in the order of the rank's pieces, each read and written."""
-    copies_alone = load_cluster("h100-80g").model_copy(
+    copies_alone = assumed_h100().model_copy(
         update={"intra_node_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 1e-12}
     )
     for tensor in (1, 2):
@@ -230,7 +231,7 @@ def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
 
 def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
     """Prevents levels that change what a share's own work costs."""
-    job = text_job(cluster=load_cluster("h100-80g"))
+    job = text_job(cluster=assumed_h100())
     small, shared = job.costs_at([level(1), level(4)])
     base = job.cost
     assert small.features == shared.features == (*base.features, "exchanged_tokens")
@@ -358,9 +359,9 @@ def test_copies_and_kernels_of_an_exchange_count() -> None:
     """Prevents levels that seem free where links are fast, as between processes of one machine."""
     fast, real = (
         text_job(cluster=cluster).costs_at([level(4)])[0].units["language_layer"].context_ms
-        for cluster in (FAST_COPIES, load_cluster("h100-80g"))
+        for cluster in (FAST_COPIES, assumed_h100())
     )
-    width, cluster = 2 * 6144 * 8 // 48, load_cluster("h100-80g")
+    width, cluster = 2 * 6144 * 8 // 48, assumed_h100()
     # Written to where they are received, and read and written in the order of this rank's pieces.
     least_ms = 2 * 4 * 2 * width / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
     assert real[0, -1] - fast[0, -1] == pytest.approx(least_ms)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cost_cases import assumed_h100
 
 from omnibal.config import (
     LanguageConfig,
     ModelConfig,
-    load_cluster,
     load_model,
     preset_names,
 )
@@ -31,7 +31,7 @@ from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
 
 pytestmark = pytest.mark.quick
 
-CLUSTER = load_cluster("h100-80g")
+CLUSTER = assumed_h100()
 VISION = load_model("internvl2-8b")
 WHISPER = ClipsEncoder(
     layers=32,
