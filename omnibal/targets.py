@@ -220,7 +220,7 @@ TARGETS = {
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
-            runtime=RuntimeOptions(transformer_engine=True),
+            runtime=RuntimeOptions(transformer_engine=True, fused_routing=True),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(

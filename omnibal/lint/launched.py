@@ -156,6 +156,11 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
 
 
 def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
+    if samples.lengths is None and line.sizes.experts:
+        yield (
+            "made-up samples are routed evenly: ranks that share out experts have equally many "
+            "tokens; give --lengths for what real ones are planned for"
+        )
     is_swift = line.launch.launcher is Launcher.MS_SWIFT
     if is_swift and samples.lengths is not None and not line.on("packing"):
         yield (

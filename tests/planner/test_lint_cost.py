@@ -10,7 +10,7 @@ import pytest
 from launch_cases import LINES, model_of
 
 from omnibal import cli
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model
+from omnibal.config import ModelConfig, Precision, load_cluster, load_model, with_imbalance
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan
@@ -48,9 +48,13 @@ def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **c
 def plan_of(
     name: TargetName, model: ModelConfig, parallel: Parallel, tokens: int, precision: Precision
 ) -> PlanFiles:
-    """A plan of shapes for a trainer."""
+    """A plan of shapes for a trainer, of samples that are routed evenly as made-up ones are."""
     job = JobSpec(
-        model=model, cluster=CLUSTER, parallel=parallel, precision=precision, **limits_of(name)
+        model=with_imbalance(model, 1.0),
+        cluster=CLUSTER,
+        parallel=parallel,
+        precision=precision,
+        **limits_of(name),
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),

@@ -16,7 +16,7 @@ from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
+from omnibal.job import JobSpec, limits_of
 from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -211,7 +211,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
         model=load_model("internvl-digits"),
     )
     rules = TARGETS[TargetName.MS_SWIFT].stages
-    job = replace(asked.job, made_for=TargetName.MS_SWIFT, rules=rules)
+    job = replace(asked.job, **limits_of(TargetName.MS_SWIFT))
     made = make_plan(replace(asked, job=job))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost_cases import random_cost, random_features, small_model
+from cost_cases import assumed_h100, random_cost, random_features, small_model
 from expert_cases import DIGITS
 from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
 from rate_cases import tiled_rates
@@ -43,7 +43,7 @@ from omnibal.search.parallel_sizes import (
 from omnibal.search.strategy import Bound, FindBound, PackSamples, Setting, StrategyRequest
 from omnibal.units import unit_names
 
-CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
+CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
 CAPS = Caps.of(tiles=8, tokens=320)
 
 
@@ -189,7 +189,7 @@ def test_ranking_is_the_planners_own():
         assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
 
 
-@pytest.mark.parametrize("samples_per_step", [30, 63])
+@pytest.mark.parametrize("samples_per_step", [24, 63])
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
     """Prevents a limit of plans that loses the best, hides what was left out, or says that the best
     is proven to be better than it is."""
@@ -490,7 +490,7 @@ def test_no_strategy_fits_all_data(monkeypatch, tmp_path, capsys):
 
 def test_without_best_compares_with_the_next():
     """Prevents reasons that are relative to a strategy that cannot be used."""
-    found = search(gpus=8, samples_per_step=30)
+    found = search(gpus=8, samples_per_step=24)
     left = without_best(found, "no")
     assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
     assert left.best.why == "best"
@@ -612,7 +612,7 @@ def test_paper_sized_job_is_shared_as_in_the_paper():
 
 def test_slices_that_are_measured_to_be_slow_are_not_chosen():
     """Prevents: tensor parallelism chosen for slices that the device's table says are slow."""
-    cluster, tiled = load_cluster("h100-80g"), tiled_rates()
+    cluster, tiled = assumed_h100(), tiled_rates()
     # Every product takes as long to begin as a slice of this model does to compute.
     late = tuple(one.model_copy(update={"ms": one.ms + 0.03}) for one in tiled.products)
     alone = tiled.model_copy(update={"products": late, "collectives": (), "copies": ()})
