@@ -69,10 +69,11 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
             "-" if "bf16" not in cluster.peak_tflops else f"{cluster.peak_tflops['bf16']:g}",
             f"{cluster.intra_node_gb_per_s:g}",
             f"{cluster.inter_node_gb_per_s:g}",
+            cluster.basis or "assumed",
         )
         for cluster in clusters
     ]
-    titles = ("name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between")
+    titles = ("name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between", "rates")
     return _table("Clusters", titles, rows)
 
 
