@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from omnibal.config import ClusterConfig, Precision
 from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
 from omnibal.parallel import Parallel
+from omnibal.rates import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +32,24 @@ class Group:
         """Whether one node holds all of the group."""
         return self.consecutive <= cluster.gpus_per_node
 
+    def place(self, cluster: ClusterConfig) -> Place:
+        """Where the group exchanges, as measured rates name it."""
+        return "node" if self.is_within(cluster) else "network"
+
 
 def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
     """Time of a pass round a group's ring, and of a byte that a rank sends in it.
 
     An all-gather and a reduce-scatter are one pass, an all-reduce is two. Where none was measured,
-    a pass takes the latency of a send once. Measured ones are of one node.
+    a pass takes the latency of a send once. What was measured over the network is taken for every
+    group that leaves a node, however many adapters it has.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
-    measured = ring_line(rates.collectives, group.ranks) if rates else None
-    if measured is not None and group.is_within(cluster):
+    place = group.place(cluster)
+    measured = ring_line(rates.collectives, group.ranks, place) if rates else None
+    if measured is not None:
         return measured
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     if not group.is_within(cluster):
@@ -54,12 +61,12 @@ def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Lin
 def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
     """Time of a message between two of so many consecutive ranks, and of a byte of it."""
     rates = cluster.measured(precision)
-    within_node = consecutive_ranks <= cluster.gpus_per_node
-    measured = send_line(rates.collectives) if rates and within_node else None
+    place = Group(consecutive_ranks).place(cluster)
+    measured = send_line(rates.collectives, place) if rates else None
     if measured is not None:
         return measured
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
-    gb_per_s = within_gb_per_s if within_node else _adapter_gb_per_s(cluster)
+    gb_per_s = within_gb_per_s if place == "node" else _adapter_gb_per_s(cluster)
     return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
 
 
@@ -73,8 +80,9 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
-    measured = exchanged_line(rates.collectives, group.ranks) if rates else None
-    if measured is not None and group.is_within(cluster):
+    place = group.place(cluster)
+    measured = exchanged_line(rates.collectives, group.ranks, place) if rates else None
+    if measured is not None:
         return measured
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
     within = message_line(cluster, 1, precision)

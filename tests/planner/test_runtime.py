@@ -6,6 +6,7 @@ from cost_cases import assumed_h100
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.links import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
 from omnibal.levels import Level
@@ -15,6 +16,7 @@ from omnibal.lint.launched import runtime_of
 from omnibal.lint.line import line_of
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage_cost import OnceAStep
+from omnibal.rates import CollectiveTime, Rates
 from omnibal.runtime import OWN, RuntimeOptions
 
 CLUSTER = assumed_h100()
@@ -180,3 +182,25 @@ def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
         assert getattr(found, name) == value, name
     if flags.startswith("--overlap"):
         assert found == changed(ring_tokens=4096, transformer_engine=True)
+
+
+def test_what_was_measured_over_the_network_counts_beyond_a_node():
+    """Prevents measured network rates that are read and not used, or used within a node."""
+    measured = tuple(
+        CollectiveTime(kind=kind, ranks=ranks, place="network", latency_us=20, gb_per_s=30)
+        for kind, ranks in (("all_gather", 16), ("all_to_all", 16), ("send", 2))
+    )
+    rates = Rates(device="mine", collectives=measured)
+    cluster = CLUSTER.model_copy(update={"rates": {"bf16": rates}})
+    expected = (20e-3, 1 / 30e6)
+    for line in (
+        pass_line(cluster, Group(16), "bf16"),
+        all_to_all_line(cluster, Group(16), "bf16"),
+        message_line(cluster, 16, "bf16"),
+    ):
+        assert (line.fixed_ms, line.each_ms) == pytest.approx(expected, rel=0.01)
+    for within, plain in (
+        (pass_line(cluster, Group(8), "bf16"), pass_line(CLUSTER, Group(8), "bf16")),
+        (message_line(cluster, 8, "bf16"), message_line(CLUSTER, 8, "bf16")),
+    ):
+        assert within == plain
