@@ -308,7 +308,10 @@ def watch_memory(report: Path) -> None:
             grown = own_bytes() - before
             if grown > most:
                 most = grown
-                report.write_text(str(most))
+                # The process may end at any moment.
+                part = report.with_suffix(".part")
+                part.write_text(str(most))
+                part.replace(report)
             threading.Event().wait(0.001)
 
     threading.Thread(target=watch, daemon=True).start()
