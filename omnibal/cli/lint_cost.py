@@ -138,6 +138,7 @@ def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
         "cluster": cluster.name,
         "device_gib": cluster.memory_gib,
+        "usable_gib": verdict.launched.job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
         "accuracy": _accuracy_result(verdict),
