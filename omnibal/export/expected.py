@@ -83,7 +83,7 @@ class Expected(Frozen):
     def source_words(self) -> str:
         """Where the costs are from, in words."""
         is_measured = self.cost_source.startswith("profile:")
-        return f"{'measured' if is_measured else 'counted from data sheets'} ({self.cost_source})"
+        return f"{'measured' if is_measured else 'counted'} ({self.cost_source})"
 
 
 class _Trained(Frozen):

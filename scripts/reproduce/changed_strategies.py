@@ -1,5 +1,7 @@
 """Parallel sizes that are chosen with rates that were measured or fitted, beside assumed ones.
 
+    python scripts/reproduce/changed_strategies.py [--job 1 2 ...] [--packs 1]
+
 Each job is planned twice by `omnibal plan --gpus`, for packs of 8,192 tokens: on the preset, and on
 the same devices with the shares that the presets had before anything was held against a GPU. The
 second choice is then predicted on the preset too: what choosing by assumed rates would cost.
@@ -83,11 +85,12 @@ def planned(model: str, cluster: ClusterConfig, options: Sequence[str]) -> Choic
     )
 
 
-def row(model: str, name: str, gpus: int) -> Iterator[str]:
-    """One line of the table."""
+def row(model: str, name: str, gpus: int, packs: int) -> Iterator[str]:
+    """One line of the table, for so many packs a device and step."""
     cluster = load_cluster(name)
-    now = planned(model, cluster, ["--gpus", str(gpus)])
-    before = planned(model, assumed(cluster), ["--gpus", str(gpus)])
+    devices = ["--gpus", str(gpus), "--samples-per-step", str(packs * gpus)]
+    now = planned(model, cluster, devices)
+    before = planned(model, assumed(cluster), devices)
     sizes = [
         word
         for option, field in (
@@ -116,13 +119,16 @@ def main() -> None:
     """Print both choices of every job."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--job", type=int, nargs="*", help="numbers of jobs, from 1; left out: all")
-    chosen = parser.parse_args().job or range(1, len(JOBS) + 1)
+    parser.add_argument("--packs", type=int, default=1, help="of a device in a step")
+    given = parser.parse_args()
+    chosen = given.job or range(1, len(JOBS) + 1)
     columns = (
         "job", "by assumed rates", "by these rates", "ms a pack, as was predicted",
         "the same sizes now", "now", "cost of the old choice",
     )  # fmt: skip
-    rows = [[*row(*JOBS[number - 1])] for number in chosen]
-    print_table("strategies for packs of 8,192 tokens", columns, rows)
+    rows = [[*row(*JOBS[number - 1], given.packs)] for number in chosen]
+    title = f"strategies for packs of 8,192 tokens, {given.packs} a device and step"
+    print_table(title, columns, rows)
 
 
 if __name__ == "__main__":

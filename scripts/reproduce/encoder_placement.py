@@ -2,7 +2,7 @@
 
     python scripts/reproduce/encoder_placement.py [--samples 6000] [--packs-per-step 128]
 
-Simulated, with costs counted from data sheets (cluster h100-80g, no measured rates). Models of a
+Simulated, with counted costs at the fitted rates of the cluster h100-80g. Models of a
 small and a large encoder, on mixtures that differ in how much there is to encode. Each placement
 has the tensor, pipeline and data-parallel sizes that are best for it; caps, packs per step and
 samples are the same. Samples are drawn from a seed: texts of log-normal length (median 300 tokens),
@@ -148,7 +148,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
         placement: best_plan(replace(job, placement=placement), data, packed)
         for placement in EncoderPlacement
     }
-    share = encoder_share(job, lengths)
+    share = encoder_share(job, packed[0], lengths)
     inside, beside = plans.values()
     return [
         name,
@@ -160,9 +160,8 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
     ]
 
 
-def encoder_share(job: JobSpec, lengths: Lengths) -> float:
+def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
     """Share of the encoder in the predicted time of all units, on one device."""
-    packs = Packs.from_lists([[sample] for sample in range(len(lengths))])
     alone = replace(job, placement=EncoderPlacement.BESIDE)
     return 1 - float(alone.load_ms(packs, lengths).sum() / job.load_ms(packs, lengths).sum())
 

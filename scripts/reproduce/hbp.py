@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def print_calibration(system: System) -> None:
-    """Table 4, which the share of the peak is calibrated on."""
+    """Table 4, which the share of the rates is calibrated on."""
     rows = []
     for group, known in TABLE_4.items():
         predicted = system.iteration_s(group)
@@ -74,7 +74,7 @@ def print_calibration(system: System) -> None:
         rows.append([*setting, f"{known:.2f}", f"{predicted:.2f}", f"{predicted / known - 1:+.1%}"])
     columns = ("length", "ranks", "recomputed", "paper s", "predicted s", "difference")
     share = calibrated_share()
-    print_table(f"Table 4 (calibration: {share:.3f} of the peak)", columns, rows)
+    print_table(f"Table 4 (calibration: {share:.3f} of the preset's rates)", columns, rows)
 
 
 def print_ways(title: str, data: Data, system: System, ways: Sequence[Published]) -> None:

@@ -9,7 +9,7 @@ run on its cut, on the best cut that leaves the whole encoder on the first stage
 Megatron-Bridge can run, and on the one that `omnibal plan` finds among all cuts: without room for
 memory, so that nothing is recomputed, and in the 72 GiB that a plan may fill.
 
-Simulated, with costs counted from data sheets (cluster h100-80g, no measured rates).
+Simulated, with counted costs at the fitted rates of the cluster h100-80g.
 """
 
 from collections.abc import Iterator

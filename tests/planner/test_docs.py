@@ -25,7 +25,7 @@ MOST_LINES = 150
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 each_guide = pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 
-_BLOCK = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PLACE = re.compile(
     r"(?<![\w/.-])(?:\./)?((?:benchmarks|docs|megatron/vlm|omnibal|scripts|tests|tools)/"

@@ -279,7 +279,7 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
     assert expected["dropped_packs"] == len(case.packs) - 4 * full
     assert expected["samples_per_second"] == expected["samples_per_second_per_gpu"]  # one GPU
     for told in (f"| steps | {full} |", f"{expected['step_ms']:,.1f} ms", result["command"],
-                 "counted from data sheets (analytic:laptop-cpu", "4 GiB"):  # fmt: skip
+                 "counted (analytic:laptop-cpu", "4 GiB"):  # fmt: skip
         assert told in page
     assert sorted(result["files"]) == sorted(path.name for path in folder.iterdir())
     assert {"target", "settings", "given_up", "notes", "folder"} <= set(result)
