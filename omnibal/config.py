@@ -412,7 +412,7 @@ class ClusterConfig(Frozen):
         description="where most of the rates come from; left out: assumed, or measured where there "
         "is a table of rates",
     )
-    rates: dict[Precision, Rates] = Field(
+    rates: dict[PlainPrecision, Rates] = Field(
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
     )

@@ -184,7 +184,7 @@ class JobSpec:
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
         source = ExchangeSource(profile=self.profile, ring_tokens=self.runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
-        if not (self.runtime.transformer_engine and levels):
+        if not (self.runtime.accumulates_in_products and levels):
             return costs
         widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
         return tuple(

@@ -191,11 +191,15 @@ class SampleData:
         packs = deal_steps(
             steps, lengths, self._load(job), sizes.data, self.levels, in_step=job.in_step
         )
+        # Ranks that share all packs take them together; rules are of packs of one level.
+        together = self.levels[0].context if len(self.levels) == 1 else 1
+        blocks, packs_per_step = sizes.data // together, self.packs_per_step // together
         if self.rules.next_fit:
             load = self._load(job)(packs.packs)
-            packs = as_formed(packs, lengths, load, sizes.data, self.packs_per_step)
+            packs = as_formed(packs, lengths, load, blocks, packs_per_step)
+            packs = replace(packs, dp_rank=packs.dp_rank * together)
         if self.rules.full_steps:
-            packs = whole_steps(packs, self.packs_per_step, sizes.data)
+            packs = whole_steps(packs, packs_per_step, blocks)
         return packs, lengths
 
     def least_caps(self) -> Caps:

@@ -33,8 +33,11 @@ class RuntimeOptions(Frozen):
     fused_routing: bool = False
     """Whether fused kernels permute tokens for their experts (`--moe-permute-fusion`)."""
     transformer_engine: bool = False
-    """Whether language layers are Megatron-core's of Transformer Engine, whose memory differs
-    (`omnibal.cost.transformer_engine`) and whose products can be in FP8."""
+    """Whether language layers are Megatron-core's of Transformer Engine, whose products can be in
+    FP8."""
+    accumulates_in_products: bool = False
+    """Whether its products add gradients of weights to what is there, so that memory differs
+    (`omnibal.cost.transformer_engine`)."""
     fp8: Fp8 = TRAINED_FP8
     """How products are in FP8, where the precision is."""
     adapters: bool = False

@@ -159,7 +159,8 @@ _MEGATRON = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
-_MEGATRON_RUNTIME = RuntimeOptions(fused_loss=False, transformer_engine=True)
+_ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
+_MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
 """As Megatron-LM runs exports, which ask for hidden exchanges and a loss per token."""
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
@@ -220,7 +221,7 @@ TARGETS = {
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
-            runtime=RuntimeOptions(transformer_engine=True, fused_routing=True),
+            runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
         Target(

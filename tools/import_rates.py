@@ -22,6 +22,7 @@ Shapes that were measured several times are given once, with the mean of their t
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ from omnibal.rates import (
 
 _Kernel = TypeVar("_Kernel", ProductTime, GroupedTime, AttentionTime)
 
+_ACCURACY = re.compile(r"^\[accuracy\]\n(?:[^\[\n].*\n|\n)*", re.MULTILINE)
 _GIB_IN_GB = 2**30 / 1e9
 _RANKS = (2, 4, 8)
 _STAGES: dict[str, Pass] = {
@@ -110,10 +112,12 @@ def _product(row: dict[str, Any]) -> ProductTime:
             return ProductTime(rows=m, inner=k, outer=n, share=share)
         case "NN":
             return ProductTime(of="input_gradient", rows=m, inner=n, outer=k, share=share)
-        case _:
+        case "NT":
             return ProductTime(
                 of="weight_gradient", gradient=gradient, rows=k, inner=n, outer=m, share=share
             )
+        case layout:
+            raise ValueError(f"layout {layout} is none of TN, NN and NT")
 
 
 def _grouped(row: dict[str, Any]) -> GroupedTime:
@@ -191,12 +195,13 @@ def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
 
 
 def cluster_text(base: str, rates: Rates, source: str) -> str:
-    """Text of a cluster file: the base's without its tables of rates, and these in their place."""
-    lines = base.splitlines()
+    """Text of a cluster file: the base's without its tables of rates and how far predictions by
+    these were off, and the imported ones in their place."""
+    lines = _ACCURACY.sub("", base).splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("[rates")] or [len(lines)]
     while starts[0] and (not lines[starts[0] - 1] or lines[starts[0] - 1].startswith("#")):
         starts[0] -= 1
-    note = f"# Measured, by {source}; imported by tools/import_rates.py."
+    note = f"# Measured, by {' '.join(source.split())}; imported by tools/import_rates.py."
     return "\n".join([*lines[: starts[0]], "", note, precision_rates_toml("bf16", rates)])
 
 
@@ -204,7 +209,7 @@ def _read(path: Path) -> dict[str, Any]:
     remedy = "give tables of SimuMax's system files, as JSON"
     try:
         tables = json.loads(read_text(path, remedy))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path}: not JSON: {error}; {remedy}") from error
     if not isinstance(tables, dict) or not {"source", "device", "operations"} <= set(tables):
         raise UserError(f"{path}: has no source, device and operations; {remedy}")
@@ -232,11 +237,12 @@ def _run(arguments: list[str]) -> None:
         help="leave out copies and collectives, where memory and links are not the base's",
     )
     options = parser.parse_args(arguments)
-    check_files({"--output": options.output}, [options.tables])
+    given = [options.tables, cluster_file(options.base)]
+    check_files({"--output": options.output}, given)
     base, tables = load_cluster(options.base), _read(options.tables)
     try:
         rates = imported(tables, base.intra_node_gb_per_s, kernels_only=options.kernels_only)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         told = error
         message = (
             complaint(told.errors()[0])
@@ -247,7 +253,7 @@ def _run(arguments: list[str]) -> None:
             f"{options.tables}: {message}; compare with SimuMax's system files"
         ) from error
     text = cluster_text(
-        cluster_file(options.base).read_text(encoding="utf-8"), rates, tables["source"]
+        cluster_file(options.base).read_text(encoding="utf-8"), rates, str(tables["source"])
     )
     with atomic(options.output) as written:
         written.write_text(text, encoding="utf-8")

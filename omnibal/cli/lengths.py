@@ -14,7 +14,7 @@ import typer
 from pydantic import ValidationError
 
 from omnibal.cli.console import print_notes, print_result, progress
-from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption
+from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption, TokenizerOption
 from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.encoders import MAX_TILES_OF_IMAGE
@@ -74,13 +74,7 @@ def lengths(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     image_sizes: ImageSizeOptions,
-    tokenizer_model: Annotated[
-        Path | None,
-        typer.Option(
-            help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
-            "tokenizer.json if it exists, else tokenizer.model; not for what is counted already"
-        ),
-    ] = None,
+    tokenizer_model: TokenizerOption = None,
     processes: Annotated[
         int | None,
         typer.Option(

@@ -34,7 +34,9 @@ class Told:
     notes: tuple[str, ...] = ()
 
 
-NO_COST = Told(result={"prediction": None, "better": None, "least_recompute": None})
+NO_COST = Told(
+    result={"prediction": None, "better": None, "least_recompute": None, "not_predicted": None}
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +82,8 @@ class CostOptions:
         try:
             verdict = Verdict.of(launched(line, model, cluster, samples))
         except UserError as error:
-            return Told(result=NO_COST.result, notes=(f"the cost is not predicted: {error}",))
+            why = f"the cost is not predicted: {error}"
+            return Told(result=NO_COST.result | {"not_predicted": why}, notes=(why,))
         return _told(verdict)
 
 
@@ -90,6 +93,7 @@ def _told(verdict: "Verdict") -> Told:
             "prediction": _prediction_result(verdict),
             "better": _better_result(verdict),
             "least_recompute": None if verdict.least is None else _costed(verdict, verdict.least),
+            "not_predicted": None,
         },
         findings=() if verdict.finding is None else (verdict.finding,),
         shown=(_stages_table(verdict), _facts(verdict), *_advice(verdict)),

@@ -45,6 +45,14 @@ def preset_help(kind: str) -> str:
     return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
+        "tokenizer.json if it exists, else tokenizer.model; of samples whose text is read"
+    ),
+]
+
 ModelOption = Annotated[
     str,
     typer.Option("--model", help=f"{preset_help('model')}, or a model hub's config.json or folder"),

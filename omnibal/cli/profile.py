@@ -20,6 +20,7 @@ from omnibal.cli.options import (
     ModelOption,
     NeededMaxTilesOption,
     ProviderOption,
+    TokenizerOption,
     limits_given,
     preset_help,
 )
@@ -63,7 +64,7 @@ class MeasureOptions:
             "long that takes goes into the profile"
         ),
     ] = None
-    tokenizer_model: Annotated[Path | None, typer.Option(help="tokenizer of --data")] = None
+    tokenizer_model: TokenizerOption = None
     layers: Annotated[
         int | None,
         typer.Option(min=1, max=MAX_LAYERS, help="layers of each tower to build [default: few]"),

@@ -146,7 +146,7 @@ def analytic_cost(
     Raises:
         UserError: the cluster has no rate in this precision, or FP8 cannot multiply a size.
     """
-    element_bytes, engine = ELEMENT_BYTES[precision], runtime.transformer_engine
+    element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = _device(cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
     counted = list(_counted(model, device, frozen, runtime))

@@ -288,12 +288,13 @@ def _at_level(
         unit = units[kind.name]
         if kind.layer is not None:
             widths = attention_widths(model.language, kind.layer)
-            added = _of_attention(
-                model.language.hidden_size, widths, parallel.tensor, level, features, size
-            )
+            in_ring = source.ring_tokens is not None and level.exchange is ContextExchange.GATHER
+            sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
+            added = _of_attention(*sizes, in_ring=in_ring)
             measured = measured_exchange(profile, model, kind, level) if profile else None
             times = _as_measured(*measured, added) if measured else rates.of(added)
-            if source.ring_tokens is not None and level.exchange is ContextExchange.GATHER:
+            if in_ring:
+                assert source.ring_tokens is not None
                 ring = _Ring(
                     context=level.context,
                     sample_tokens=source.ring_tokens,
@@ -321,8 +322,14 @@ def _of_attention(
     level: Level,
     features: Features,
     size: int,
+    *,
+    in_ring: bool,
 ) -> _Added:
-    """Exchange of a language layer, with elements of `size` bytes."""
+    """Exchange of a language layer, with elements of `size` bytes.
+
+    Args:
+        in_ring: whether keys and values go round instead of being gathered.
+    """
     query_bytes = widths.query / tensor * size
     key_value_bytes = (widths.key + widths.value) / tensor * size
     output_bytes = widths.output / tensor * size
@@ -330,12 +337,16 @@ def _of_attention(
     each_bytes = hidden_size * size + query_bytes + output_bytes + key_value_bytes
     running_bytes = features.one("tokens") * each_bytes
     if level.exchange is ContextExchange.GATHER:
-        return _of_gather(level.context, features, key_value_bytes, running_bytes)
+        return _of_gather(level.context, features, key_value_bytes, running_bytes, in_ring)
     return _of_heads(level.context, features, query_bytes, key_value_bytes, running_bytes)
 
 
 def _of_gather(
-    context: int, features: Features, key_value_bytes: float, running_bytes: np.ndarray
+    context: int,
+    features: Features,
+    key_value_bytes: float,
+    running_bytes: np.ndarray,
+    in_ring: bool,
 ) -> _Added:
     own_bytes = features.one("tokens") * key_value_bytes
     gathered_bytes = features.one(EXCHANGED) * context * key_value_bytes
@@ -359,8 +370,9 @@ def _of_gather(
         forward=gather,
         backward=gather.both(scatter),
         again=None,
-        # Keys and values of all ranks, their gradients apart, and those side by side.
-        working_bytes=running_bytes + 3 * all_bytes,
+        # Keys and values of all ranks, or in a ring the part at hand and the next one; their
+        # gradients apart, and those side by side.
+        working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
     )
 
 

@@ -26,9 +26,12 @@ SHORT = {
 }
 """Short flags of Megatron-Bridge's runner of recipes, without their dash, and their long names."""
 _SECTIONS = frozenset(
-    ("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "mixed_precision", "scheduler")
+    (
+        *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
+        *("mixed_precision", "comm_overlap"),
+    )
 )
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _NOTHING = ("none", "null", "")
 

@@ -6,6 +6,8 @@ What of a line this project's costs do not have is said in a note, and what stan
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from omnibal.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
@@ -21,7 +23,13 @@ from omnibal.lint.flags import words_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import precision_of
-from omnibal.lint.not_counted import cuts_samples, has_engine, is_adapter, notes_on
+from omnibal.lint.not_counted import (
+    accumulates_in_products,
+    cuts_samples,
+    has_engine,
+    is_adapter,
+    notes_on,
+)
 from omnibal.lint.split import layers_by_chunk
 from omnibal.parallel import Parallel, expert_counts
 from omnibal.pipeline.stage import Span, Stage
@@ -92,7 +100,8 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision=precision,
         frozen=_frozen(line, model),
-        **limits_of(TargetName(line.launch.launcher.value)) | {"runtime": runtime_of(line, fp8)},
+        **limits_of(TargetName(line.launch.launcher.value))
+        | {"runtime": _runtime_on(samples, runtime_of(line, fp8))},
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -117,6 +126,21 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
             *_notes_on_encoders(job),
         ),
     )
+
+
+def _runtime_on(samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
+    """Runtime options, where the samples that hide a ring are a dataset's: as long as the one that
+    a token is in, on average."""
+    if runtime.ring_tokens is None or samples.lengths is None:
+        return runtime
+    tokens = samples.lengths.tokens.astype(np.float64)
+    of_token = max(int((tokens**2).sum() / max(tokens.sum(), 1)), 1)
+    return runtime.model_copy(update={"ring_tokens": min(of_token, runtime.ring_tokens)})
+
+
+def _is_off(line: Line, name: str) -> bool:
+    """Whether a switch is given, and off."""
+    return name in line.flags and not line.on(name)
 
 
 _RINGS = ("p2p", "a2a+p2p")
@@ -145,11 +169,12 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         overlap_weights=is_on("overlap-param-gather"),
         overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
         ring_tokens=line.launch.sequence_length if exchange in _RINGS else None,
-        bf16_gradients=line.on("grad-reduce-in-bf16"),
+        bf16_gradients=line.on("grad-reduce-in-bf16") or _is_off(line, "grad-reduce-in-fp32"),
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=is_on("cross-entropy-loss-fusion"),
         fused_routing=is_on("moe-permute-fusion"),
         transformer_engine=has_engine(line),
+        accumulates_in_products=accumulates_in_products(line),
         fp8=fp8,
         adapters=is_adapter(line),
     )

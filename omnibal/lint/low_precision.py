@@ -43,10 +43,20 @@ _BRIDGE_TYPES = {
 """What `--compute_dtype` of its performance scripts stands for."""
 
 
+_PLAIN_TYPES = ("bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
+
+
+def _given_name(line: Line) -> str | None:
+    """Name of a mixed precision that the line gives; None where it gives none."""
+    kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
+    if kind == "fp8":  # with one of the types' endings beside it
+        kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
+    name = line.text("mixed-precision") or _BRIDGE_TYPES.get(kind, kind)
+    return name.lower().replace("-", "_") or None
+
+
 def _named(line: Line) -> _Named | None:
-    by_type = _BRIDGE_TYPES.get(line.text("compute-dtype") or "")
-    name = (line.text("mixed-precision") or by_type or "").replace("-", "_")
-    return _BRIDGE_NAMES.get(name)
+    return _BRIDGE_NAMES.get(_given_name(line) or "")
 
 
 def precision_of(line: Line) -> tuple[Precision, Fp8]:
@@ -61,18 +71,25 @@ def precision_of(line: Line) -> tuple[Precision, Fp8]:
     gathers = named is not None and not named.keeps_bf16_weights
     for flag in ("fp8-param-gather", "fp8-param"):
         gathers = line.on(flag) if flag in line.flags else gathers
-    return "fp8", Fp8(recipe=known[0] if known else "tensorwise", keeps_bf16_weights=not gathers)
+    return "fp8", Fp8(
+        recipe=known[0] if known else named.recipe if named else "tensorwise",
+        keeps_bf16_weights=not gathers,
+    )
 
 
 def notes_on_precision(line: Line) -> Iterator[str]:
     """Say what of a line's low precision is counted as something else, or not at all."""
     if any(line.text(name) for name in ("fp4", "fp4-format")):
         yield "fp4 is not counted: products are predicted in bf16, as are activations"
+    name = _given_name(line)
+    if name is not None and _named(line) is None and name not in _PLAIN_TYPES:
+        yield f"precision {name} is not known here: products are predicted in bf16"
     precision, fp8 = precision_of(line)
     if precision != "fp8":
         return
     recipe = line.text("fp8-recipe")
-    if recipe is not None and recipe not in get_args(Fp8Recipe):
+    known = (*get_args(Fp8Recipe), *(kind.removeprefix("fp8_") for kind in _BRIDGE_TYPES))
+    if recipe is not None and recipe.lower() not in known:
         yield f"FP8 recipe {recipe} is predicted as {fp8.recipe}"
     ends = _bf16_layers(line)
     if ends:

@@ -7,12 +7,15 @@ from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import notes_on_precision
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
+_NAMES_OF_ADAPTERS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
+"""Flags that say what is trained: of ms-swift, of recipes and of their performance scripts."""
 
 
 def is_adapter(line: Line) -> bool:
     """Whether the line trains adapters of a model that is frozen itself."""
-    given = (line.text("tuner-type"), line.text("train-type"), line.text("peft-scheme"))
-    return any(text is not None and text.lower() in _ADAPTERS for text in given)
+    given = (line.text(name) for name in _NAMES_OF_ADAPTERS)
+    is_named = any(text is not None and text.lower() in _ADAPTERS for text in given)
+    return is_named or any(name.startswith("peft.") for name in line.flags)
 
 
 def cuts_samples(line: Line) -> bool:
@@ -26,11 +29,17 @@ def cuts_samples(line: Line) -> bool:
 
 
 def has_engine(line: Line) -> bool:
-    """Whether language layers are Transformer Engine's, with gradients that accumulate in their
-    products, as trainers have them where a line does not say otherwise."""
+    """Whether language layers are Transformer Engine's, as trainers have them where a line does not
+    say otherwise."""
+    return line.text("transformer-impl") != "local"
+
+
+def accumulates_in_products(line: Line) -> bool:
+    """Whether products of weights' gradients add them to what is there, as they do where a line
+    does not say otherwise."""
     fusion = "gradient-accumulation-fusion"
     is_off = line.on(f"no-{fusion}") or (fusion in line.flags and not line.on(fusion))
-    return line.text("transformer-impl") != "local" and not is_off
+    return has_engine(line) and not is_off
 
 
 def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
@@ -103,7 +112,8 @@ def _on_state(line: Line) -> Iterator[str]:
     moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
     if moved:
         yield f"--{moved[0]} is not counted: state and activations are predicted on the device"
-    if line.launch.launcher in ARGPARSE and not line.on("use-distributed-optimizer"):
+    optimizer, is_argparse = "use-distributed-optimizer", line.launch.launcher in ARGPARSE
+    if not line.on(optimizer) and (is_argparse or optimizer in line.flags):
         yield (
             "without --use-distributed-optimizer every rank holds all optimizer state; the "
             "prediction divides it over data-parallel ranks"

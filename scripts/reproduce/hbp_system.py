@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import brentq
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.config import ClusterConfig, ModelConfig, PlainPrecision, load_cluster, load_model
 from omnibal.cost.model import CostModel
 from omnibal.data.by_level import levels_of_packs, pack_by_level
 from omnibal.data.lengths import Lengths
@@ -39,7 +39,7 @@ from tools.make_lengths import make_lengths
 
 MIXTURE, SAMPLES = "tulu3-longcite", 941_344
 CLUSTER = "h100-80g"
-PRECISION: Precision = "bf16"
+PRECISION: PlainPrecision = "bf16"
 RANKS = 32
 K = 1024
 _BLOCKS = 4

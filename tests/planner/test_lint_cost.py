@@ -263,6 +263,47 @@ def test_a_data_set_is_packed_to_the_line():
     assert predicted(made_up, made_up.stages).prediction.samples_per_second_per_gpu is None
 
 
+MEGATRON = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
+    "--micro-batch-size 1 --seq-length 4096 --context-parallel-size {} --global-batch-size 16"
+)
+SWIFT = (
+    "NPROC_PER_NODE=8 megatron sft --context_parallel_size {} --global_batch_size 16 "
+    "--max_length 4096 --packing true"
+)
+
+
+@pytest.mark.parametrize("line", [MEGATRON, SWIFT])
+def test_ranks_that_share_samples_share_a_datasets_packs(line):
+    """Prevents: a traceback, or micro-batches that are counted once for every rank that shares
+    them."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(300, 4000, 800).astype(np.int32)
+    lengths = Lengths(
+        loss_tokens=tokens // 2, items={}, tokens=tokens, source=np.zeros(800, np.int32),
+        source_names=("data",), origin=None,
+    )  # fmt: skip
+    samples = Samples(lengths=lengths, image_share=0, image_tokens=1)
+    steps = {}
+    for context in (1, 2, 4):
+        told = of_line(line.format(context), "llama3.1-8b", samples)
+        assert set(np.bincount(told.packs.step).tolist()) == {16}
+        assert int(told.packs.slot.max()) + 1 == 2 * context
+        runtime = told.job.runtime
+        assert runtime.ring_tokens is not None and 2000 < runtime.ring_tokens < 4000
+        steps[context] = predicted_line(told).step_ms
+    # As much work a device, and what is exchanged.
+    assert steps[1] * 0.95 < steps[2] < 1.4 * steps[1] and steps[2] < steps[4] < 1.8 * steps[1]
+
+
+@pytest.mark.parametrize("flag", ["--task lora", "--peft lora", "peft=lora", "peft.dim=8"])
+def test_adapters_are_told_by_any_of_their_names(flag: str):
+    """Prevents: a line of LoRA that is predicted as if all weights were trained."""
+    line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
+    told = of_line(f"{line} {flag}", "llama3.1-8b")
+    assert told.job.runtime.adapters and not of_line(line, "llama3.1-8b").job.runtime.adapters
+
+
 def test_adapters_have_no_state_of_the_model():
     """Prevents: a line of LoRA that runs on two GPUs called 180 GiB too large."""
     told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")

@@ -276,7 +276,7 @@ def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
                       "--pipeline-model-parallel-size $PP --micro-batch-size 1\n")  # fmt: skip
     assert status(str(script), "--model", "internvl2.5-8b", "--set", "N=2", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
-    of_cost = ["prediction", "better", "least_recompute"]
+    of_cost = ["prediction", "better", "least_recompute", "not_predicted"]
     assert list(printed) == ["starts", "findings", "launch", "layers_by_chunk", *of_cost]
     assert printed["starts"] and printed["launch"]["gpus"] == 16
     assert printed["layers_by_chunk"] == [[16], [16]]
