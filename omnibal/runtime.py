@@ -22,6 +22,9 @@ class RuntimeOptions(Frozen):
     ring_tokens: Count | None = None
     """Tokens of the samples during whose attention keys and values go round the ranks that share
     them (`--cp-comm-type p2p`); None where they are gathered before, or heads exchanged."""
+    sample_tokens: Count | None = None
+    """Tokens of every sample that a kernel of attention is given, where all are alike as a launch
+    line's made-up ones are; None for samples of any length."""
     bf16_gradients: bool = False
     """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`), not in fp32."""
     averages_gradients: bool = False

@@ -341,6 +341,7 @@ def _device(
         overlaps_tensor=runtime.overlap_tensor,
         fused_loss=fused,
         fused_routing=runtime.fused_routing,
+        sample_tokens=runtime.sample_tokens,
         expert=parallel.expert,
     )
 
@@ -620,7 +621,8 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
     rest = counts.attention_flops - np.sum([one.flops for one in softmax], axis=0)
     time_ms = scale * rest / device.flops_per_ms
     for one in softmax:
-        line = times.line(of, one.elements, causal=one.causal)
+        tokens = device.sample_tokens if one.causal else None
+        line = times.line(of, one.elements, causal=one.causal, tokens=tokens)
         time_ms = time_ms + scale * one.tiled_flops * line.each_ms + _fixed(line.fixed_ms, rest)
     return time_ms
 

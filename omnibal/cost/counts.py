@@ -136,6 +136,9 @@ class Device:
     """Time of a byte in kernels of the loss over that in other element-wise ones."""
     fused_routing: bool = False
     """Whether tokens are routed and permuted by fused kernels."""
+    sample_tokens: int | None = None
+    """Tokens of every sample that the language model attends over in one kernel, where all are
+    alike; None for samples of any length."""
     permute_slowdown: float = 1.0
     """Time of a byte in kernels that permute tokens over that in other element-wise ones."""
     expert: int = 1

@@ -101,7 +101,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         precision=precision,
         frozen=_frozen(line, model),
         **limits_of(TargetName(line.launch.launcher.value))
-        | {"runtime": _runtime_on(samples, runtime_of(line, fp8))},
+        | {"runtime": _runtime_on(line, samples, runtime_of(line, fp8))},
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -128,14 +128,25 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     )
 
 
-def _runtime_on(samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
-    """Runtime options, where the samples that hide a ring are a dataset's: as long as the one that
-    a token is in, on average."""
-    if runtime.ring_tokens is None or samples.lengths is None:
+def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
+    """Runtime options on samples: made-up ones are all as long as the line says; a dataset's hide a
+    ring as one does that a token is in on average."""
+    if samples.lengths is None:
+        return runtime.model_copy(update={"sample_tokens": _kernel_tokens(line)})
+    if runtime.ring_tokens is None:
         return runtime
     tokens = samples.lengths.tokens.astype(np.float64)
     of_token = max(int((tokens**2).sum() / max(tokens.sum(), 1)), 1)
     return runtime.model_copy(update={"ring_tokens": min(of_token, runtime.ring_tokens)})
+
+
+def _kernel_tokens(line: Line) -> int | None:
+    """Tokens of a sample in one kernel of attention: all, or in a ring a rank's part of them."""
+    tokens, context = line.launch.sequence_length, line.launch.context
+    if tokens is None:
+        return None
+    is_cut = context > 1 and (line.text("cp-comm-type") or "p2p") != "a2a"
+    return max(tokens // (context if is_cut else 1), 1)
 
 
 def _is_off(line: Line, name: str) -> bool:

@@ -48,13 +48,15 @@ def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **c
 def plan_of(
     name: TargetName, model: ModelConfig, parallel: Parallel, tokens: int, precision: Precision
 ) -> PlanFiles:
-    """A plan of shapes for a trainer, of samples that are routed evenly as made-up ones are."""
+    """A plan of shapes for a trainer, of samples that are routed evenly and equally long, as
+    made-up ones are."""
+    runtime = TARGETS[name].runtime.model_copy(update={"sample_tokens": tokens})
     job = JobSpec(
         model=with_imbalance(model, 1.0),
         cluster=CLUSTER,
         parallel=parallel,
         precision=precision,
-        **limits_of(name),
+        **limits_of(name) | {"runtime": runtime},
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),

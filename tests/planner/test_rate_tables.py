@@ -201,3 +201,25 @@ def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
     path.write_text(f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
     with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no table of rates"):
         load_cluster(str(path))
+
+
+def test_attention_is_as_measured_where_all_samples_are_of_one_length():
+    """Prevents: 131,072 tokens at the rate of 4,096, or a length between two outside of both."""
+    times = AttentionTimes.of(RATES.attention, RATES.tflops)
+    errors: dict[tuple, list[float]] = {}
+    for one in RATES.attention:
+        elements = one.head_size + one.value_size
+        line = times.line(one.of, elements, causal=one.causal, tokens=one.tokens)
+        # Half of the square, and of whole tiles of 128 keys.
+        operations = one.flops * (one.tokens / 2 + 64) / one.tokens
+        found_ms = line.fixed_ms + line.each_ms * operations
+        key = (one.of, elements, one.tokens)
+        errors.setdefault(key, []).append(np.log(found_ms / one.time_ms(RATES.tflops)))
+    assert {tokens for *_, tokens in errors} == {4096, 32768, 131072}
+    for each in errors.values():
+        assert np.mean(each) == pytest.approx(0, abs=1e-9)
+    each_ms = [
+        times.line("forward", 256, causal=True, tokens=tokens).each_ms
+        for tokens in (32_768, 65_536, 131_072, 10**6)
+    ]
+    assert each_ms[0] < each_ms[1] < each_ms[2] == each_ms[3]
