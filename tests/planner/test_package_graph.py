@@ -189,4 +189,5 @@ def test_a_ring_within_a_layer_is_found():
     assert "omnibal/cost/model.py" in graph["omnibal/cost/analytic.py"]
     graph["omnibal/cost/model.py"].add("omnibal/cost/analytic.py")
     assert wrong_arrows(graph) == []
-    assert set(cycle(graph)) == {"omnibal/cost/model.py", "omnibal/cost/analytic.py"}
+    # Through other modules or none, as there are several ways from one to the other.
+    assert {"omnibal/cost/model.py", "omnibal/cost/analytic.py"} <= set(cycle(graph))
