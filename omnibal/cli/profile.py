@@ -3,7 +3,7 @@
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -102,14 +102,10 @@ class MeasureOptions:
         from omnibal.data.annotations import Annotations
         from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
-        if (self.data is None) != (self.tokenizer_model is None):
-            given, missing = "--data", "--tokenizer-model"
-            if self.data is None:
-                given, missing = missing, given
-            raise UserError(
-                f"{given} was given without {missing}; samples are read with a tokenizer: give "
-                "both or none"
-            )
+        _require_both_or_none(
+            {"--data": self.data, "--tokenizer-model": self.tokenizer_model},
+            "samples are read with a tokenizer",
+        )
         if self.data is None or self.tokenizer_model is None:
             return []
         open_tokenizer(self.tokenizer_model)
@@ -118,6 +114,14 @@ class MeasureOptions:
             *Annotations.open(self.data).files,
             *tokenizer_files(self.tokenizer_model),
         ]
+
+
+def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
+    """Refuse one of two options, given by name, without the other."""
+    given = [name for name, value in values.items() if value is not None]
+    missing = [name for name, value in values.items() if value is None]
+    if given and missing:
+        raise UserError(f"{given[0]} was given without {missing[0]}; {reason}: give both or none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,14 +155,11 @@ class MeasuredClusterOptions:
         Raises:
             UserError: one of both options was given without the other, or the file is broken.
         """
-        if (self.cluster is None) != (self.cluster_output is None):
-            given, missing = "--cluster", "--cluster-output"
-            if self.cluster is None:
-                given, missing = missing, given
-            raise UserError(
-                f"{given} was given without {missing}; a cluster file with measured rates needs "
-                "the cluster that they are added to, and the file to write: give both or none"
-            )
+        _require_both_or_none(
+            {"--cluster": self.cluster, "--cluster-output": self.cluster_output},
+            "a cluster file with measured rates needs the cluster that they are added to, and the "
+            "file to write",
+        )
         return None if self.cluster is None else load_cluster(self.cluster)
 
     def outputs(self) -> dict[str, Path]:

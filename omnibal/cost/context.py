@@ -26,8 +26,7 @@ encoders' features is always counted.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,7 +34,7 @@ from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
 from omnibal.errors import UserError
@@ -201,7 +200,7 @@ def costs_at(
     """
     names = feature_names_at(cost.features, levels)
     if len(names) > len(cost.features):
-        units = {name: _widened(unit) for name, unit in cost.units.items()}
+        units = {name: replace(unit, **with_features(unit, 1)) for name, unit in cost.units.items()}
         cost = replace(cost, features=names, units=units)
     encoder_trained = any(
         part not in frozen
@@ -242,17 +241,6 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
         f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
         f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
     )
-
-
-def _widened(unit: UnitCost) -> UnitCost:
-    """The unit's costs with one feature more, which costs nothing."""
-    values = {each.name: getattr(unit, each.name) for each in fields(unit)}
-    padded: dict[str, Any] = {
-        name: np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, 1)])
-        for name, value in values.items()
-        if isinstance(value, np.ndarray)
-    }
-    return replace(unit, **padded)
 
 
 def _at_level(
