@@ -30,7 +30,7 @@ from omnibal.limits import check_packs_per_step
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import WholeModel, best_form, has_good_shares
+from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
 from omnibal.search.level_estimates import (
     MAX_SEARCHED,
     LevelEstimates,
@@ -199,20 +199,21 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
         return data
     packs, lengths = data.steps.packs, data.lengths
     of_packs = levels_of_packs(packs, lengths, data.levels)
-    levels = []
+    levels, steps = [], int(data.steps.step.max()) + 1
     for index, level in enumerate(data.levels):
         rows = np.flatnonzero(of_packs == index)[:_SHARED_PACKS]
         found = None
         if len(rows) and not job.is_beside:
-            some, micro_batches = packs.take(rows), data.micro_batches(job)
-            found = best_form(job, level.caps, some, lengths, micro_batches)
+            tokens_per_step = float(lengths.tokens[packs.samples].sum()) / steps / job.parallel.data
+            forms = good_forms(job, level.caps, packs.take(rows), lengths, tokens_per_step)
+            found = min(forms, key=lambda form: form.rows_ms, default=None)
             if found is None:
                 raise DoesNotFit(
                     f"packs of {level.caps} of the earlier plan fit no number of ranks of "
                     f"{job.parallel}",
                     "raise --tp, --pp or --dp",
                 )
-        levels.append(Level(caps=level.caps) if found is None else found[1])
+        levels.append(Level(caps=level.caps) if found is None else found.level)
     context = np.array([level.context for level in levels])[of_packs]
     most = int(np.bincount(data.steps.step, weights=context).max())
     slots = -(-most // job.parallel.data)
