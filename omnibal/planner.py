@@ -140,7 +140,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
     if job.is_beside:
-        found = search_beside(placement_problem(job, workload, levels))
+        found = search_beside(placement_problem(job, workload, levels), effort)
         job = replace(job, beside=found.beside)
         stages_at, search = found.search.stages_at, found.search
         workload = job.workload(packs, lengths, levels)

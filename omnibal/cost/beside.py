@@ -32,7 +32,7 @@ from omnibal.cost.whole_encoders import cost_of_copies
 from omnibal.parallel import Parallel
 from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
-_PASS, _ITEM = 0, 1
+PASS, ITEM = 0, 1
 """Places of what a pass costs, and of what each of its items does."""
 
 

@@ -69,6 +69,23 @@ class RecomputeRule(StrEnum):
     NONE = "none"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRule:
+    """How a model is split over stages, and how the recomputed layers are chosen."""
+
+    method: PartitionMethod = PartitionMethod.OMNIBAL
+    recompute: RecomputeRule = RecomputeRule.CHEAPEST
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether both are searched for together."""
+        return self == JOINT
+
+
+JOINT = SplitRule()
+"""The joint search."""
+
+
 def baseline_stages(
     method: PartitionMethod,
     rule: RecomputeRule,

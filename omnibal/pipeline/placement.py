@@ -12,6 +12,7 @@ Choices are searched in the order of these bounds until none is left that may be
 proven is of the choices on the grid: a number of kept items between two of them may be faster.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -105,8 +106,11 @@ class _Bound:
         return self.step_ms - float(less_ms.mean())
 
 
-def search_beside(problem: PlacementProblem) -> BesideSearch:
+def search_beside(problem: PlacementProblem, effort: float = 1.0) -> BesideSearch:
     """The choice and stages of least simulated step time, and what is proven of them.
+
+    Args:
+        effort: share of the usual choices that are searched, and of the search for their stages.
 
     Raises:
         DoesNotFit: no choice fits the memory cap.
@@ -115,16 +119,16 @@ def search_beside(problem: PlacementProblem) -> BesideSearch:
     if not choices:
         raise _too_large(problem)
     best: BesideSearch | None = None
-    of_all, simulated = _bound_of_all(problem, choices), 0
+    of_all, simulated = _bound_of_all(problem, choices, effort), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
     is_open = np.ones(len(choices), bool)
-    for _ in range(_MAX_SEARCHES):
+    for _ in range(math.ceil(effort * _MAX_SEARCHES)):
         best_ms = np.inf if best is None else best.search.step_ms
         number = int(np.where(is_open, proven_ms, np.inf).argmin())
         if not is_open[number] or proven_ms[number] >= best_ms * (1 - _TOLERANCE):
             break
         choice, is_open[number] = choices[number], False
-        found = _searched(problem, choice)
+        found = _searched(problem, choice, effort)
         if found is not None:
             simulated += found.search.simulated
             best = found if found.search.step_ms < best_ms else best
@@ -142,19 +146,24 @@ def search_beside(problem: PlacementProblem) -> BesideSearch:
     return replace(best, search=search)
 
 
-def _searched(problem: PlacementProblem, choice: _Choice) -> BesideSearch | None:
+def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> BesideSearch | None:
     """The best stages beside a choice; None if none fit."""
     workload = problem.with_encoders(choice.beside)
     try:
         search = search_stages(
-            problem.cost, problem.model, workload, problem.stages, problem.memory_cap_bytes
+            problem.cost,
+            problem.model,
+            workload,
+            problem.stages,
+            problem.memory_cap_bytes,
+            effort=effort,
         )
     except DoesNotFit:
         return None
     return BesideSearch(beside=choice.beside, search=search)
 
 
-def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice]) -> _Bound:
+def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
     """A bound for all choices: the pipeline beside one that takes as little room as any, and waits
     as long as any.
 
@@ -172,6 +181,7 @@ def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice]) -> _Bou
         _with_waits(problem, room, waits_ms),
         problem.stages,
         problem.memory_cap_bytes,
+        effort=effort,
     )
     return _Bound(room=room, waits_ms=waits_ms, step_ms=search.lower_bound_ms)
 

@@ -25,7 +25,7 @@ from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.limits import Caps, check_limits, in_canonical_order, words
 from omnibal.plan_data import caps_of_tokens, least_caps, limited_features
-from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
+from omnibal.search.trial import Comparison, Trial, time_per_sample
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003
@@ -324,9 +324,7 @@ class _Evaluation:
         job, lengths, data = request.job, request.lengths, request.sample_data(caps)
         (packs,) = packed = data.packed(job)
         ranks = job.parallel.data
-        exact = micro_batches_at(request.samples_per_step, len(lengths), len(packs), ranks)
-        trial = Trial(job=job, data=data, packed=packed)
-        timed = time_per_sample(trial, request.samples_per_step, max(exact, 1.0))
+        timed = time_per_sample(Trial(job=job, data=data, packed=packed), request.samples_per_step)
         assert timed.plan.prediction is not None
         prediction = timed.plan.prediction
         return Candidate(

@@ -68,11 +68,11 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = (
     return least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.rules) / GIB
 
 
-def need_beside_cap_gib(job: JobSpec, workload: Workload) -> float:
-    """Memory of the fullest device by which a job of one level fits its cap or does not: of some
-    split at most, or of all at least."""
-    if job.is_beside and job.beside is None:
-        return least_need_gib(job, workload)
+def need_beside_cap_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+    """Memory of the fullest device by which a job fits its cap or does not: of some split at most,
+    or of all at least."""
+    if levels or (job.is_beside and job.beside is None):
+        return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
     return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.rules) / GIB
 

@@ -109,7 +109,8 @@ def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
         caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
     """
     ranks = job.parallel.data
-    most = MAX_CONTEXT
+    # Encoders beside the pipeline send each rank the items of whole packs.
+    most = 1 if job.is_beside else MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
     powers = (1 << power for power in range(ranks.bit_length()))

@@ -12,6 +12,7 @@ from omnibal.data.by_level import levels_of_samples
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.data.packs import Packs
+from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import CutRule, Level
 from omnibal.limits import Caps
@@ -47,6 +48,37 @@ _TOKENS_UNIT = 64
 
 Step = tuple[Caps | None, Caps]
 """Caps of a level and those of the level below it, if any, whose samples it does not hold."""
+Packed = dict[Step, tuple[Packs, Lengths] | None]
+"""Packs of some samples of every step; None where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelRule:
+    """Rule by which sets of levels are looked at: all up to `MAX_SEARCHED`, so many, or HBP's."""
+
+    count: int | None = None
+    """Number of levels; None for any."""
+    is_hbp: bool = False
+    """Whether levels are those of HBP's Algorithm 1."""
+
+    def __post_init__(self) -> None:
+        if self.count is not None and not 1 <= self.count <= MAX_SEARCHED:
+            raise UserError(
+                f"{self.count} levels were asked for, and sets of 1 to {MAX_SEARCHED} are searched; "
+                "give a number of these, or none"
+            )
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether levels are asked for, whatever the lengths."""
+        return self.is_hbp or self.count not in (None, 1)
+
+    def allows(self, levels: tuple[Level, ...]) -> bool:
+        """Whether a set has the number of levels that is asked for."""
+        return self.count in (None, max(len(levels), 1))
+
+
+ANY_LEVELS = LevelRule()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -61,9 +93,8 @@ class LevelEstimates:
     """Tokens of one rank in a step."""
     work_ms: np.ndarray
     """Time of every sample on the whole model, [samples]."""
-    packed: dict[Step, tuple[Packs, Lengths] | None]
-    """Packs of some samples of a step, as far as they have been made; None where it has none.
-    Jobs of other parallel sizes may share them."""
+    packed: Packed
+    """Packs of steps, as far as they have been made. Jobs of other parallel sizes may share them."""
 
     @classmethod
     def of(
@@ -71,7 +102,7 @@ class LevelEstimates:
         job: JobSpec,
         data: SampleData,
         tokens_per_step: float | None = None,
-        packed: dict[Step, tuple[Packs, Lengths] | None] | None = None,
+        packed: Packed | None = None,
     ) -> "LevelEstimates":
         """Prepare estimates for a job on its data, whose caps are the top ones.
 
@@ -98,6 +129,37 @@ class LevelEstimates:
         best = self._best((None, self.caps[-1]))
         context = self.job.parallel.data if best is None else best.level.context
         return self.data.micro_batches(self.job) * self.data.caps["tokens"] / context
+
+    @staticmethod
+    def most_levels(data: SampleData) -> int:
+        """Levels that there can be at most, each with samples of its own."""
+        own = own_samples(data.lengths, candidate_caps(data.lengths, data.caps))
+        return int(np.count_nonzero(own))
+
+    def pack_all(self, rule: LevelRule) -> None:
+        """Pack the samples of every step that a set may have."""
+        for caps in self.caps:
+            self._some((None, caps))
+        if not rule.is_hbp:
+            for step in {step for caps in self.sets(rule.count) for step in _steps(caps)}:
+                self._some(step)
+
+    def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
+        """Estimated ms per sample and levels of the sets of a rule that fit, the fastest first."""
+        if not rule.is_hbp:
+            return self.estimated(rule.count)
+        try:
+            levels = self.by_hbp()
+        except UserError:  # no length fits
+            return []
+        steps = zip(levels, _steps([level.caps for level in levels]), strict=True)
+        forms = []
+        for level, step in steps:
+            some = self._some(step)
+            if some is not None:
+                forms.append(self._scaled(step, self._estimated(level, some)))
+        ms = self._ms_per_sample(forms)
+        return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
         """List all sets of caps with the top ones."""
@@ -196,7 +258,7 @@ class LevelEstimates:
             if some is None:
                 continue
             forms = [
-                estimated_form(self.job, self._hbp_form(caps["tokens"], context), *some, math.inf)
+                self._estimated(self._hbp_form(caps["tokens"], context), some)
                 for context in possible_contexts(self.job, caps)
             ]
             best = min(forms, key=lambda form: form.rows_ms)
@@ -236,6 +298,13 @@ class LevelEstimates:
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
         return sum(form.rows_ms for form in forms) + bubbles_ms
 
+    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
+        """Time per sample of all ranks together."""
+        return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
+
+    def _estimated(self, level: Level, some: tuple[Packs, Lengths]) -> FormEstimate:
+        return estimated_form(self.job, level, *some, self.tokens_per_step)
+
     def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
         """The fastest form of a level for all its samples; None if it holds or fits none."""
         forms = self._forms(step, contexts)
@@ -247,9 +316,13 @@ class LevelEstimates:
         if some is None:
             return []
         found = good_forms(self.job, step[1], *some, self.tokens_per_step, contexts)
+        return [self._scaled(step, form) for form in found]
+
+    def _scaled(self, step: Step, form: FormEstimate) -> FormEstimate:
+        """The form with all samples of a step, from some of them."""
         rows = self._rows(step)
         part = self.work_ms[self._drawn(rows)].sum() / self.work_ms[rows].sum()
-        return [form.of_more(1 / float(part)) for form in found]
+        return form.of_more(1 / float(part))
 
     def _some(self, step: Step) -> tuple[Packs, Lengths] | None:
         """Some samples that a level holds and the one below does not, packed."""

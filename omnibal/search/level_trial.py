@@ -7,20 +7,26 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.data.by_level import levels_of_packs
-from omnibal.data.lengths import draw_samples
+from omnibal.data.lengths import Lengths, draw_samples
 from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps
-from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.partition import SearchResult, search_stages
+from omnibal.pipeline.placement import search_beside
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import once_a_step, workload_times
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.workload import Workload
 from omnibal.plan_data import SampleData
+from omnibal.planner import placement_problem
 
 _SEARCHED_STEPS = 8
 """Steps that stages are searched for in a trial; all are simulated."""
+_BESIDE_EFFORT = 0.1
+"""Of the search for how encoders run beside the pipeline, in a trial."""
 _LEAST_ROWS = 4
 """Rows of full packs, each on one rank, that the samples of a trial make, if there are so many."""
 
@@ -95,17 +101,8 @@ class LevelTrials:
         self._check_curriculum(levels, int((of_packs == 0).sum()), micro_batches)
         data = replace(data, packs_per_step=micro_batches * job.parallel.data)
         packs, lengths = data.drawn(job, [packed]).schedule(job)
-        workload = job.workload(packs, lengths, levels)
+        workload, found = _searched(job, packs, lengths, levels)
         cost = job.cost_of_all(levels)
-        found = search_stages(
-            cost,
-            job.model,
-            workload.some_steps(_SEARCHED_STEPS),
-            job.parallel.pipeline,
-            job.memory_cap_gib * GIB,
-            rules=job.rules,
-            prove=False,
-        )
         times = workload_times(cost, found.stages_at, workload)
         once = once_a_step(cost, found.stages)
         whole_ms = predict_steps(times, workload, once).step_ms
@@ -142,6 +139,27 @@ class LevelTrials:
                 f"packs of the shortest level are enough for about {share:.0%} of the curriculum; "
                 "give fewer --curriculum-steps"
             )
+
+
+def _searched(
+    job: JobSpec, packs: ScheduledPacks, lengths: Lengths, levels: tuple[Level, ...]
+) -> tuple[Workload, SearchResult]:
+    """The workload of all packs, and stages that are searched for on some of their steps."""
+    workload = job.workload(packs, lengths, levels)
+    some = workload.some_steps(_SEARCHED_STEPS)
+    if job.is_beside:
+        beside = search_beside(placement_problem(job, some, levels), _BESIDE_EFFORT)
+        placed = replace(job, beside=beside.beside)
+        return placed.workload(packs, lengths, levels), beside.search
+    return workload, search_stages(
+        job.cost_of_all(levels),
+        job.model,
+        some,
+        job.parallel.pipeline,
+        job.memory_cap_gib * GIB,
+        rules=job.rules,
+        prove=False,
+    )
 
 
 def levels_in_use(

@@ -29,12 +29,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
+from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig
 from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import cap_space, usual_samples_per_step
+from omnibal.search.encoder_placement import neither
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
     Bound,
@@ -45,6 +47,7 @@ from omnibal.search.strategy import (
     Need,
     PackSamples,
     Setting,
+    Sizing,
     Strategy,
     StrategyRequest,
 )
@@ -81,7 +84,7 @@ _ROUNDING = 1e-6
 class RuledOut:
     """Parallel sizes that were not planned."""
 
-    parallel: Parallel
+    sizing: Sizing
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split, at least; set where none
     fit."""
@@ -90,6 +93,11 @@ class RuledOut:
     why: str
     estimated_samples_per_second: float | None = None
     """Estimate; set where bounds did not tell that the best strategy is faster."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallel sizes."""
+        return self.sizing.parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,11 +133,11 @@ def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
 
 def progress_total(request: StrategyRequest) -> int:
     """Total of the progress that `search_strategies` reports."""
-    parallels = len(possible_parallels(request))
+    sizings = len(possible_sizings(request))
     if request.caps is not None:
-        return parallels + _MOST_PLANNED
+        return sizings + _MOST_PLANNED
     moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
-    return parallels * len(_LEVELS) + _MOST_PLANNED + moves
+    return sizings * len(_LEVELS) + _MOST_PLANNED + moves
 
 
 def search_strategies(
@@ -147,7 +155,7 @@ def search_strategies(
         UserError: no parallel sizes are possible, a sample exceeds the caps, or a step has too few
             packs.
     """
-    parallels = possible_parallels(request)
+    sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     space = cap_space(request, limited_features(request.job.model))
     left = progress_total(request)
@@ -162,37 +170,54 @@ def search_strategies(
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
         levels = [request.caps]
-    every = [(parallel, caps) for parallel in parallels for caps in dict.fromkeys(levels)]
+    every = [(sizing, caps) for sizing in sizings for caps in dict.fromkeys(levels)]
     trials.run(every, _MOST_PLANNED)
     if request.caps is None and trials.planned:
         finalists = trials.ranked()[:_FINALISTS]
         moves = space.moves(finalists[0].caps, _MOVE)
-        moved = [(each.parallel, caps) for each in finalists for caps in dict.fromkeys(moves)]
+        moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
         trials.run(moved, _MOST_MOVES_PLANNED)
     on_progress(left)
     if not trials.planned:
-        raise _unusable(trials, parallels)
-    return _result(trials, parallels)
+        raise _unusable(trials, sizings)
+    return _result(trials, sizings)
 
 
-def possible_parallels(request: StrategyRequest) -> list[Parallel]:
-    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size.
+def possible_sizings(request: StrategyRequest) -> list[Sizing]:
+    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size,
+    with every placement of encoders that goes with them.
 
     Raises:
         UserError: there are none, with what is possible.
     """
+    found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
+    for placement in request.placements:
+        try:
+            placed = replace(request.job, placement=placement)
+            parallels = _possible_parallels(replace(request, job=placed))
+        except UserError as error:
+            refused[placement] = error
+        else:
+            found += [Sizing(parallel, placement) for parallel in parallels]
+    if found:
+        return found
+    raise neither(refused)
+
+
+def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     _check_given(request)
+    divides = request.sizes.sequence_parallel is not False
     found = [
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
             data=data,
-            sequence_parallel=tensor > 1,
+            sequence_parallel=tensor > 1 and divides,
             expert=expert,
         )
-        for tensor in _divisors(request.gpus)
-        for pipeline in _divisors(request.gpus // tensor)
-        for data in [request.gpus // (tensor * pipeline)]
+        for tensor in _divisors(request.sizes.gpus)
+        for pipeline in _divisors(request.sizes.gpus // tensor)
+        for data in [request.sizes.gpus // (tensor * pipeline)]
         for expert in expert_sizes(request.job.model, tensor, data)
     ]
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
@@ -203,25 +228,28 @@ def possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _check_given(request: StrategyRequest) -> None:
     """Refuse sizes that were given and can never be, whatever the others."""
-    profile = request.job.profile
-    if profile is not None and request.tensor not in (None, profile.tensor):
+    profile, sizes = request.job.profile, request.sizes
+    if profile is not None and sizes.tensor not in (None, profile.tensor):
         raise UserError(
-            f"--tp {request.tensor} was given with a profile of tensor size "
+            f"--tp {sizes.tensor} was given with a profile of tensor size "
             f"{profile.tensor}, and costs of another size cannot be taken from it: leave "
-            f"--tp out, give a profile of tensor size {request.tensor}, or count without --profile"
+            f"--tp out, give a profile of tensor size {sizes.tensor}, or count without --profile"
         )
-    fixed = request.given
+    fixed = sizes.given
     product = math.prod(fixed.values())
-    if request.gpus % product:
-        sizes = " x ".join(f"{name} {size}" for name, size in fixed.items())
-        below, above = request.gpus // product * product, -(-request.gpus // product) * product
+    if sizes.gpus % product:
+        product_text = " x ".join(f"{name} {size}" for name, size in fixed.items())
+        below, above = (
+            sizes.gpus // product * product,
+            -(-sizes.gpus // product) * product,
+        )
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"{request.gpus} GPUs are no multiple of {sizes} = {product}, and the parallel sizes "
+            f"{sizes.gpus} GPUs are no multiple of {product_text} = {product}, and the parallel sizes "
             f"must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
-    tensor, expert = request.tensor or 1, request.expert or 1
-    stages = request.pipeline or 1
+    tensor, expert = sizes.tensor or 1, sizes.expert or 1
+    stages = sizes.pipeline or 1
     for alone in (
         Parallel(tensor=tensor, pipeline=stages, sequence_parallel=tensor > 1),
         Parallel(pipeline=1, data=expert, expert=expert),
@@ -230,10 +258,7 @@ def _check_given(request: StrategyRequest) -> None:
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
-    wanted = (request.tensor, request.pipeline, request.data, request.expert)
-    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
-    as_given = all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
-    return as_given and _suits_model(request, parallel)
+    return request.sizes.are(parallel) and _suits_model(request, parallel)
 
 
 def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
@@ -249,7 +274,8 @@ def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Message for given sizes that are impossible; `others` are possible if none is given."""
-    given = request.given | ({} if request.expert is None else {"--ep": request.expert})
+    sizes = request.sizes
+    given = sizes.given | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
@@ -259,17 +285,17 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
         if profile is None
         else f"the profile is of tensor size {profile.tensor} alone"
     )
-    expert = "" if request.expert is None else ", or give an --ep that divides tensor x data size"
+    expert = "" if sizes.expert is None else ", or give an --ep that divides tensor x data size"
     if others:
         remedy = (
-            f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
+            f"with {sizes.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
             f"for each the rest is shared by pipeline and data size: leave a size out{expert}"
         )
     else:
         other = "" if profile is None else ", or a profile of another tensor size"
         remedy = f"use another number of GPUs{other}"
     return (
-        f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
+        f"no parallel sizes multiply to {sizes.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
         f"{model.name} on {request.job.cluster.name} allows at most {model.layers} pipeline "
         f"stages, one per layer, and {tensors}; {remedy}"
     )
@@ -304,7 +330,9 @@ class _StrategyTrials:
         new = [choice for choice in choices if choice not in self.least_ms]
         packs = self.setting.packs
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
-        packs |= dict(map_unordered(PackSamples(setting=self.setting), caps, self._useful(caps)))
+        if self.setting.request.given is None:
+            work = PackSamples(setting=self.setting)
+            packs |= dict(map_unordered(work, caps, self._useful(caps)))
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
         self.advance(len(new) - len(full))
         in_order = sorted(self._bound(full), key=self._order)
@@ -313,8 +341,7 @@ class _StrategyTrials:
             self._plan(fastest, Evaluate(setting=self.setting, fits=True), len(fastest))
             return
         # More processes may look at more, which are left out of the result.
-        work = Evaluate(setting=self.setting)
-        self._plan(self._promising(in_order), work, len(full))
+        self._plan(self._promising(in_order), Evaluate(setting=self.setting), len(full))
 
     def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
         """Find the bounds of choices; those whose state may fit."""
@@ -412,15 +439,15 @@ class _StrategyTrials:
 
         More processes may have planned more, which are left out.
         """
-        best_ms, best = self.best_ms(), dict[Parallel, Strategy]()
+        best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
         for choice in sorted(self.planned, key=self._order):
-            found, (parallel, _) = self.planned[choice], choice
+            found, (sizing, _) = self.planned[choice], choice
             may_win = self.least_ms[choice] <= best_ms
-            if parallel in best:
+            if sizing in best:
                 if may_win:
-                    best[parallel] = min(best[parallel], found, key=_rank)
+                    best[sizing] = min(best[sizing], found, key=_rank)
             elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
-                best[parallel] = found
+                best[sizing] = found
         return sorted(best.values(), key=_rank)
 
     def best_ms(self) -> float:
@@ -433,7 +460,7 @@ class _StrategyTrials:
         known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
         if not known or any(choice in self.planned for choice in choices):
             return None
-        of_best = self.estimated_ms.get((best.parallel, best.caps), best.ms_per_sample)
+        of_best = self.estimated_ms.get((best.sizing, best.caps), best.ms_per_sample)
         return min(known) / of_best * best.ms_per_sample
 
     def planned_open(self) -> int:
@@ -449,14 +476,14 @@ class _StrategyTrials:
 
     def _order(self, choice: Choice) -> tuple:
         """Key by which choices are looked at: their bounds."""
-        parallel, caps = choice
-        return self.least_ms[choice], str(parallel), *caps.values.tolist()
+        sizing, caps = choice
+        return self.least_ms[choice], str(sizing.parallel), *caps.values.tolist(), sizing.placement
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
         """Choices that may be the best of all, and the first that fits of a few more strategies
         that are not clearly slower than the best."""
         for choice in choices:
-            strategies = {parallel for parallel, _ in self.planned}
+            strategies = {sizing for sizing, _ in self.planned}
             is_shown = choice[0] not in strategies and len(strategies) < _SHOWN
             is_near = is_shown and not self.is_clearly_slower(choice)
             if self.least_ms[choice] <= self.best_ms() or is_near:
@@ -469,15 +496,15 @@ class _StrategyTrials:
         return max(min(self.processes, len(tasks)), 1)
 
 
-def _without_experts(choice: Choice) -> tuple[int, int, int]:
-    """Tensor, pipeline and data size of a choice."""
-    parallel, _ = choice
-    return parallel.tensor, parallel.pipeline, parallel.data
+def _without_experts(choice: Choice) -> tuple[int, int, int, EncoderPlacement]:
+    """Tensor, pipeline and data size of a choice, and its placement of encoders."""
+    parallel = choice[0].parallel
+    return parallel.tensor, parallel.pipeline, parallel.data, choice[0].placement
 
 
 def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:
     """`most` of the choices, the fastest first: half of them of different sizes."""
-    first = dict[Parallel, Choice]()
+    first = dict[Sizing, Choice]()
     for choice in choices:
         first.setdefault(choice[0], choice)
     some = list(first.values())[: most - most // 2]
@@ -488,17 +515,17 @@ def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:
 def _rank(strategy: Strategy) -> tuple:
     parallel, caps = strategy.parallel, strategy.caps
     sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
-    return strategy.ms_per_sample, *sizes
+    return strategy.ms_per_sample, *sizes, strategy.placement
 
 
-def _result(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> StrategySearch:
+def _result(trials: _StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     ranked = trials.ranked()
     best = ranked[0]
-    planned = {strategy.parallel for strategy in ranked}
-    out = [_ruled_out(trials, each, best) for each in parallels if each not in planned]
+    planned = {strategy.sizing for strategy in ranked}
+    out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
     request = trials.setting.request
     return StrategySearch(
-        gpus=request.gpus,
+        gpus=request.sizes.gpus,
         samples_per_step=request.samples_per_step,
         ranking=tuple(replace(strategy, why=_why(strategy, best)) for strategy in ranked),
         ruled_out=tuple(sorted(out, key=_order_of_ruled_out)),
@@ -520,7 +547,7 @@ def without_best(search: StrategySearch, why: str) -> StrategySearch:
     Strategies that were ruled out as clearly slower than that stay ruled out.
     """
     lost, *others = search.ranking
-    out = RuledOut(parallel=lost.parallel, need_gib=None, most_samples_per_second=None, why=why)
+    out = RuledOut(sizing=lost.sizing, need_gib=None, most_samples_per_second=None, why=why)
     return replace(
         search,
         ranking=tuple(replace(each, why=_why(each, others[0])) for each in others),
@@ -558,14 +585,14 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     return ", ".join(named) or "about as fast"
 
 
-def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
-    choices = [choice for choice in trials.least_ms if choice[0] == parallel]
+def _ruled_out(trials: _StrategyTrials, sizing: Sizing, best: Strategy) -> RuledOut:
+    choices = [choice for choice in trials.least_ms if choice[0] == sizing]
     if not choices:
         return RuledOut(
-            parallel=parallel,
+            sizing=sizing,
             need_gib=None,
             most_samples_per_second=None,
-            why=f"a step has {_most_packs(trials)} packs for {parallel.data:,} ranks",
+            why=f"a step has {_most_packs(trials)} packs for {sizing.parallel.data:,} ranks",
         )
     best_ms, least_ms = trials.best_ms(), trials.least_ms
     may_fit = [
@@ -576,7 +603,7 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
     if may_fit:
         slower_ms, bound_ms = trials.estimate_beside(best, choices), min(may_fit)
         return RuledOut(
-            parallel=parallel,
+            sizing=sizing,
             need_gib=None,
             most_samples_per_second=1e3 / bound_ms if bound_ms else None,
             why=_why_slow(bound_ms, best) if slower_ms is None else _why_not(slower_ms, best),
@@ -585,35 +612,37 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
     need_gib = min(trials.need_gib[choice] for choice in choices)
     cap_gib = trials.setting.request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
-    return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
+    return RuledOut(sizing=sizing, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 
 def _most_packs(trials: _StrategyTrials) -> str:
     """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
-    alone = Parallel(pipeline=1)
+    if trials.setting.request.given is not None:
+        return "too few"
+    alone = Sizing(Parallel(pipeline=1))
     packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
+def _unusable(trials: _StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
     request = trials.setting.request
     if not trials.least_ms:
-        fewest = min(parallel.data for parallel in parallels)
+        fewest = min(sizing.parallel.data for sizing in sizings)
         samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
             f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
-            f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
-            "must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
+            f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
+            "each must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
         )
-    (parallel, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
+    (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
     cap_gib = request.job.memory_cap_gib
-    looked_at = len({parallel for parallel, _ in trials.least_ms})
-    idle = len(parallels) - looked_at
+    looked_at = len({sizing for sizing, _ in trials.least_ms})
+    idle = len(sizings) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
-        f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
-        f"{request.job.model.name} into memory: the nearest, {parallel.options} at {caps}, "
+        f"none of {looked_at} ways to share {request.sizes.gpus} GPUs{others} fits "
+        f"{request.job.model.name} into memory: the nearest, {sizing.options} at {caps}, "
         f"needs {gib_text(need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage",
         "use more GPUs, devices with more memory or smaller caps",

@@ -1,0 +1,254 @@
+"""What a plan is asked for: a job and its data, of which some is given and the rest is to be found.
+
+`Goal(job, data, free)` says all that `omnibal.planning.plan` needs to know. What the job and the data
+say stays as it is; limits of packs that are None, and all that `free` names, are searched for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from omnibal.beside import EncoderPlacement
+from omnibal.data.lengths import Lengths
+from omnibal.data.packing import PackingMethod
+from omnibal.data.packs import ScheduledPacks
+from omnibal.errors import UserError
+from omnibal.job import JobSpec
+from omnibal.limits import Caps
+from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.plan import Plan
+from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
+from omnibal.search.strategy import FreeSizes
+
+DEFAULT_MICRO_BATCHES = 8
+
+
+class Feature(StrEnum):
+    """What a plan may have that does not go with everything, by its option."""
+
+    SIZES = "--gpus"
+    MICRO_BATCHES = "--micro-batches"
+    SAMPLES_PER_STEP = "--samples-per-step"
+    LEVELS = "--levels"
+    CURRICULUM = "--curriculum-steps"
+    SAMPLES = "--lengths"
+    WINDOW = "--window"
+    PACKING = "--packing"
+    SEED = "--seed"
+    EPOCHS = "--epochs"
+    LIMITS = "--max-tokens or --limit"
+    EARLIER = "--steps-of"
+    SPLIT = "--method or --recompute"
+    BESIDE = "--encoder beside"
+    TRAINER = "--for"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two features that no plan has together."""
+
+    one: Feature
+    other: Feature
+    why: str
+
+
+_SEVERAL_LEVELS = "packs of several levels cannot be told to another trainer"
+_TAKEN = "it is taken from the earlier plan"
+_OF_WINDOW = "a window is a step, and its packs are balanced inside it"
+CONFLICTS = (
+    Conflict(
+        Feature.SIZES,
+        Feature.MICRO_BATCHES,
+        "sizes are compared in steps of equally many samples: give --samples-per-step",
+    ),
+    Conflict(
+        Feature.SAMPLES_PER_STEP, Feature.MICRO_BATCHES, "both say how large a step is: give one"
+    ),
+    Conflict(
+        Feature.LEVELS,
+        Feature.SPLIT,
+        "layers are recomputed by level, which only the joint search knows",
+    ),
+    Conflict(
+        Feature.BESIDE,
+        Feature.SPLIT,
+        "the encoders' memory is shared with the stages by the joint search alone",
+    ),
+    Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
+    Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.SEED, "samples stay in their order"),
+    Conflict(Feature.WINDOW, Feature.MICRO_BATCHES, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.SAMPLES_PER_STEP, _OF_WINDOW),
+    *(
+        Conflict(Feature.EARLIER, other, _TAKEN)
+        for other in (
+            Feature.SAMPLES,
+            Feature.WINDOW,
+            Feature.LIMITS,
+            Feature.MICRO_BATCHES,
+            Feature.SAMPLES_PER_STEP,
+            Feature.LEVELS,
+            Feature.CURRICULUM,
+            Feature.PACKING,
+            Feature.SEED,
+            Feature.EPOCHS,
+        )
+    ),
+    *(
+        Conflict(Feature.TRAINER, other, why)
+        for other, why in (
+            (Feature.WINDOW, "only this project's trainer keeps the order of a stream"),
+            (Feature.LEVELS, _SEVERAL_LEVELS),
+            (Feature.CURRICULUM, _SEVERAL_LEVELS),
+            (Feature.BESIDE, "only this project's trainer has encoders beside the pipeline"),
+            (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
+            (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
+        )
+    ),
+)
+"""All pairs that are refused; every other combination is planned."""
+
+
+def check_together(features: set[Feature]) -> None:
+    """Refuse features that do not go together.
+
+    Raises:
+        UserError: with the first pair, and why.
+    """
+    for conflict in CONFLICTS:
+        if conflict.one in features and conflict.other in features:
+            raise UserError(
+                f"{conflict.other} cannot be given with {conflict.one}: {conflict.why}; leave one "
+                "of them out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """A dataset's samples, shuffled and packed."""
+
+    lengths: Lengths
+    caps: Caps | None = None
+    """Caps of the longest packs; None to search for them."""
+    packing: PackingMethod = PackingMethod.BALANCED
+    epochs: int = 1
+    seed: int = 0
+    micro_batches: int | None = None
+    """Packs of one rank in a step, were all of them full ones of the longest level."""
+    samples_per_step: int | None = None
+    """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
+    curriculum_steps: int = 0
+    """First steps of packs of the shortest level alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stream:
+    """Samples that are trained in their order, a window of them in a step."""
+
+    lengths: Lengths
+    window: int
+    caps: Caps | None = None
+    is_dispatched: bool = True
+    """Whether ranks get equal shares of a window."""
+    epochs: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShapesAlone:
+    """Packs at the caps, without samples."""
+
+    caps: Caps
+    micro_batches: int | None = None
+    packs_per_step: int | None = None
+    """Packs of all ranks in a step, where sizes are free; a pack a device without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Earlier:
+    """The data of an earlier plan, step by step."""
+
+    plan: Plan
+    data: tuple[ScheduledPacks, Lengths] | None
+
+
+GoalData = Samples | Stream | ShapesAlone | Earlier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Free:
+    """What is searched for besides limits of packs that are not given.
+
+    Recomputed layers and the split over stages are searched for together unless `split` says how
+    they are chosen.
+    """
+
+    sizes: FreeSizes | None = None
+    """Devices, and which parallel sizes are fixed; None to keep the job's sizes."""
+    levels: LevelRule = ANY_LEVELS
+    """Sets of levels to choose from."""
+    placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
+    """Placements of encoders to choose from."""
+    split: SplitRule = JOINT
+
+    @classmethod
+    def everything(cls, gpus: int) -> "Free":
+        """All that can be: sizes, levels and placement of encoders, on so many devices."""
+        return cls(sizes=FreeSizes(gpus=gpus), placements=tuple(EncoderPlacement))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Goal:
+    """A job, its data, and what is free.
+
+    Raises:
+        UserError: two features do not go together (`CONFLICTS`).
+    """
+
+    job: JobSpec
+    """The job, with its parallel sizes where they are not free."""
+    data: GoalData
+    free: Free = field(default_factory=Free)
+
+    def __post_init__(self) -> None:
+        check_together(self.features)
+
+    @property
+    def features(self) -> set[Feature]:
+        """Features that do not go with everything."""
+        data, free = self.data, self.free
+        has = {
+            Feature.SIZES: free.sizes is not None,
+            Feature.LEVELS: free.levels.is_forced,
+            Feature.SPLIT: not free.split.is_joint,
+            Feature.BESIDE: free.placements == (EncoderPlacement.BESIDE,),
+            Feature.TRAINER: self.job.made_for is not None,
+            Feature.WINDOW: isinstance(data, Stream),
+            Feature.EARLIER: isinstance(data, Earlier),
+        }
+        if isinstance(data, Samples):
+            has[Feature.MICRO_BATCHES] = data.micro_batches is not None
+            has[Feature.SAMPLES_PER_STEP] = data.samples_per_step is not None
+            has[Feature.CURRICULUM] = data.curriculum_steps > 0
+        return {feature for feature, is_there in has.items() if is_there}
+
+
+class Listener:
+    """What is told of a search while it runs; this one is silent."""
+
+    def note(self, text: str) -> None:
+        """Take a sentence that the user should read."""
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Begin work of so many parts; yields what to call with what is newly done."""
+        return _silent()
+
+    def status(self, what: str) -> AbstractContextManager[object]:
+        """Begin work whose length is not known."""
+        return _silent()
+
+
+@contextmanager
+def _silent() -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
