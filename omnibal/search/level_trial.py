@@ -103,7 +103,7 @@ class LevelTrials:
             workload.some_steps(_SEARCHED_STEPS),
             job.parallel.pipeline,
             job.memory_cap_gib * GIB,
-            rules=job.rules,
+            rules=job.trainer.stages,
             prove=False,
         )
         times = workload_times(cost, found.stages_at, workload)

@@ -169,7 +169,9 @@ class FindBound:
         sizes, wanted = self.setting.step_sizes(choice), self.setting.micro_batches(choice)
         stages = job.parallel.pipeline
         steps_ms = [
-            least_step_ms(job.cost, job.pipeline_model, size.request.workload(), stages, job.rules)
+            least_step_ms(
+                job.cost, job.pipeline_model, size.request.workload(), stages, job.trainer.stages
+            )
             for size in sizes
         ]
         both = list(zip(sizes, steps_ms, strict=True))
