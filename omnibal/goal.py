@@ -223,7 +223,7 @@ class Goal:
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
             Feature.BESIDE: free.placements == (EncoderPlacement.BESIDE,),
-            Feature.TRAINER: self.job.made_for is not None,
+            Feature.TRAINER: not self.job.trainer.is_own,
             Feature.WINDOW: isinstance(data, Stream),
             Feature.EARLIER: isinstance(data, Earlier),
         }

@@ -6,7 +6,7 @@ and has its costs, so nobody checks or counts again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -37,8 +37,7 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.runtime import OWN, RuntimeOptions
-from omnibal.targets import FREE, TARGETS, Padding, Sharding, StageRules, TargetName
+from omnibal.targets import FREE, OWN, Sharding, TrainerConstraints, trainer_of
 from omnibal.units import feature_names_at, frozen_mistake
 
 
@@ -65,15 +64,8 @@ class JobSpec:
     """Where the encoders run."""
     beside: EncodersBeside | None = None
     """How they run beside the pipeline; None where they do not, or it is to be searched for."""
-    made_for: TargetName | None = None
-    """The trainer that the job is planned for; None for this project's."""
-    rules: StageRules = FREE
-    """What stages may hold and recompute: what the trainer can be told, or less of its limits."""
-    sharding: Sharding = Sharding.OPTIMIZER
-    """What data-parallel ranks divide."""
-    padded: Padding = Padding.NOWHERE
-    runtime: RuntimeOptions = OWN
-    """How the trainer runs a step."""
+    trainer: TrainerConstraints = OWN
+    """The trainer that the job is planned for: what it can be told, and how it runs a step."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_cost: EncodersCost | None = field(init=False, repr=False)
@@ -101,13 +93,13 @@ class JobSpec:
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
         if self.profile:
-            cost = fitted_cost(self.profile, *sizes, runtime=self.runtime)
+            cost = fitted_cost(self.profile, *sizes, runtime=self.trainer.runtime)
         else:
-            cost = analytic_cost(*sizes, runtime=self.runtime)
-        if self.rules.encoders_whole:
+            cost = analytic_cost(*sizes, runtime=self.trainer.runtime)
+        if self.trainer.stages.encoders_whole:
             cost = with_whole_encoders(cost, *sizes, self.profile)
         exchange = None
-        if self.sharding is Sharding.ALL:
+        if self.trainer.sharding is Sharding.ALL:
             check_sharded(self.parallel)
             ranks = self.parallel.data
             exchange = ShardedExchange.of(cost, self.model, self.cluster, ranks, self.precision)
@@ -118,14 +110,13 @@ class JobSpec:
 
     def _check_limits(self) -> None:
         """Refuse what goes with no limits of stages, whatever the sizes."""
-        if self.precision == "fp8" and not (
-            self.made_for is None or self.runtime.transformer_engine
-        ):
+        trainer = self.trainer
+        if self.precision == "fp8" and not (trainer.is_own or trainer.runtime.transformer_engine):
             raise UserError(
-                f"--precision fp8 was given for {TARGETS[self.made_for].title}, which has no "
-                "linears of Transformer Engine: plan in bf16"
+                f"--precision fp8 was given for {trainer.title}, which has no linears of "
+                "Transformer Engine: plan in bf16"
             )
-        if self.is_beside and self.rules != FREE:
+        if self.is_beside and trainer.stages != FREE:
             raise UserError(
                 "encoders beside the pipeline cannot be told to a trainer that takes limited "
                 "stages: give --encoder pipeline, or leave --for out"
@@ -138,9 +129,8 @@ class JobSpec:
             UserError: with what it allows.
         """
         check_parallel(self.pipeline_model, parallel, self.cluster)
-        check_stage_rules(self.pipeline_model, parallel.pipeline, self.rules)
-        if self.made_for is not None:
-            TARGETS[self.made_for].check_sizes(parallel)
+        check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
+        self.trainer.check_sizes(parallel)
         if self.precision == "fp8":
             layer_products(self.model, self.cluster, parallel, self.precision)
 
@@ -182,9 +172,9 @@ class JobSpec:
         if self.profile is not None and self.profile.rates is not None:
             cluster = with_measured_rates(cluster, self.profile)
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
-        source = ExchangeSource(profile=self.profile, ring_tokens=self.runtime.ring_tokens)
+        source = ExchangeSource(profile=self.profile, ring_tokens=self.trainer.runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
-        if not (self.runtime.accumulates_in_products and levels):
+        if not (self.trainer.runtime.accumulates_in_products and levels):
             return costs
         widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
         return tuple(
@@ -204,9 +194,9 @@ class JobSpec:
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
-        whole_loss = self.rules.head_on_all_tokens
+        whole_loss = self.trainer.stages.head_on_all_tokens
         unpadded = trained_features(features, names, padded=False, whole_loss=whole_loss)
-        if self.padded.applies(self.parallel.pipeline):
+        if self.trainer.packs.padded.applies(self.parallel.pipeline):
             padded = trained_features(features, names, padded=True, whole_loss=whole_loss)
             workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
         else:
@@ -231,7 +221,7 @@ class JobSpec:
             profile=profile,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
-            **limits_of(plan.made_for),
+            trainer=trainer_of(plan.made_for),
         )
 
     def sized(self, parallel: Parallel) -> Self:
@@ -263,17 +253,3 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
-
-
-def limits_of(name: TargetName | None) -> dict[str, Any]:
-    """Fields of a job that is planned for a trainer."""
-    if name is None:
-        return {}
-    target = TARGETS[name]
-    return {
-        "made_for": name,
-        "rules": target.stages,
-        "sharding": target.sharding,
-        "padded": target.packs.padded,
-        "runtime": target.runtime,
-    }

@@ -45,42 +45,44 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
-        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
-        if self.job.is_beside and (self.method, self.recompute) != joint:
+        joint_alone = self._joint_alone()
+        if joint_alone and not self.is_joint:
+            what, otherwise = joint_alone
             raise UserError(
-                f"--method {self.method} with --recompute {self.recompute} was given for encoders "
-                "beside the pipeline, whose memory only the joint search shares with its stages: "
-                "leave both options out, or give --encoder pipeline"
+                f"--method {self.method} with --recompute {self.recompute} was given for {what}: "
+                f"leave both options out{otherwise}"
             )
-        if not self.job.rules.is_free:
-            self._check_limited(joint)
+        if self.data.levels and not self.job.trainer.stages.is_free:
+            raise UserError(
+                "packs of several levels, each of which recomputes layers of its own, cannot be "
+                "told to a trainer that takes limited stages: give --levels 1, or leave --for out"
+            )
         if self.job.is_beside and any(level.context > 1 for level in self.data.levels):
             raise UserError(
                 "ranks share packs of a level, which encoders beside the pipeline do not go with: "
                 "give --levels 1, or --encoder pipeline"
             )
-        if self.data.levels and (self.method, self.recompute) != joint:
-            # The packs of an earlier plan have its levels.
-            instead = ", or give --levels 1" if self.data.steps is None else ""
-            raise UserError(
-                f"--method {self.method} with --recompute {self.recompute} was given for packs of "
-                "levels, each of which recomputes layers of its own, and only the joint search "
-                f"knows them: leave both options out{instead}"
-            )
 
-    def _check_limited(self, joint: tuple[PartitionMethod, RecomputeRule]) -> None:
-        """Refuse what does not go with limits of stages."""
-        if (self.method, self.recompute) != joint:
-            raise UserError(
-                f"--method {self.method} with --recompute {self.recompute} was given for a plan "
-                "whose stages are limited to what a trainer can be told, which only the joint "
-                "search keeps to: leave both options out, or leave --for out"
-            )
+    @property
+    def is_joint(self) -> bool:
+        """Whether split and recomputed layers are searched for together."""
+        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
+        return (self.method, self.recompute) == joint
+
+    def _joint_alone(self) -> tuple[str, str] | None:
+        """What of the job only the joint search plans, and what else to give; None if nothing."""
+        if self.job.is_beside:
+            what = "encoders beside the pipeline, whose memory only the joint search shares with"
+            return f"{what} its stages", ", or give --encoder pipeline"
+        if not self.job.trainer.stages.is_free:
+            what = "a plan whose stages are limited to what a trainer can be told, which only"
+            return f"{what} the joint search keeps to", ", or leave --for out"
         if self.data.levels:
-            raise UserError(
-                "packs of several levels, each of which recomputes layers of its own, cannot be "
-                "told to a trainer that takes limited stages: give --levels 1, or leave --for out"
-            )
+            what = "packs of levels, each of which recomputes layers of its own, and only the"
+            # The packs of an earlier plan have its levels.
+            otherwise = ", or give --levels 1" if self.data.steps is None else ""
+            return f"{what} joint search knows them", otherwise
+        return None
 
     def sized(self, parallel: Parallel) -> Self:
         """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
@@ -154,7 +156,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
-        made_for=job.made_for,
+        made_for=job.trainer.name,
         stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
         levels=_planned(levels, stages_at),
         beside=job.beside,
@@ -237,9 +239,9 @@ def _stages(
     cost, model = job.cost_of_all(request.data.levels), job.model
     pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
-    if request.method is PartitionMethod.OMNIBAL and request.recompute is RecomputeRule.CHEAPEST:
+    if request.is_joint:
         found = search_stages(
-            cost, model, workload, pipeline, cap_bytes, rules=job.rules, effort=effort
+            cost, model, workload, pipeline, cap_bytes, rules=job.trainer.stages, effort=effort
         )
         return found.stages_at, found
     chosen = baseline_stages(

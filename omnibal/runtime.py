@@ -1,6 +1,6 @@
 """How a trainer runs a step: which of its exchanges it hides, and what else decides a step's time.
 
-`omnibal lint` reads them of a launch line; this project's trainer always runs as `OWN` says.
+`omnibal lint` reads them of a launch line; this project's trainer runs as `OWN_RUNTIME` says.
 """
 
 from omnibal.fp8 import TRAINED_FP8, Fp8
@@ -52,5 +52,5 @@ class RuntimeOptions(Frozen):
         return 2 if self.bf16_gradients else 4
 
 
-OWN = RuntimeOptions()
+OWN_RUNTIME = RuntimeOptions()
 """How this project's trainer runs."""

@@ -1,8 +1,8 @@
 """Trainers that a plan can be made for, and what of a plan each can be told.
 
-A target limits the search: which stages encoders may stand in, which layers may be recomputed, how
-samples may be packed. What it cannot be told is not planned for it. Where the limits are from is
-said in docs/trainers.md, trainer by trainer, with the version that was read.
+A trainer's constraints limit the search: which stages encoders may stand in, which layers may be
+recomputed, how samples may be packed. What it cannot be told is not planned for it. Where the
+limits are from is said in docs/trainers.md, trainer by trainer, with the version that was read.
 """
 
 from enum import StrEnum
@@ -13,7 +13,7 @@ from pydantic import Field
 from omnibal.errors import UserError
 from omnibal.frozen import Frozen
 from omnibal.parallel import Parallel
-from omnibal.runtime import OWN, RuntimeOptions
+from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
 
 
 class TargetName(StrEnum):
@@ -112,24 +112,30 @@ class Sharding(StrEnum):
     """Weights and gradients too, gathered layer by layer for every pass, as FSDP and ZeRO-3 do."""
 
 
-class Target(Frozen):
-    """A trainer, and what of a plan it can be told."""
+class TrainerConstraints(Frozen):
+    """What a trainer can be told of a plan, and how it runs a step; by default all, and as here."""
 
-    name: TargetName
-    title: str
+    name: TargetName | None = None
+    """None for this project's own."""
+    title: str = "OmniBal"
     """Name as its users write it."""
-    version: str
-    """Version, or commit, whose files and flags were read."""
+    version: str = ""
+    """Version, or commit, whose files and flags were read; of this project's own, none."""
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
     sharding: Sharding = Sharding.OPTIMIZER
-    runtime: RuntimeOptions = OWN
+    runtime: RuntimeOptions = OWN_RUNTIME
     """How it runs a step where an export says nothing of it."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
     """Most pipeline stages; None where there is no limit."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is this project's trainer."""
+        return self.name is None
 
     @property
     def has_data_parallelism_alone(self) -> bool:
@@ -155,6 +161,9 @@ class Target(Frozen):
                 )
 
 
+OWN = TrainerConstraints()
+"""This project's trainer, which takes any plan."""
+
 _MEGATRON = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
@@ -166,9 +175,9 @@ _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
 TARGETS = {
-    target.name: target
-    for target in (
-        Target(
+    each.name: each
+    for each in (
+        TrainerConstraints(
             name=TargetName.MS_SWIFT,
             title="ms-swift (Megatron)",
             version="4.6.0",
@@ -176,7 +185,7 @@ TARGETS = {
             packs=_NEXT_FIT,
             runtime=_MEGATRON_RUNTIME,
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.MS_SWIFT_DEEPSPEED,
             title="ms-swift (DeepSpeed)",
             version="4.6.0",
@@ -187,7 +196,7 @@ TARGETS = {
             most_tensor=1,
             has_experts=False,
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.XTUNER,
             title="XTuner v1",
             version="5cda4fb",
@@ -198,7 +207,7 @@ TARGETS = {
             most_tensor=1,
             has_experts=False,
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.LOONGFORGE,
             title="LoongForge",
             version="130ff79",
@@ -208,7 +217,7 @@ TARGETS = {
             packs=_GIVEN.model_copy(update={"one_medium": True}),
             runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
@@ -216,7 +225,7 @@ TARGETS = {
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
             runtime=_MEGATRON_RUNTIME,
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.MEGATRON_BRIDGE,
             title="Megatron-Bridge",
             version="003e863",
@@ -224,7 +233,7 @@ TARGETS = {
             runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
-        Target(
+        TrainerConstraints(
             name=TargetName.MINDSPEED_MM,
             title="MindSpeed-MM",
             version="2026-10",
@@ -232,5 +241,11 @@ TARGETS = {
             packs=_GIVEN.model_copy(update={"tokens_alone": True}),
         ),
     )
+    if each.name is not None
 }
-"""Every target, by its name."""
+"""Every other trainer, by its name."""
+
+
+def trainer_of(name: TargetName | None) -> TrainerConstraints:
+    """The constraints of a trainer, given by `made_for` of a plan; None is this project's."""
+    return OWN if name is None else TARGETS[name]

@@ -12,7 +12,7 @@ from omnibal.files import check_new_folder
 from omnibal.outputs import check_folder, check_outside
 from omnibal.plan import Plan, plan_files
 from omnibal.report.table import Facts
-from omnibal.targets import TARGETS, Target, TargetName
+from omnibal.targets import TARGETS, TargetName
 
 _MOST_WORKERS = 256
 _PARQUET = b"PAR1"
@@ -64,7 +64,8 @@ def export(
         _check_data(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
     check_outside("--to", to, [directory])
-    chosen = _target(files.plan, target)
+    name = _trainer_name(files.plan, target)
+    chosen = TARGETS[name]
     check_expressible(files, chosen)
     with status("reading the data"):
         manifest = read_manifest(data) if data is not None and is_manifest(data) else None
@@ -72,13 +73,13 @@ def export(
     given = given_plan(files, chosen, annotations, to.absolute(), workers)
     if manifest is not None:
         given = with_manifest(given, manifest)
-    made = make_export(given, EXPORTS[chosen.name])
+    made = make_export(given, EXPORTS[name])
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")
     print_notes(made.exported.notes)
     result: dict[str, Any] = {
-        "target": chosen.name,
+        "target": name,
         "folder": str(to),
         "files": made.files,
         "command": made.exported.command,
@@ -122,11 +123,11 @@ def _is_parquet(path: Path) -> bool:
         return False
 
 
-def _target(plan: Plan, given: TargetName | None) -> Target:
+def _trainer_name(plan: Plan, given: TargetName | None) -> TargetName:
     name = given or plan.made_for
     if name is None:
         raise UserError(
             "the plan was not made for another trainer; name one with --for, one of "
             f"{', '.join(TargetName)}"
         )
-    return TARGETS[name]
+    return name

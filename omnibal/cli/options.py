@@ -27,6 +27,7 @@ from omnibal.layers import MAX_IMBALANCE
 from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
 from omnibal.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.plan import MAX_SEED
+from omnibal.targets import OWN, TrainerConstraints
 from omnibal.units import model_parts
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
@@ -224,6 +225,7 @@ class JobOptions:
         self,
         parallel: Parallel | None = None,
         placement: EncoderPlacement = EncoderPlacement.PIPELINE,
+        trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
         """Make the job with these parallel sizes, or with the smallest that its costs are of.
 
@@ -245,6 +247,7 @@ class JobOptions:
             frozen=self._frozen(model),
             profile=profile,
             placement=placement,
+            trainer=trainer,
         )
 
     def _model(self) -> ModelConfig:

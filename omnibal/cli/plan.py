@@ -48,14 +48,13 @@ from omnibal.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import MAX_EPOCHS, Plan
-from omnibal.targets import ANY_PACKS, PackRules, Sharding
+from omnibal.targets import ANY_PACKS, OWN, PackRules, Sharding, TrainerConstraints, trainer_of
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
     from omnibal.plan_data import MockData, PlanData, SampleData, StreamData
     from omnibal.planner import PlanRequest, PlanResult
     from omnibal.search.encoder_placement import PlacementChoice
-    from omnibal.search.limits import Limits
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Strategy
 
@@ -291,12 +290,12 @@ class _Asked:
     strategy: StrategyOptions
     sizes: SizeOptions
     partition: PlacementOptions
-    limits: "Limits"
+    limits: TrainerConstraints
     """Those that the plan is made under: the trainer's, or none, to compare with."""
 
     def job(self, parallel: Parallel | None, placement: EncoderPlacement) -> "JobSpec":
         """Make the job with these parallel sizes, or the smallest, under the limits."""
-        return self.limits.applied(self.given.job(parallel, placement))
+        return self.given.job(parallel, placement, self.limits)
 
     def caps(self, model: ModelConfig, samples: Lengths | None) -> Caps | None:
         """Return the caps that were given; None where they are to be searched for."""
@@ -336,7 +335,6 @@ def plan(
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal.pipeline.reading import slow_reading
     from omnibal.plan_files import check_replaceable, save_plan
-    from omnibal.search.limits import Limits
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
@@ -348,7 +346,7 @@ def plan(
         strategy=strategy,
         sizes=sizes,
         partition=partition,
-        limits=Limits.of(strategy.made_for),
+        limits=trainer_of(strategy.made_for),
     )
     planned, choice = _planned(asked)
     save_plan(planned.result, output)
@@ -380,9 +378,9 @@ def _without_limits(asked: _Asked, result: "PlanResult") -> _Asked:
     A trainer that divides weights over all ranks has no other sizes; without that limit any sizes
     on as many devices are searched for, at as many samples per step.
     """
-    from omnibal.search.limits import Limits, samples_per_step
+    from omnibal.search.limits import samples_per_step
 
-    free = replace(asked, limits=Limits())
+    free = replace(asked, limits=OWN)
     if asked.limits.sharding is Sharding.OPTIMIZER or asked.strategy.gpus is not None:
         return free
     strategy = replace(

@@ -9,12 +9,12 @@ import typer
 from omnibal.cli.console import print_notes, progress
 from omnibal.cli.options import refuse_given
 from omnibal.errors import UserError
-from omnibal.targets import TARGETS, Target, TargetName
+from omnibal.targets import TARGETS, TargetName, TrainerConstraints
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.data.packing import PackingMethod
     from omnibal.planner import PlanResult
-    from omnibal.search.limits import CostOfLimits, Limits
+    from omnibal.search.limits import CostOfLimits
 
 _OUR_OWN = {
     "window": "the order of a stream is this project's trainer's",
@@ -53,7 +53,7 @@ class TrainerOptions:
     ] = True
 
     @property
-    def target(self) -> Target | None:
+    def target(self) -> TrainerConstraints | None:
         """The trainer; None for this project's."""
         return None if self.made_for is None else TARGETS[self.made_for]
 
@@ -86,7 +86,7 @@ class TrainerOptions:
             )
 
 
-def notes_for(target: Target | None, result: "PlanResult") -> list[str]:
+def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
     """What a user must know of a plan for a trainer before training it."""
     import numpy as np
 
@@ -112,7 +112,7 @@ def notes_for(target: Target | None, result: "PlanResult") -> list[str]:
 
 
 def cost_of_limits(
-    limits: "Limits",
+    trainer: TrainerConstraints,
     result: "PlanResult",
     packing: "PackingMethod",
     plan_freely: "Callable[[], tuple[PlanResult, float]]",
@@ -120,7 +120,7 @@ def cost_of_limits(
     """Compare a plan with those without its limits; None where there is none without them.
 
     Args:
-        limits: of the plan.
+        trainer: whose limits the plan keeps to.
         result: the plan.
         packing: rule that it was packed by.
         plan_freely: makes the plan without limits, with the gap of its search.
@@ -132,10 +132,10 @@ def cost_of_limits(
     except UserError as error:
         print_notes([f"not compared: without limits there is no plan of this job: {error}"])
         return None
-    requests = requests_lifted(limits, result, packing, free)
+    requests = requests_lifted(trainer, result, packing, free)
     with progress("lifting limits", len(requests)) as advance:
-        lifted = rates_lifted(limits, result, packing, requests, advance)
-    cost = CostOfLimits.of(limits, rate_of(result), rate_of(free), lifted, gap)
+        lifted = rates_lifted(trainer, result, packing, requests, advance)
+    cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free), lifted, gap)
     print_notes([cost.sentence], prefix="")
     return cost
 

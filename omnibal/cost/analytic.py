@@ -79,7 +79,7 @@ from omnibal.cost.transformer_engine import rooms, without_gradients
 from omnibal.fp8 import Fp8
 from omnibal.parallel import Parallel
 from omnibal.rates import CopyKind, CopyTime, Pass, Rates
-from omnibal.runtime import OWN, RuntimeOptions
+from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.units import (
     HEAD,
     LANGUAGE,
@@ -133,7 +133,7 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     distributed_optimizer: bool = True,
-    runtime: RuntimeOptions = OWN,
+    runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -261,7 +261,7 @@ def unit_flops(
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
-    for one in _counted(model, device, frozen, OWN):
+    for one in _counted(model, device, frozen, OWN_RUNTIME):
         products = 1 + _backward_products(one)
         attention = 3 if one.trained or one.before_trained else 1
         counts = one.unpadded
@@ -300,7 +300,7 @@ def kept_lines(
         one.kind.name: tuple(
             line for line in one.counts.kept if one.trained or not line.for_weights
         )
-        for one in _counted(model, device, frozen, OWN)
+        for one in _counted(model, device, frozen, OWN_RUNTIME)
     }
 
 
@@ -308,7 +308,7 @@ def _device(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
-    runtime: RuntimeOptions = OWN,
+    runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> Device:
     in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
     rates = cluster.measured(precision)

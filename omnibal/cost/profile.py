@@ -34,7 +34,7 @@ from omnibal.layers import LayerKind
 from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.parallel import Parallel
 from omnibal.rates import Rates
-from omnibal.runtime import OWN, RuntimeOptions
+from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.units import (
     EXCHANGED,
     HEAD,
@@ -213,7 +213,7 @@ def fitted_cost(
     precision: Precision,
     frozen: Collection[str] = (),
     *,
-    runtime: RuntimeOptions = OWN,
+    runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
     """Cost model with the profile's times; what it did not measure is counted analytically.
 

@@ -16,7 +16,7 @@ from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.files import atomic_directory
 from omnibal.plan_files import PlanFiles
-from omnibal.targets import FREE, TARGETS, Target, TargetName
+from omnibal.targets import TargetName, TrainerConstraints, trainer_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,7 +72,11 @@ def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
 
 
 def given_plan(
-    files: PlanFiles, target: Target, annotations: Annotations | None, folder: Path, workers: int
+    files: PlanFiles,
+    target: TrainerConstraints,
+    annotations: Annotations | None,
+    folder: Path,
+    workers: int,
 ) -> Given:
     """What a trainer's export is given of a plan.
 
@@ -114,7 +118,7 @@ def with_manifest(given: Given, manifest: Manifest) -> Given:
     return replace(given, manifest=manifest)
 
 
-def check_expressible(files: PlanFiles, target: Target) -> None:
+def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
     """Refuse a plan that a trainer cannot be told.
 
     Raises:
@@ -178,24 +182,23 @@ def _on_trust(given: Given) -> Iterator[str]:
 def _unlike_predicted(given: Given) -> Iterator[str]:
     """What the trainer computes that the prediction of a plan not made for it leaves out."""
     plan, target = given.files.plan, given.target
-    planned = None if plan.made_for is None else TARGETS[plan.made_for]
-    stages = FREE if planned is None else planned.stages
+    planned = trainer_of(plan.made_for)
     left_out = "which the prediction of this plan, not made for it, leaves out"
     stages_of_plan = plan.parallel.pipeline
-    foreseen = planned is not None and planned.packs.padded.applies(stages_of_plan)
+    foreseen = planned.packs.padded.applies(stages_of_plan)
     if target.packs.padded.applies(stages_of_plan) and not foreseen:
         yield (
             f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
             "expect less speed and more memory."
         )
-    divided = target.stages.encoders_whole and not stages.encoders_whole
+    divided = target.stages.encoders_whole and not planned.stages.encoders_whole
     if divided and plan.parallel.tensor > 1 and plan.model.encoders:
         yield (
             f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
             "prediction of this plan, not made for it, divides them: expect less speed and more "
             "memory."
         )
-    if target.stages.head_on_all_tokens and not stages.head_on_all_tokens:
+    if target.stages.head_on_all_tokens and not planned.stages.head_on_all_tokens:
         yield (
             f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
             "expect less speed and more memory."

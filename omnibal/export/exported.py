@@ -12,7 +12,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.plan_files import PlanFiles
-from omnibal.targets import Target
+from omnibal.targets import TrainerConstraints
 
 Writer = Callable[[Path], None]
 """Writes one file at a path that it is given."""
@@ -24,7 +24,7 @@ class Given:
 
     files: PlanFiles
     """The plan with its job, packs and lengths."""
-    target: Target
+    target: TrainerConstraints
     order: ReadingOrder | None
     """None for a plan of shapes only, of which only flags and layers are exported."""
     annotations: Annotations | None

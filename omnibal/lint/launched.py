@@ -16,7 +16,7 @@ from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.encoders import ClipsEncoder
 from omnibal.errors import UserError
 from omnibal.fp8 import TRAINED_FP8, Fp8
-from omnibal.job import JobSpec, limits_of
+from omnibal.job import JobSpec
 from omnibal.levels import ContextExchange, CutRule, Level
 from omnibal.limits import Caps
 from omnibal.lint.flags import words_of
@@ -100,8 +100,9 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision=precision,
         frozen=_frozen(line, model),
-        **limits_of(TargetName(line.launch.launcher.value))
-        | {"runtime": _runtime_on(line, samples, runtime_of(line, fp8))},
+        trainer=TARGETS[TargetName(line.launch.launcher.value)].model_copy(
+            update={"runtime": _runtime_on(line, samples, runtime_of(line, fp8))}
+        ),
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -358,7 +359,7 @@ def _micro_batches(
             epochs=1,
             seed=0,
             levels=levels,
-            rules=TARGETS[TargetName(line.launch.launcher.value)].packs,
+            rules=job.trainer.packs,
         ).schedule(job)
     each = line.launch.micro_batch or 1
     shapes = Shapes(

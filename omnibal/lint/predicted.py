@@ -150,7 +150,7 @@ def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
             launched.workload,
             job.parallel.pipeline,
             cap_gib * GIB,
-            rules=job.rules,
+            rules=job.trainer.stages,
             prove=False,
         )
     except DoesNotFit:
@@ -166,7 +166,7 @@ def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
-        made_for=job.made_for,
+        made_for=job.trainer.name,
         stages=tuple(stages),
         cluster=job.cluster,
         data=None,

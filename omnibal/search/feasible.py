@@ -65,7 +65,9 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = (
     if job.is_beside and job.beside is None:
         return least_peak_beside(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
-    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.rules) / GIB
+    return (
+        least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.trainer.stages) / GIB
+    )
 
 
 def need_beside_cap_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
@@ -74,7 +76,7 @@ def need_beside_cap_gib(job: JobSpec, workload: Workload, levels: Sequence[Level
     if levels or (job.is_beside and job.beside is None):
         return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
-    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.rules) / GIB
+    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:
@@ -126,7 +128,7 @@ def find_changes(request: PlanRequest) -> Advice:
     Raises:
         UserError: the request is wrong in another way than that it does not fit.
     """
-    if _is_joint(request):
+    if request.is_joint:
         changes = _Changes(request)
     else:
         joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
@@ -144,7 +146,7 @@ def _try_all(changes: "_Changes") -> None:
     _try_smaller_caps(changes)
     experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
     changes.first("a larger --ep", experts)
-    if request.job.rules.encoders_on_first:
+    if request.job.trainer.stages.encoders_on_first:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
         changes.first("a smaller --pp with a larger --dp", fewer)
@@ -229,10 +231,6 @@ class _Changes:
 def _sampled(request: PlanRequest) -> PlanRequest:
     """Limit a request to `SAMPLES` samples, unless steps are given."""
     return replace(request, data=request.data.sampled(SAMPLES))
-
-
-def _is_joint(request: PlanRequest) -> bool:
-    return (request.method, request.recompute) == (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
 
 
 def _text_of_method(request: PlanRequest) -> str:

@@ -157,7 +157,7 @@ def _searched(
         some,
         job.parallel.pipeline,
         job.memory_cap_gib * GIB,
-        rules=job.rules,
+        rules=job.trainer.stages,
         prove=False,
     )
 

@@ -21,17 +21,13 @@ from omnibal.parallel import Parallel
 from omnibal.plan import DataPlan
 from omnibal.plan_data import MockData, PlanData, SampleData
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.runtime import OWN
 from omnibal.targets import (
-    ANY_PACKS,
-    FREE,
-    TARGETS,
+    OWN,
     PackRules,
     Padding,
     RecomputeFreedom,
     Sharding,
-    StageRules,
-    TargetName,
+    TrainerConstraints,
 )
 
 NAMED_COST = 0.002
@@ -77,95 +73,65 @@ _RECOMPUTE_WORDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a plan is limited to."""
+def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
+    """Return a trainer's constraints without one of its limits.
 
-    made_for: TargetName | None = None
-    """Trainer whose limits, or all but some of them, these are."""
-    stages: StageRules = FREE
-    packs: PackRules = ANY_PACKS
-    sharding: Sharding = Sharding.OPTIMIZER
-
-    @classmethod
-    def of(cls, name: TargetName | None) -> Self:
-        """The limits of a trainer; none for None, this project's."""
-        if name is None:
-            return cls()
-        target = TARGETS[name]
-        return cls(
-            made_for=name, stages=target.stages, packs=target.packs, sharding=target.sharding
-        )
-
-    def applied(self, job: JobSpec) -> JobSpec:
-        """Return a job that is not limited yet under these limits."""
-        if self == Limits():
-            return job
-        return replace(
-            job,
-            made_for=self.made_for,
-            rules=self.stages,
-            sharding=self.sharding,
-            padded=self.packs.padded,
-            runtime=OWN if self.made_for is None else TARGETS[self.made_for].runtime,
-        )
-
-    def lifted(self, limit: LimitName) -> Self:
-        """Return all limits but one.
-
-        Encoders leave the first stage only where the next ones may be without a language layer, so
-        these go together. So do packs that the trainer forms in its own way and steps of equally
-        many, and weights that are divided over all ranks and the trainer's limits of sizes.
-        """
-        match limit:
-            case LimitName.ENCODERS_ON_FIRST:
-                anywhere = {"encoders_on_first": False, "language_everywhere": False}
-                return replace(self, stages=self.stages.model_copy(update=anywhere))
-            case LimitName.RECOMPUTE:
-                freely = {"recompute": RecomputeFreedom.LAYERS}
-                return replace(self, stages=self.stages.model_copy(update=freely))
-            case LimitName.PADDED:
-                unpadded = {"padded": Padding.NOWHERE}
-                return replace(self, packs=self.packs.model_copy(update=unpadded))
-            case LimitName.SHARDING:
-                return replace(self, sharding=Sharding.OPTIMIZER, made_for=None)
-            case LimitName.ORDER:
-                either = {"next_fit": False, "full_steps": False}
-                return replace(self, packs=self.packs.model_copy(update=either))
-            case _:
-                off = {limit.value: False}
-                if limit.value in StageRules.model_fields:
-                    return replace(self, stages=self.stages.model_copy(update=off))
-                return replace(self, packs=self.packs.model_copy(update=off))
-
-    def words(self, limit: LimitName) -> str:
-        """What a limit says, for a sentence that begins with "because"."""
-        if limit is LimitName.RECOMPUTE:
-            return _RECOMPUTE_WORDS[self.stages.recompute]
-        return _WORDS[limit]
-
-    def of_plan(
-        self, model: ModelConfig, parallel: Parallel, *, has_samples: bool
-    ) -> list[LimitName]:
-        """Limits that may change a plan of such sizes; those of packs only where there are
-        samples."""
-        stages, packs, has_encoders = self.stages, self.packs, bool(model.encoders)
-        is_split = parallel.pipeline > 1
-        binding = {
-            LimitName.ENCODERS_ON_FIRST: stages.encoders_on_first and has_encoders and is_split,
-            LimitName.ENCODERS_WHOLE: stages.encoders_whole
-            and has_encoders
-            and parallel.tensor > 1,
-            LimitName.HEAD: stages.head_on_all_tokens,
-            LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
-            LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
-            LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
-            LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
-            LimitName.ORDER: packs.next_fit and has_samples,
-            LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
-            LimitName.SHARDING: self.sharding is not Sharding.OPTIMIZER,
+    Encoders leave the first stage only where the next ones may be without a language layer, so
+    these go together. So do packs that the trainer forms in its own way and steps of equally many,
+    and weights that are divided over all ranks and the trainer's limits of sizes.
+    """
+    stages: dict[str, object] = {}
+    packs: dict[str, object] = {}
+    match limit:
+        case LimitName.SHARDING:
+            return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
+        case LimitName.ENCODERS_ON_FIRST:
+            stages = {"encoders_on_first": False, "language_everywhere": False}
+        case LimitName.RECOMPUTE:
+            stages = {"recompute": RecomputeFreedom.LAYERS}
+        case LimitName.ENCODERS_WHOLE | LimitName.HEAD:
+            stages = {limit.value: False}
+        case LimitName.PADDED:
+            packs = {"padded": Padding.NOWHERE}
+        case LimitName.ORDER:
+            packs = {"next_fit": False, "full_steps": False}
+        case _:
+            packs = {limit.value: False}
+    return trainer.model_copy(
+        update={
+            "stages": trainer.stages.model_copy(update=stages),
+            "packs": trainer.packs.model_copy(update=packs),
         }
-        return [limit for limit in LimitName if binding[limit]]
+    )
+
+
+def limit_words(trainer: TrainerConstraints, limit: LimitName) -> str:
+    """Say a trainer's limit, for a sentence that begins with "because"."""
+    if limit is LimitName.RECOMPUTE:
+        return _RECOMPUTE_WORDS[trainer.stages.recompute]
+    return _WORDS[limit]
+
+
+def binding_limits(
+    trainer: TrainerConstraints, model: ModelConfig, parallel: Parallel, *, has_samples: bool
+) -> list[LimitName]:
+    """Limits of a trainer that may change a plan of such sizes; those of packs only where there are
+    samples."""
+    stages, packs, has_encoders = trainer.stages, trainer.packs, bool(model.encoders)
+    is_split = parallel.pipeline > 1
+    binding = {
+        LimitName.ENCODERS_ON_FIRST: stages.encoders_on_first and has_encoders and is_split,
+        LimitName.ENCODERS_WHOLE: stages.encoders_whole and has_encoders and parallel.tensor > 1,
+        LimitName.HEAD: stages.head_on_all_tokens,
+        LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
+        LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
+        LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
+        LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
+        LimitName.ORDER: packs.next_fit and has_samples,
+        LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
+        LimitName.SHARDING: trainer.sharding is not Sharding.OPTIMIZER,
+    }
+    return [limit for limit in LimitName if binding[limit]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,20 +162,19 @@ class CostOfLimits:
     @classmethod
     def of(
         cls,
-        limits: Limits,
+        trainer: TrainerConstraints,
         rate: float,
         free_rate: float,
         lifted: Mapping[LimitName, float],
         gap: float,
     ) -> Self:
         """Compare rates: of the plan, without any limit, and without each alone."""
-        assert limits.made_for is not None
         costs = tuple(
-            Cost(limit=limit, words=limits.words(limit), slower=1 - rate / max(rate, each))
+            Cost(limit=limit, words=limit_words(trainer, limit), slower=1 - rate / max(rate, each))
             for limit, each in lifted.items()
         )
         return cls(
-            title=TARGETS[limits.made_for].title,
+            title=trainer.title,
             rate=rate,
             free_rate=max(rate, free_rate, *lifted.values()),
             limits=costs,
@@ -293,7 +258,7 @@ def samples_per_step(result: PlanResult) -> int:
 
 
 def requests_lifted(
-    limits: Limits, result: PlanResult, packing: PackingMethod, free: PlanResult
+    trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod, free: PlanResult
 ) -> dict[LimitName, PlanRequest]:
     """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
 
@@ -302,20 +267,19 @@ def requests_lifted(
     caps are those of the plan without limits, as there are no other sizes with that limit.
 
     Args:
-        limits: of the plan.
+        trainer: whose limits the plan keeps to.
         result: the plan under all of them.
         packing: rule that it was packed by.
         free: the plan without limits, of the same data.
     """
     plan, free_data = result.plan, free.plan.data
-    names = limits.of_plan(plan.model, plan.parallel, has_samples=plan.data is not None)
+    names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
     if plan.data is None or free_data is None or free_data.caps == plan.data.caps:
         names = [name for name in names if name is not LimitName.TOKENS_ALONE]
     requests = {}
     for name in names:
-        lifted = limits.lifted(name)
         of = free if name is LimitName.SHARDING else result
-        request = _request_of(lifted, of, packing)
+        request = _request_of(lifted(trainer, name), of, packing)
         if name is LimitName.TOKENS_ALONE and free_data is not None:
             assert isinstance(request.data, SampleData)
             per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
@@ -325,10 +289,12 @@ def requests_lifted(
     return requests
 
 
-def _request_of(limits: Limits, result: PlanResult, packing: PackingMethod) -> PlanRequest:
-    """Request of a plan's sizes and data, under other limits."""
-    job = limits.applied(JobSpec.of_plan(result.plan, result.profile))
-    return PlanRequest(job=job, data=_data_of(result, packing, limits.packs))
+def _request_of(
+    trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
+) -> PlanRequest:
+    """Request of a plan's sizes and data, within other constraints."""
+    job = replace(JobSpec.of_plan(result.plan, result.profile), trainer=trainer)
+    return PlanRequest(job=job, data=_data_of(result, packing, trainer.packs))
 
 
 def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
@@ -360,7 +326,7 @@ def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> Pl
 
 
 def rates_lifted(
-    limits: Limits,
+    trainer: TrainerConstraints,
     result: PlanResult,
     packing: PackingMethod,
     requests: Mapping[LimitName, PlanRequest],
@@ -372,7 +338,7 @@ def rates_lifted(
     is multiplied by what lifting the limit gains there.
 
     Args:
-        limits: of the plan.
+        trainer: whose limits the plan keeps to.
         result: the plan.
         packing: rule that it was packed by.
         requests: as `requests_lifted` gives them.
@@ -382,7 +348,7 @@ def rates_lifted(
         Samples per second and device; 0 where there is no plan.
     """
     rate, most = rate_of(result), max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
-    whole, gain = _request_of(limits, result, packing), 0.0
+    whole, gain = _request_of(trainer, result, packing), 0.0
     if isinstance(whole.data, SampleData) and len(whole.data.lengths) > most and requests:
         drawn = _Rates(most=most)
         rate_of_drawn = drawn.of(whole)

@@ -269,7 +269,7 @@ def _least_step_ms(size: StepSize) -> float:
         job.pipeline_model,
         request.workload(),
         job.parallel.pipeline,
-        job.rules,
+        job.trainer.stages,
     )
 
 

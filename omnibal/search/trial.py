@@ -202,7 +202,7 @@ def estimated_ms_per_sample(size: StepSize) -> float:
         size.request.workload().some_steps(_ESTIMATED_STEPS),
         job.parallel.pipeline,
         job.memory_cap_gib * GIB,
-        rules=job.rules,
+        rules=job.trainer.stages,
         effort=_ESTIMATE_EFFORT,
     )
     return step_ms / size.samples

@@ -29,7 +29,7 @@ from omnibal.plan import PlannedLevel
 from omnibal.plan_data import MockData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.targets import FREE, TARGETS, TargetName
+from omnibal.targets import OWN, TARGETS, TargetName
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
 LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
@@ -172,22 +172,20 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
 @pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
 def test_what_the_limited_search_finds_can_be_told(target):
     """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
-    name, rules = target, TARGETS[target]
+    rules = TARGETS[target]
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
     job = JobSpec(
         model=load_model("internvl2.5-8b"),
         cluster=cluster,
         parallel=Parallel(pipeline=4, data=2),
         precision="bf16",
-        made_for=name,
-        rules=rules.stages,
-        sharding=rules.sharding,
+        trainer=rules,
     )
     data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
     plan = make_plan(PlanRequest(job=job, data=data)).plan
     assert first_obstacle(plan, None, rules) is None
     assert sum(stage.recomputed_layers for stage in plan.stages) > 0
-    free = make_plan(PlanRequest(job=replace(job, made_for=None, rules=FREE), data=data)).plan
+    free = make_plan(PlanRequest(job=replace(job, trainer=OWN), data=data)).plan
     assert first_obstacle(free, None, rules) is not None
 
 

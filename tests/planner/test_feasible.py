@@ -29,7 +29,7 @@ from omnibal.search.feasible import (
     gib_text,
     smaller_caps,
 )
-from omnibal.targets import RecomputeFreedom, StageRules
+from omnibal.targets import RecomputeFreedom, StageRules, TrainerConstraints
 
 CLUSTER = load_cluster("laptop-cpu")
 LIMITED = StageRules(
@@ -127,10 +127,12 @@ def test_changes_keep_to_limits_of_stages():
     first one, which must hold the encoders, fuller."""
     most = Parallel(pipeline=MODEL.language.layers)
     roomy = one_epoch(lengths=None, parallel=most, packs_per_step=8)
-    limited = replace(roomy, job=replace(roomy.job, rules=LIMITED))
+    limited = replace(roomy, job=replace(roomy.job, trainer=TrainerConstraints(stages=LIMITED)))
     planned = with_memory(limited, 0.8 * least_memory(limited))
     found = changes_of(planned)
-    assert all(fits(change.request) and change.request.job.rules == LIMITED for change in found)
+    assert all(
+        fits(change.request) and change.request.job.trainer.stages == LIMITED for change in found
+    )
     sizes = [change.request.job.parallel for change in found]
     assert [each for each in sizes if each.pipeline != most.pipeline] == [
         Parallel(pipeline=2, data=2)

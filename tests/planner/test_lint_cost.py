@@ -15,7 +15,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan
 from omnibal.export.trainers import EXPORTS
-from omnibal.job import JobSpec, limits_of
+from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched, recomputing
@@ -56,7 +56,7 @@ def plan_of(
         cluster=CLUSTER,
         parallel=parallel,
         precision=precision,
-        **limits_of(name) | {"runtime": runtime},
+        trainer=TARGETS[name].model_copy(update={"runtime": runtime}),
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
@@ -291,7 +291,7 @@ def test_ranks_that_share_samples_share_a_datasets_packs(line):
         told = of_line(line.format(context), "llama3.1-8b", samples)
         assert set(np.bincount(told.packs.step).tolist()) == {16}
         assert int(told.packs.slot.max()) + 1 == 2 * context
-        runtime = told.job.runtime
+        runtime = told.job.trainer.runtime
         assert runtime.ring_tokens is not None and 2000 < runtime.ring_tokens < 4000
         steps[context] = predicted_line(told).step_ms
     # As much work a device, and what is exchanged.
@@ -303,7 +303,10 @@ def test_adapters_are_told_by_any_of_their_names(flag: str):
     """Prevents: a line of LoRA that is predicted as if all weights were trained."""
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
     told = of_line(f"{line} {flag}", "llama3.1-8b")
-    assert told.job.runtime.adapters and not of_line(line, "llama3.1-8b").job.runtime.adapters
+    assert (
+        told.job.trainer.runtime.adapters
+        and not of_line(line, "llama3.1-8b").job.trainer.runtime.adapters
+    )
 
 
 def test_adapters_have_no_state_of_the_model():

@@ -20,7 +20,8 @@ from omnibal.planner import PlanRequest, PlanResult, make_plan
 from omnibal.search.limits import (
     CostOfLimits,
     LimitName,
-    Limits,
+    binding_limits,
+    lifted,
     rate_of,
     rates_lifted,
     requests_lifted,
@@ -154,18 +155,18 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths, opt
 def test_a_limit_is_lifted_alone():
     """Prevents a limit that is not lifted, or another that is lifted with it unsaid."""
     for name in TargetName:
-        limits = Limits.of(name)
+        limits = TARGETS[name]
         for limit in LimitName:
-            lifted = limits.lifted(limit)
+            fewer = lifted(limits, limit)
             # Other sizes are another limit of a trainer that divides weights over all ranks.
-            assert lifted.made_for == (None if limit is LimitName.SHARDING else name)
+            assert fewer.name == (None if limit is LimitName.SHARDING else name)
             changed = {
                 field
-                for before, after in ((limits.stages, lifted.stages), (limits.packs, lifted.packs))
+                for before, after in ((limits.stages, fewer.stages), (limits.packs, fewer.packs))
                 for field in type(before).model_fields
                 if getattr(before, field) != getattr(after, field)
             }
-            changed |= {"sharding"} if limits.sharding != lifted.sharding else set()
+            changed |= {"sharding"} if limits.sharding != fewer.sharding else set()
             together = {
                 LimitName.ORDER: {"full_steps"},
                 LimitName.ENCODERS_ON_FIRST: {"language_everywhere"},
@@ -173,7 +174,7 @@ def test_a_limit_is_lifted_alone():
             assert changed <= {limit.value} | together.get(limit, set())
         without = limits
         for limit in LimitName:
-            without = without.lifted(limit)
+            without = lifted(without, limit)
         assert (without.stages, without.packs, without.sharding) == (
             FREE,
             ANY_PACKS,
@@ -183,12 +184,13 @@ def test_a_limit_is_lifted_alone():
 
 def test_limits_that_cannot_bind_are_not_looked_at():
     """Prevents plans that are made to compare what cannot differ."""
-    limits = Limits.of(TargetName.MS_SWIFT)
+    limits = TARGETS[TargetName.MS_SWIFT]
     found = {}
     for tensor, pipeline, has_samples in product((1, 2), (1, 2), (False, True)):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
         found[tensor, pipeline, has_samples] = {
-            limit.value for limit in limits.of_plan(MODEL, parallel, has_samples=has_samples)
+            limit.value
+            for limit in binding_limits(limits, MODEL, parallel, has_samples=has_samples)
         }
     always = {"recompute", "head_on_all_tokens"}
     assert found[1, 1, False] == always
@@ -201,7 +203,7 @@ def test_limits_that_cannot_bind_are_not_looked_at():
 def test_the_sentence_names_what_costs_most():
     """Prevents a reason that costs nothing, and a plan that seems faster under limits."""
     limits, first, whole = (
-        Limits.of(TargetName.MS_SWIFT),
+        TARGETS[TargetName.MS_SWIFT],
         LimitName.ENCODERS_ON_FIRST,
         LimitName.ENCODERS_WHOLE,
     )
@@ -228,7 +230,7 @@ def test_the_sentence_names_what_costs_most():
 @pytest.mark.parametrize("others", [(0.05, 0.04), (0.03, 0.02), (0.06, 0.06)])
 def test_what_limits_cost_together_is_said_where_each_costs_little(others):
     """Prevents two limits that explain a part of what a plan loses, and no word of the rest."""
-    limits, names = Limits.of(TargetName.MS_SWIFT), (LimitName.ENCODERS_ON_FIRST, LimitName.HEAD)
+    limits, names = TARGETS[TargetName.MS_SWIFT], (LimitName.ENCODERS_ON_FIRST, LimitName.HEAD)
     rates = {name: 90 / (1 - each) for name, each in zip(names, others, strict=True)}
     said = CostOfLimits.of(limits, 90, 100, rates, 0).sentence
     # Of the tenth that is lost, six hundredths are most of it.
@@ -238,7 +240,7 @@ def test_what_limits_cost_together_is_said_where_each_costs_little(others):
 def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
     """Prevents a search for what a limit of tokens alone costs where caps were given, and none
     where the free plan has others."""
-    limits = Limits.of(TargetName.MS_SWIFT)
+    limits = TARGETS[TargetName.MS_SWIFT]
     lengths = example_lengths()
 
     def planned(caps: Caps) -> PlanResult:
@@ -258,7 +260,7 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
 def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     """Prevents as many whole searches as limits, each with packs of its own, and drawn samples that
     say something else than all do."""
-    limits, lengths = Limits.of(TargetName.MEGATRON_LM), example_lengths(count=3000)
+    limits, lengths = TARGETS[TargetName.MEGATRON_LM], example_lengths(count=3000)
     data = SampleData(
         lengths=lengths, caps=Caps.of(tiles=8, tokens=512), packing=PackingMethod.BALANCED,
         packs_per_step=16, epochs=1, seed=0,
@@ -266,7 +268,7 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     job = job_spec(parallel=Parallel(pipeline=2, data=2))
     free = make_plan(PlanRequest(job=job, data=data))
     limited = replace(data, rules=limits.packs)
-    result = make_plan(PlanRequest(job=limits.applied(job), data=limited))
+    result = make_plan(PlanRequest(job=replace(job, trainer=limits), data=limited))
     requests = requests_lifted(limits, result, PackingMethod.BALANCED, free)
     assert len(requests) >= 3
     packed = []
@@ -292,14 +294,9 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
 
 def test_a_job_keeps_its_limits_when_it_is_sized():
     """Prevents a search for sizes on jobs without the limits."""
-    job = Limits.of(TargetName.LOONGFORGE).applied(job_spec()).sized(Parallel(pipeline=2))
     target = TARGETS[TargetName.LOONGFORGE]
-    assert (job.made_for, job.rules, job.sharding) == (
-        target.name,
-        target.stages,
-        target.sharding,
-    )
-    assert Limits().applied(job_spec()).made_for is None
+    assert job_spec(trainer=target).sized(Parallel(pipeline=2)).trainer == target
+    assert job_spec().trainer.is_own
     assert SampleData.__dataclass_fields__["rules"].default == ANY_PACKS
 
 

@@ -23,12 +23,14 @@ from omnibal.pipeline.stage_cost import once_a_step, workload_times
 from omnibal.pipeline.units import stages_from_cuts
 from omnibal.plan_data import SampleData
 from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import TARGETS, Padding, Sharding, StageRules, TargetName
+from omnibal.search.limits import LimitName, lifted
+from omnibal.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
 from omnibal.units import unit_names
 from tests.planner.plan_cases import example_lengths
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
+XTUNER = TARGETS[TargetName.XTUNER]
 
 
 def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: list[float]) -> float:
@@ -91,7 +93,7 @@ def job(ranks: int, **changes: object) -> JobSpec:
         parallel=Parallel(pipeline=1, data=ranks),
         precision="bf16",
     )
-    return replace(whole, sharding=Sharding.ALL, **changes)
+    return replace(whole, trainer=TrainerConstraints(sharding=Sharding.ALL), **changes)
 
 
 def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
@@ -99,7 +101,7 @@ def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
 
     arXiv 1910.02054, section 5: all three kinds of state are divided by the ranks.
     """
-    whole, shared = replace(job(8), sharding=Sharding.OPTIMIZER).cost, job(8).cost
+    whole, shared = replace(job(8), trainer=OWN).cost, job(8).cost
     assert shared.weight_bytes_per_parameter == whole.weight_bytes_per_parameter / 8
     assert shared.gradient_bytes_per_parameter == whole.gradient_bytes_per_parameter / 8
     assert shared.optimizer_bytes_per_parameter == whole.optimizer_bytes_per_parameter
@@ -118,15 +120,14 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
     """Prevents: plans for FSDP refused as if every rank held the model whole."""
     large = load_model("internvl2-26b")
     lengths = example_lengths(count=600)
-    for name, fits in ((None, False), (TargetName.XTUNER, True)):
-        limits = {} if name is None else limits_of(name)
+    for trainer, fits in ((OWN, False), (XTUNER, True)):
         request = PlanRequest(
             job=JobSpec(
                 model=large,
                 cluster=load_cluster("h100-80g"),
                 parallel=Parallel(pipeline=1, data=32),
                 precision="bf16",
-                **limits,
+                trainer=trainer,
             ),
             data=SampleData(
                 lengths=lengths,
@@ -146,17 +147,6 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
         memory = prediction.stages[0].memory
         assert memory.weights_gib * 32 == pytest.approx(2 * parameters(large) / 2**30, rel=0.02)
         assert prediction.lost.communication_ms > 0
-
-
-def limits_of(name: TargetName) -> dict:
-    """Fields of a job for a trainer."""
-    target = TARGETS[name]
-    return {
-        "made_for": name,
-        "rules": target.stages,
-        "sharding": target.sharding,
-        "padded": target.packs.padded,
-    }
 
 
 def parameters(model: object) -> int:
@@ -189,9 +179,10 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
     padded = JobSpec(
         model=MODEL, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1, data=4),
-        precision="bf16", **limits_of(TargetName.XTUNER),
+        precision="bf16", trainer=XTUNER,
     )  # fmt: skip
-    plain, lengths = replace(padded, padded=Padding.NOWHERE), example_lengths(count=200)
+    plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
+    lengths = example_lengths(count=200)
     longest = int(lengths.tokens.max())
     equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))
     for samples, is_even in ((lengths, False), (equal, True)):
@@ -219,8 +210,8 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
 
 def test_tokens_without_loss_cost_the_head_too() -> None:
     """Prevents: logits of prompts left out for trainers that compute them."""
-    plain = replace(job(2), sharding=Sharding.OPTIMIZER)
-    whole = replace(plain, rules=StageRules(head_on_all_tokens=True))
+    plain = replace(job(2), trainer=OWN)
+    whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     lengths = example_lengths(count=200)
     data = SampleData(
         lengths=lengths, caps=Caps.of(tiles=30, tokens=8192), packing=PackingMethod.BALANCED,

@@ -16,7 +16,7 @@ from omnibal.check import check_plan
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec, limits_of
+from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import Caps
 from omnibal.parallel import Parallel
@@ -32,7 +32,7 @@ from omnibal.pipeline.workload import Workload
 from omnibal.plan import write_plan
 from omnibal.plan_files import save_plan
 from omnibal.planner import make_plan
-from omnibal.targets import TARGETS, RecomputeFreedom, StageRules, TargetName
+from omnibal.targets import TARGETS, RecomputeFreedom, StageRules, TargetName, TrainerConstraints
 from omnibal.units import LANGUAGE
 
 FOUR_TENSOR_RANKS = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
@@ -160,9 +160,9 @@ def test_more_stages_than_rules_allow_are_refused():
         (StageRules(encoders_on_first=True), layers + 1),
         (StageRules(), model.layers),
     ):
-        job_spec(rules=rules, parallel=Parallel(pipeline=most))
+        job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
-            job_spec(rules=rules, parallel=Parallel(pipeline=most + 1))
+            job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most + 1))
 
 
 def test_a_message_names_the_limits_that_bind():
@@ -179,7 +179,7 @@ def test_a_message_names_the_limits_that_bind():
 
 def test_sizes_are_those_of_the_trainer():
     """Prevents parallel sizes that the trainer does not have, in a plan, a search or advice."""
-    job = job_spec(made_for=TargetName.XTUNER, parallel=Parallel(pipeline=1))
+    job = job_spec(trainer=TARGETS[TargetName.XTUNER], parallel=Parallel(pipeline=1))
     for sizes in ({"pipeline": 2}, {"pipeline": 1, "tensor": 2}):
         with pytest.raises(UserError, match=r"for XTuner v1, whose .* size is at most 1"):
             job.sized(Parallel(**sizes))
@@ -191,7 +191,7 @@ def test_whole_encoders_cost_what_they_cost_alone():
     sizes = {"model": load_model("internvl2.5-8b"), "cluster": load_cluster("h100-80g")}
     shared_out = JobSpec(**sizes, precision="bf16", parallel=FOUR_TENSOR_RANKS)
     alone = JobSpec(**sizes, precision="bf16", parallel=Parallel(pipeline=2, data=2))
-    whole = replace(shared_out, rules=StageRules(encoders_whole=True))
+    whole = replace(shared_out, trainer=TrainerConstraints(stages=StageRules(encoders_whole=True)))
     names = [each.name for each in fields(UnitCost)]
     for kind in whole.cost.kinds:
         as_in = shared_out if kind.tower == LANGUAGE else alone
@@ -210,12 +210,12 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
         parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True),
         model=load_model("internvl-digits"),
     )
-    rules = TARGETS[TargetName.MS_SWIFT].stages
-    job = replace(asked.job, **limits_of(TargetName.MS_SWIFT))
+    swift = TARGETS[TargetName.MS_SWIFT]
+    job = replace(asked.job, trainer=swift)
     made = make_plan(replace(asked, job=job))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")
-    assert JobSpec.of_plan(made.plan, None).rules == rules
+    assert JobSpec.of_plan(made.plan, None).trainer == swift
     assert made.plan.stages[0].holds("language embed")
     # As this project's trainer it would take another time.
     other = made.plan.model_copy(update={"made_for": None})
@@ -229,7 +229,7 @@ def test_what_does_not_go_with_limited_stages_is_refused():
     would ignore what the trainer can be told."""
     rules = StageRules(encoders_on_first=True)
     asked = request()
-    limited = replace(asked.job, rules=rules)
+    limited = replace(asked.job, trainer=TrainerConstraints(stages=rules))
     with pytest.raises(UserError, match="joint search"):
         replace(asked, job=limited, method=PartitionMethod.LAYER)
     levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
