@@ -1,19 +1,19 @@
-"""What a plan is asked for: a job and its data, of which some is given and the rest is to be found.
+"""A goal: what is to be planned, of which some is given and the rest is to be found.
 
-`Goal(job, data, free)` says all that `omnibal.planning.plan` needs to know. What the job and the data
-say stays as it is; limits of packs that are None, and all that `free` names, are searched for.
+`Goal(job, data, free)` says all that `omnibal.planning.plan` needs to know. What the job and the
+data say stays as it is; limits of packs that are None, and all that `free` names, are searched for.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
+from typing import Protocol
 
 from omnibal.beside import EncoderPlacement
+from omnibal.conflicts import Feature, check_together
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.pipeline.baselines import JOINT, SplitRule
@@ -22,107 +22,6 @@ from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
 
 DEFAULT_MICRO_BATCHES = 8
-
-
-class Feature(StrEnum):
-    """What a plan may have that does not go with everything, by its option."""
-
-    SIZES = "--gpus"
-    MICRO_BATCHES = "--micro-batches"
-    SAMPLES_PER_STEP = "--samples-per-step"
-    LEVELS = "--levels"
-    CURRICULUM = "--curriculum-steps"
-    SAMPLES = "--lengths"
-    WINDOW = "--window"
-    PACKING = "--packing"
-    SEED = "--seed"
-    EPOCHS = "--epochs"
-    LIMITS = "--max-tokens or --limit"
-    EARLIER = "--steps-of"
-    SPLIT = "--method or --recompute"
-    BESIDE = "--encoder beside"
-    TRAINER = "--for"
-
-
-@dataclass(frozen=True, slots=True)
-class Conflict:
-    """Two features that no plan has together."""
-
-    one: Feature
-    other: Feature
-    why: str
-
-
-_SEVERAL_LEVELS = "packs of several levels cannot be told to another trainer"
-_TAKEN = "it is taken from the earlier plan"
-_OF_WINDOW = "a window is a step, and its packs are balanced inside it"
-CONFLICTS = (
-    Conflict(
-        Feature.SIZES,
-        Feature.MICRO_BATCHES,
-        "sizes are compared in steps of equally many samples: give --samples-per-step",
-    ),
-    Conflict(
-        Feature.SAMPLES_PER_STEP, Feature.MICRO_BATCHES, "both say how large a step is: give one"
-    ),
-    Conflict(
-        Feature.LEVELS,
-        Feature.SPLIT,
-        "layers are recomputed by level, which only the joint search knows",
-    ),
-    Conflict(
-        Feature.BESIDE,
-        Feature.SPLIT,
-        "the encoders' memory is shared with the stages by the joint search alone",
-    ),
-    Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
-    Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
-    Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),
-    Conflict(Feature.WINDOW, Feature.SEED, "samples stay in their order"),
-    Conflict(Feature.WINDOW, Feature.MICRO_BATCHES, _OF_WINDOW),
-    Conflict(Feature.WINDOW, Feature.SAMPLES_PER_STEP, _OF_WINDOW),
-    *(
-        Conflict(Feature.EARLIER, other, _TAKEN)
-        for other in (
-            Feature.SAMPLES,
-            Feature.WINDOW,
-            Feature.LIMITS,
-            Feature.MICRO_BATCHES,
-            Feature.SAMPLES_PER_STEP,
-            Feature.LEVELS,
-            Feature.CURRICULUM,
-            Feature.PACKING,
-            Feature.SEED,
-            Feature.EPOCHS,
-        )
-    ),
-    *(
-        Conflict(Feature.TRAINER, other, why)
-        for other, why in (
-            (Feature.WINDOW, "only this project's trainer keeps the order of a stream"),
-            (Feature.LEVELS, _SEVERAL_LEVELS),
-            (Feature.CURRICULUM, _SEVERAL_LEVELS),
-            (Feature.BESIDE, "only this project's trainer has encoders beside the pipeline"),
-            (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
-            (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
-        )
-    ),
-)
-"""All pairs that are refused; every other combination is planned."""
-
-
-def check_together(features: set[Feature]) -> None:
-    """Refuse features that do not go together.
-
-    Raises:
-        UserError: with the first pair, and why.
-    """
-    for conflict in CONFLICTS:
-        if conflict.one in features and conflict.other in features:
-            raise UserError(
-                f"{conflict.other} cannot be given with {conflict.one}: {conflict.why}; leave one "
-                "of them out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -203,7 +102,7 @@ class Goal:
     """A job, its data, and what is free.
 
     Raises:
-        UserError: two features do not go together (`CONFLICTS`).
+        UserError: two features do not go together (`omnibal.conflicts.CONFLICTS`).
     """
 
     job: JobSpec
@@ -234,21 +133,29 @@ class Goal:
         return {feature for feature, is_there in has.items() if is_there}
 
 
-class Listener:
-    """What is told of a search while it runs; this one is silent."""
+class Listener(Protocol):
+    """What is told of a search while it runs."""
 
     def note(self, text: str) -> None:
         """Take a sentence that the user should read."""
 
     def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Begin work of so many parts; yields what to call with what is newly done."""
-        return _silent()
+        """Begin work of so many parts; the context is what to call with what is newly done."""
 
-    def status(self, what: str) -> AbstractContextManager[object]:
+    def status(self, what: str) -> AbstractContextManager[None]:
         """Begin work whose length is not known."""
-        return _silent()
 
 
-@contextmanager
-def _silent() -> Iterator[Callable[[int], None]]:
-    yield lambda done: None
+class Silence:
+    """A listener that tells nobody."""
+
+    def note(self, text: str) -> None:
+        """Drop a note."""
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show no progress."""
+        return nullcontext(lambda done: None)
+
+    def status(self, what: str) -> AbstractContextManager[None]:
+        """Show nothing."""
+        return nullcontext()

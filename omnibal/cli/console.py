@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -101,3 +101,19 @@ def status(what: str) -> Iterator[None]:
     """Show a spinner on stderr for work whose length is not known."""
     with Console(stderr=True).status(what):
         yield
+
+
+class ConsoleListener:
+    """Notes and progress of a search on stderr."""
+
+    def note(self, text: str) -> None:
+        """Print a note."""
+        print_notes([text])
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show progress; yields what to call with what is newly done."""
+        return progress(title, total)
+
+    def status(self, what: str) -> AbstractContextManager[None]:
+        """Show a spinner."""
+        return status(what)

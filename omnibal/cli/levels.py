@@ -1,11 +1,10 @@
 """Options and results of `omnibal plan` about levels: packs of several sizes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnibal.cli.console import print_notes, progress, status
 from omnibal.errors import UserError
 from omnibal.frozen import MAX_COUNT
 from omnibal.limits import Caps
@@ -15,10 +14,7 @@ from omnibal.report.table import Column, Table
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.data.lengths import Lengths
     from omnibal.data.packs import ScheduledPacks
-    from omnibal.job import JobSpec
-    from omnibal.plan_data import SampleData
-    from omnibal.search.level_trial import LevelTrial
-    from omnibal.search.levels import LevelSearch
+    from omnibal.search.level_estimates import LevelRule
 
 _AUTO, _HBP = "auto", "hbp"
 _FEW_STEPS = 4
@@ -44,22 +40,24 @@ class LevelOptions:
     ] = 0
 
     @property
-    def count(self) -> int | None:
-        """The number of levels that was asked for; None for `auto` and `hbp`.
+    def level_rule(self) -> "LevelRule":
+        """Which sets of levels to look at.
 
         Raises:
-            UserError: it is no number from 1 to the most levels that are searched.
+            UserError: it is none of the rules, and no number from 1 to the most that are searched.
         """
-        from omnibal.search.level_estimates import MAX_SEARCHED
+        from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
-        if self.levels in (_AUTO, _HBP):
-            return None
+        if self.levels == _AUTO:
+            return LevelRule()
+        if self.levels == _HBP:
+            return LevelRule(is_hbp=True)
         if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
             raise UserError(
                 f"--levels {self.levels}: must be auto, hbp, or a number from 1 to {MAX_SEARCHED}; "
                 "give one of these"
             )
-        return int(self.levels)
+        return LevelRule(count=int(self.levels))
 
     def refuse_without_samples(self) -> None:
         """Refuse options that need samples, for a plan of shapes only.
@@ -72,92 +70,6 @@ class LevelOptions:
                 "--levels and --curriculum-steps are about packs of samples, and the plan is of "
                 "shapes only: give --lengths, or leave them out"
             )
-
-    def with_levels(
-        self, job: "JobSpec", data: "SampleData", *, may_lower: bool, is_joint: bool
-    ) -> "SampleData | None":
-        """The data with the levels that were asked for; None where every pack is one rank's.
-
-        Args:
-            job: whose predicted time decides.
-            data: whose caps are those of the longest packs.
-            may_lower: whether the longest packs may be smaller, as no caps were given.
-            is_joint: whether stages and recomputation are searched for together; levels need that.
-        """
-        from omnibal.levels import FillRule
-
-        count = self.count
-        if not is_joint and self.levels not in (_AUTO, "1"):
-            raise UserError(
-                f"--levels {self.levels} was given with --method or --recompute; layers are "
-                "recomputed by level, which only the joint search knows: leave these out, or give "
-                "--levels 1"
-            )
-        if job.is_beside and self.levels not in (_AUTO, "1"):
-            raise UserError(
-                f"--levels {self.levels} was given for encoders beside the pipeline, and ranks "
-                "that share packs do not go with them: give --levels 1, or --encoder pipeline"
-            )
-        by_default = self.levels == _AUTO and (job.is_beside or not is_joint)
-        data = replace(data, curriculum_steps=self.curriculum_steps)
-        found = None if by_default or count == 1 else self._found(job, data, count, may_lower)
-        if self.curriculum_steps and (found is None or len(found.levels) < 2):
-            raise UserError(
-                f"--curriculum-steps {self.curriculum_steps} was given, and packs are of one "
-                "level, which none is shorter than: leave it out, or give --levels 2"
-            )
-        if found is None or not found.levels:
-            return None
-        if len(found.levels) == 1 and found.levels[0].context == 1:
-            return None if may_lower else replace(data, caps=found.levels[0].caps)
-        return replace(
-            data,
-            levels=found.levels,
-            caps=found.levels[-1].caps,
-            packs_per_step=found.micro_batches * job.parallel.data,
-            fill=FillRule.GREEDY if self.levels == _HBP else FillRule.COST,
-        )
-
-    def _found(
-        self, job: "JobSpec", data: "SampleData", count: int | None, may_lower: bool
-    ) -> "LevelTrial | None":
-        """The levels to plan with; None where one level is best without a search."""
-        from omnibal.data.scan_pool import usable_cores
-        from omnibal.search import levels as search
-
-        request = search.LevelRequest(job=job, data=data, may_lower=may_lower, exactly=count)
-        if self.levels == _HBP:
-            with status("estimating packs of every length"):
-                return search.hbp_search(request).ranking[0]
-        if search.is_one_level(request):
-            return None
-        with progress("trying levels", search.max_trials()) as advance:
-            found = search.search_levels(request, advance, usable_cores())
-        print_notes(_search_notes(found))
-        return found.ranking[0]
-
-
-def _search_notes(found: "LevelSearch") -> list[str]:
-    best = found.ranking[0]
-    words = " and ".join(
-        f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
-    )
-    notes = [
-        f"packs of {words}, {best.micro_batches} a rank and step"
-        if found.best
-        else "packs of one level are best"
-    ]
-    others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
-    if others:
-        slower = others[0].ms_per_sample / best.ms_per_sample - 1
-        words = "faster, too little to be taken" if slower < 0 else "slower"
-        notes.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
-    assert found.gap is not None
-    notes.append(
-        f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
-        "which leaves out all that packs, steps and the pipeline take besides their samples"
-    )
-    return notes
 
 
 def notes_on_steps(packs: "ScheduledPacks") -> list[str]:

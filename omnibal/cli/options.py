@@ -32,6 +32,7 @@ from omnibal.units import model_parts
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.job import JobSpec
+    from omnibal.search.strategy import FreeSizes
 
 DEFAULT_MICRO_BATCHES = 8
 DEFAULT_CAP_SAMPLES = 20_000
@@ -110,6 +111,15 @@ ChosenMaxTokensOption = Annotated[
 ]
 MicroBatchesOption = Annotated[
     int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
+]
+ChosenMicroBatchesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_PACKS_PER_STEP,
+        help="packs of one rank in a step, were all full ones of the longest size "
+        f"(default: {DEFAULT_MICRO_BATCHES})",
+    ),
 ]
 PrecisionOption = Annotated[
     Precision,
@@ -324,6 +334,19 @@ class SizeOptions:
             data=data,
             sequence_parallel=divides,
             expert=expert,
+        )
+
+    def free(self, gpus: int) -> "FreeSizes":
+        """Return the devices to share out, and the sizes that were given."""
+        from omnibal.search.strategy import FreeSizes
+
+        return FreeSizes(
+            gpus=gpus,
+            tensor=self.tp,
+            pipeline=self.pp,
+            data=self.dp,
+            expert=self.ep,
+            sequence_parallel=self.sequence_parallel,
         )
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnibal.cli.console import print_notes, progress
-from omnibal.cli.options import refuse_given
 from omnibal.errors import UserError
 from omnibal.targets import TARGETS, TargetName, TrainerConstraints
 
@@ -16,15 +15,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.planner import PlanResult
     from omnibal.search.limits import CostOfLimits
 
-_OUR_OWN = {
-    "window": "the order of a stream is this project's trainer's",
-    "dispatch": "the order of a stream is this project's trainer's",
-    "curriculum_steps": "packs of several levels cannot be told to another trainer",
-    "method": "only the joint search knows what a trainer can be told",
-    "recompute": "only the joint search knows what a trainer can be told",
-    "steps_of": "samples are packed anew, as the trainer forms packs",
-}
-"""Why an option does not go with --for."""
 _IMAGES_LOST = (
     "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
     "xtuner/v1/datasets/preset_pack.py, __getitem__): train with the module that `omnibal export` "
@@ -61,29 +51,6 @@ class TrainerOptions:
     def packs_by_tokens(self) -> bool:
         """Whether the trainer limits packs by their tokens alone."""
         return self.target is not None and self.target.packs.tokens_alone
-
-    def refuse_others(self, context: typer.Context, *, levels: str, encoder: str) -> None:
-        """Refuse options that do not go with the trainer.
-
-        Raises:
-            UserError: names the first of them.
-        """
-        target = self.target
-        if target is None:
-            refuse_given(context, ("compare",), "it goes with --for")
-            return
-        for name, why in _OUR_OWN.items():
-            refuse_given(context, (name,), f"with --for, {why}")
-        if levels not in ("auto", "1"):
-            raise UserError(
-                f"--levels {levels} was given with --for {target.name}, and packs of several "
-                "levels cannot be told to another trainer: leave it out"
-            )
-        if encoder != "pipeline":
-            raise UserError(
-                f"--encoder {encoder} was given with --for {target.name}, and only this project's "
-                "trainer has encoders beside the pipeline: leave it out"
-            )
 
 
 def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:

@@ -12,7 +12,6 @@ Choices are searched in the order of these bounds until none is left that may be
 proven is of the choices on the grid: a number of kept items between two of them may be faster.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -122,7 +121,9 @@ def search_beside(problem: PlacementProblem, effort: float = 1.0) -> BesideSearc
     of_all, simulated = _bound_of_all(problem, choices, effort), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
     is_open = np.ones(len(choices), bool)
-    for _ in range(math.ceil(effort * _MAX_SEARCHES)):
+    for searches in range(_MAX_SEARCHES):
+        if best is not None and searches >= effort * _MAX_SEARCHES:
+            break
         best_ms = np.inf if best is None else best.search.step_ms
         number = int(np.where(is_open, proven_ms, np.inf).argmin())
         if not is_open[number] or proven_ms[number] >= best_ms * (1 - _TOLERANCE):

@@ -64,8 +64,8 @@ class LevelRule:
     def __post_init__(self) -> None:
         if self.count is not None and not 1 <= self.count <= MAX_SEARCHED:
             raise UserError(
-                f"{self.count} levels were asked for, and sets of 1 to {MAX_SEARCHED} are searched; "
-                "give a number of these, or none"
+                f"{self.count} levels were asked for, and sets of 1 to {MAX_SEARCHED} are "
+                "searched; give a number of these, or auto"
             )
 
     @property
@@ -94,7 +94,7 @@ class LevelEstimates:
     work_ms: np.ndarray
     """Time of every sample on the whole model, [samples]."""
     packed: Packed
-    """Packs of steps, as far as they have been made. Jobs of other parallel sizes may share them."""
+    """Packs of steps, as far as they have been made, which jobs of other sizes may share."""
 
     @classmethod
     def of(

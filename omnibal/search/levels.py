@@ -31,12 +31,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
-from omnibal.search.level_estimates import (
-    MAX_SEARCHED,
-    LevelEstimates,
-    candidate_caps,
-    own_samples,
-)
+from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 _SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
@@ -67,6 +62,8 @@ class LevelRequest:
     """Whether the longest packs may be smaller than the caps of the data allow."""
     exactly: int | None = None
     """Number of levels; None for any up to `MAX_SEARCHED`."""
+    tokens_per_step: float | None = None
+    """Tokens of one rank in a step; None for as many full packs as the data has micro-batches."""
 
     def __post_init__(self) -> None:
         check_packs_per_step(self.job.parallel.data, self.data.micro_batches(self.job))
@@ -83,9 +80,7 @@ class LevelRequest:
     @property
     def most_levels(self) -> int:
         """Levels that there can be at most, each with samples of its own."""
-        lengths = self.data.lengths
-        own = own_samples(lengths, candidate_caps(lengths, self.data.caps))
-        return int(np.count_nonzero(own))
+        return LevelEstimates.most_levels(self.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -138,7 +133,7 @@ def search_levels(
     if is_one_level(request):
         on_progress(left)
         return LevelSearch(best=())
-    estimates = LevelEstimates.of(request.job, request.data)
+    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
     rival = estimates.by_hbp() if near and request.exactly is None else None
     trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
@@ -226,13 +221,37 @@ def hbp_search(request: LevelRequest) -> LevelSearch:
     Raises:
         UserError: no length fits into memory.
     """
-    estimates = LevelEstimates.of(request.job, request.data)
+    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda: None)
     trials.run([estimates.by_hbp()])
     if not trials.found:
         raise _nothing_fits(request, trials)
     ranking = tuple(trials.found.values())
     return LevelSearch(best=ranking[0].levels, ranking=ranking)
+
+
+def notes(found: LevelSearch) -> list[str]:
+    """What a search found and how it compares; a sentence each."""
+    best = found.ranking[0]
+    words = " and ".join(
+        f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
+    )
+    said = [
+        f"packs of {words}, {best.micro_batches} a rank and step"
+        if found.best
+        else "packs of one level are best"
+    ]
+    others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
+    if others:
+        slower = others[0].ms_per_sample / best.ms_per_sample - 1
+        words = "faster, too little to be taken" if slower < 0 else "slower"
+        said.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
+    assert found.gap is not None
+    said.append(
+        f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
+        "which leaves out all that packs, steps and the pipeline take besides their samples"
+    )
+    return said
 
 
 def max_trials() -> int:

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import Self
 
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig
@@ -124,6 +125,29 @@ class StrategySearch:
     def best(self) -> Strategy:
         """The fastest strategy."""
         return self.ranking[0]
+
+    @classmethod
+    def of(
+        cls,
+        request: StrategyRequest,
+        ranking: Sequence[Strategy],
+        ruled_out: Sequence[RuledOut],
+        *,
+        choices: int,
+        planned: int,
+        gap: float,
+    ) -> Self:
+        """Say of every strategy why it is not the first."""
+        best = ranking[0]
+        return cls(
+            gpus=request.sizes.gpus,
+            samples_per_step=request.samples_per_step,
+            ranking=tuple(replace(each, why=_why(each, best)) for each in ranking),
+            ruled_out=tuple(_against(each, best) for each in ruled_out),
+            choices=choices,
+            planned=planned,
+            gap=gap,
+        )
 
 
 def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
@@ -245,8 +269,8 @@ def _check_given(request: StrategyRequest) -> None:
         )
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"{sizes.gpus} GPUs are no multiple of {product_text} = {product}, and the parallel sizes "
-            f"must multiply to the GPUs: use {near} GPUs or change the sizes"
+            f"{sizes.gpus} GPUs are no multiple of {product_text} = {product}, and the parallel "
+            f"sizes must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
     tensor, expert = sizes.tensor or 1, sizes.expert or 1
     stages = sizes.pipeline or 1
@@ -523,12 +547,10 @@ def _result(trials: _StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearc
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
     out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
-    request = trials.setting.request
-    return StrategySearch(
-        gpus=request.sizes.gpus,
-        samples_per_step=request.samples_per_step,
-        ranking=tuple(replace(strategy, why=_why(strategy, best)) for strategy in ranked),
-        ruled_out=tuple(sorted(out, key=_order_of_ruled_out)),
+    return StrategySearch.of(
+        trials.setting.request,
+        ranked,
+        sorted(out, key=_order_of_ruled_out),
         choices=len(trials.least_ms),
         planned=trials.planned_open(),
         gap=trials.gap(),

@@ -26,12 +26,15 @@ from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_estimates import LevelEstimates, LevelRule, Packed, top_caps
 from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
 from omnibal.search.trial import encoders_ms_per_sample
 
 _MOST_OF_SIZING = 4
 """Sets of levels that are simulated at one choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 3
+_ROUNDS = 2
+"""Rounds of moves around the best set."""
 _NEAR = 1.2
 """Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
 estimate has it: those within this factor of the least are simulated."""
@@ -158,7 +161,72 @@ class FoundLevels:
     """Sets that were estimated to be near the best."""
 
 
-def search_levels_at_sizes(
+def search_with_levels(
+    request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
+) -> StrategySearch:
+    """Rank strategies of one level, and of levels where the rule asks for any.
+
+    Args:
+        request: equal requests give equal results.
+        rule: which sets of levels are looked at; a count of 1 for none.
+        on_progress: called with what is done since the last call, `progress_total` and, where
+            there are levels, `levels_total` in all.
+        processes: number of processes that evaluate strategies.
+
+    Raises:
+        DoesNotFit: no strategy fits into memory.
+        UserError: no parallel sizes are possible, or a step has too few packs.
+    """
+    if rule.count == 1:
+        return search_strategies(request, on_progress, processes)
+    plain: StrategySearch | None = None
+    failed: UserError | None = None
+    if not rule.is_forced:
+        try:
+            plain = search_strategies(request, on_progress, processes)
+        except UserError as error:
+            failed = error
+    sizings = possible_sizings(request)
+    setting = Setting(request=request.drawn(), packs={})
+    levels = LevelSetting.of(setting, request, rule)
+    rivals = () if plain is None else plain.ranking
+    found = _search_sets(levels, sizings, rivals, on_progress, processes)
+    if plain is None and not found.strategies:
+        raise failed or UserError(
+            f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give --levels auto, "
+            "or more GPUs"
+        )
+    return joined(request, plain, found)
+
+
+def levels_total(request: StrategyRequest) -> int:
+    """What `search_with_levels` reports of levels, at most."""
+    return len(possible_sizings(request)) + _MOST_SIMULATED + 2 * _MOST_MOVES + _FINALISTS
+
+
+def joined(
+    request: StrategyRequest, plain: StrategySearch | None, found: FoundLevels
+) -> StrategySearch:
+    """All strategies in one ranking; levels are first where they are enough faster than one."""
+    others = () if plain is None else plain.ranking
+    ranking = sorted([*others, *found.strategies], key=lambda each: each.ms_per_sample)
+    if others and ranking[0].levels:
+        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
+        if ranking[0].ms_per_sample > limit_ms:
+            ranking.remove(others[0])
+            ranking.insert(0, others[0])
+    gap = max(1 - found.least_ms_per_sample / ranking[0].ms_per_sample, 0.0)
+    return StrategySearch.of(
+        request,
+        ranking,
+        ruled_out=() if plain is None else plain.ruled_out,
+        choices=found.sets + (0 if plain is None else plain.choices),
+        planned=len(found.strategies) + (0 if plain is None else plain.planned),
+        gap=gap,
+    )
+
+
+def _search_sets(
     levels: LevelSetting,
     sizings: Sequence[Sizing],
     rivals: Sequence[Strategy],
@@ -170,49 +238,21 @@ def search_levels_at_sizes(
     Args:
         levels: what is tried on what.
         sizings: to choose from.
-        rivals: the best strategies of one level.
+        rivals: strategies of one level, the fastest first: sets are not planned that are simulated
+            to be slower than the best of them.
         advance: called with the trials that are done since the last call.
     """
     levels.pack()
-    estimated, bound_ms = list[tuple[float, LevelChoice]](), np.inf
-    work = EstimateSets(levels=levels)
-    for sizing, sets, least_ms in map_unordered(
-        work, sizings, max(min(processes, len(sizings)), 1)
-    ):
-        estimated += [(ms, (sizing, each)) for ms, each in sets]
-        bound_ms = min(bound_ms, least_ms)
-        advance(1)
-    order = {sizing: number for number, sizing in enumerate(sizings)}
-    estimated.sort(key=lambda each: (each[0], order[each[1][0]]))
-    simulated = dict[LevelChoice, LevelTrial | UserError]()
-
-    def simulate(choices: Sequence[LevelChoice]) -> None:
-        new = [choice for choice in dict.fromkeys(choices) if choice not in simulated]
-        found = dict(
-            map_unordered(SimulateSet(levels=levels), new, max(min(processes, len(new)), 1))
-        )
-        advance(len(new))
-        simulated.update((choice, found[choice]) for choice in new)
-
-    def ranked() -> list[tuple[float, LevelChoice]]:
-        found = [
-            (trial.ms_per_sample, (sizing, trial.levels))
-            for (sizing, _), trial in simulated.items()
-            if isinstance(trial, LevelTrial) and levels.rule.allows(trial.levels)
-        ]
-        distinct = {choice: ms for ms, choice in sorted(found, key=lambda each: -each[0])}
-        return sorted(((ms, choice) for choice, ms in distinct.items()), key=lambda each: each[0])
-
+    estimated, bound_ms = _estimates(levels, sizings, advance, processes)
+    trials = _Simulated(levels=levels, processes=processes, advance=advance)
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
-    simulate(near)
-    if not levels.rule.is_hbp and ranked():
-        for _ in range(2):
-            simulate(_moves(levels, ranked(), [choice for _, choice in estimated]))
-    finalists = [choice for _, choice in ranked() if choice[1]][:_FINALISTS]
-    planned = dict(
-        map_unordered(PlanSet(levels=levels), finalists, max(min(processes, len(finalists)), 1))
-    )
+    trials.run(near)
+    for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
+        if trials.ranked():
+            trials.run(_moves(levels, trials.ranked(), [choice for _, choice in estimated]))
+    finalists = [choice for _, choice in trials.ranked() if choice[1]][:_FINALISTS]
+    planned = dict(map_unordered(PlanSet(levels=levels), finalists, _useful(processes, finalists)))
     advance(len(finalists))
     found = [planned[choice] for choice in finalists]
     return FoundLevels(
@@ -220,6 +260,56 @@ def search_levels_at_sizes(
         least_ms_per_sample=bound_ms,
         sets=len(near),
     )
+
+
+def _estimates(
+    levels: LevelSetting,
+    sizings: Sequence[Sizing],
+    advance: Callable[[int], None],
+    processes: int,
+) -> tuple[list[tuple[float, LevelChoice]], float]:
+    """Estimated ms per sample of sets of levels at all sizes, the fastest first, and the least
+    bound."""
+    estimated, bound_ms = list[tuple[float, LevelChoice]](), np.inf
+    work = EstimateSets(levels=levels)
+    for sizing, sets, least_ms in map_unordered(work, sizings, _useful(processes, sizings)):
+        estimated += [(ms, (sizing, each)) for ms, each in sets]
+        bound_ms = min(bound_ms, least_ms)
+        advance(1)
+    order = {sizing: number for number, sizing in enumerate(sizings)}
+    estimated.sort(key=lambda each: (each[0], order[each[1][0]]))
+    return estimated, bound_ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Simulated:
+    """Sets of levels at sizes, each simulated once."""
+
+    levels: LevelSetting
+    processes: int
+    advance: Callable[[int], None]
+    found: dict[LevelChoice, LevelTrial | UserError] = field(default_factory=dict)
+
+    def run(self, choices: Sequence[LevelChoice]) -> None:
+        """Simulate new ones."""
+        new = [choice for choice in dict.fromkeys(choices) if choice not in self.found]
+        work = SimulateSet(levels=self.levels)
+        done = dict(map_unordered(work, new, _useful(self.processes, new)))
+        self.advance(len(new))
+        self.found.update((choice, done[choice]) for choice in new)
+
+    def ranked(self) -> list[tuple[float, LevelChoice]]:
+        """Simulated ms per sample and the sets of levels that have packs, the fastest first."""
+        best: dict[LevelChoice, float] = {}
+        for (sizing, _), trial in self.found.items():
+            if isinstance(trial, LevelTrial) and self.levels.rule.allows(trial.levels):
+                best.setdefault((sizing, trial.levels), trial.ms_per_sample)
+        return sorted(((ms, choice) for choice, ms in best.items()), key=lambda each: each[0])
+
+
+def _useful(processes: int, tasks: Sequence) -> int:
+    """Number of processes to use, no more than there are tasks."""
+    return max(min(processes, len(tasks)), 1)
 
 
 def _moves(

@@ -284,11 +284,11 @@ class Estimate:
         need_gib = _need_gib([size])
         if not fits_cap(need_gib, size.request.job.memory_cap_gib):
             return choice, Need(gib=need_gib)
-        request = self.setting.request
-        _, encoders_ms = encoders_ms_per_sample(
-            size.request.job, request.lengths, request.samples_per_step
-        )
-        return choice, estimated_ms_per_sample(size) + encoders_ms
+        try:
+            return choice, estimated_ms_per_sample(size)
+        except DoesNotFit:
+            # Encoders beside the pipeline leave less room than the least need has.
+            return choice, Need(gib=need_gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

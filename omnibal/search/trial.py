@@ -22,11 +22,12 @@ from omnibal.job import JobSpec
 from omnibal.limits import Caps
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.partition import estimated_step_ms
+from omnibal.pipeline.placement import search_beside
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan import Plan
 from omnibal.plan_data import SampleData, model_of_lengths
-from omnibal.planner import PlanRequest, make_plan
+from omnibal.planner import PlanRequest, make_plan, placement_problem
 from omnibal.targets import ANY_PACKS, PackRules
 
 MIN_STEPS = 8
@@ -196,10 +197,14 @@ def estimated_ms_per_sample(size: StepSize) -> float:
         DoesNotFit: no split fits the memory cap on these steps.
     """
     job, levels = size.request.job, size.request.data.levels
+    some = size.request.workload().some_steps(_ESTIMATED_STEPS)
+    if job.is_beside:
+        beside = search_beside(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
+        return beside.search.step_ms / size.samples
     step_ms = estimated_step_ms(
         job.cost_of_all(levels),
         job.pipeline_model,
-        size.request.workload().some_steps(_ESTIMATED_STEPS),
+        some,
         job.parallel.pipeline,
         job.memory_cap_gib * GIB,
         rules=job.trainer.stages,
