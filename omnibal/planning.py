@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from omnibal.beside import EncoderPlacement
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
-from omnibal.data.scan_pool import usable_cores
+from omnibal.data.scan_pool import map_unordered, usable_cores
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.goal import (
     DEFAULT_MICRO_BATCHES,
@@ -43,6 +43,7 @@ from omnibal.search.encoder_placement import (
     PredictedStep,
     fastest,
     neither,
+    relative_ms,
 )
 from omnibal.search.feasible import does_not_fit_message, find_changes
 from omnibal.search.level_estimates import LevelRule, top_caps
@@ -54,7 +55,12 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
+from omnibal.search.sizes_with_levels import (
+    LEAST_GAIN,
+    levels_total,
+    need_levels,
+    search_with_levels,
+)
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.targets import OWN, PackRules, Sharding
@@ -64,6 +70,9 @@ SEARCH_SAMPLES = 20_000
 IMAGE_TOKENS = 1_024
 """Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
 token is of 32 x 32, as in Qwen3-VL."""
+_ABOUT_AS_FAST, _FINALISTS = 1.02, 3
+"""Strategies of at most so many times the best time on drawn samples are planned on all data, and
+most of them: packs of 20,000 samples and of all differ by about a percent."""
 _ROOM_OF_CAPS = 1.25
 """Tokens of the smallest packs that are compared, of the longest sample's, at most."""
 
@@ -409,26 +418,35 @@ class _Search:
     def _plan_of_strategies(
         self, request: StrategyRequest, found: StrategySearch
     ) -> tuple[PlanResult, StrategySearch]:
-        """The plan of the fastest strategy that fits on all data, and the strategies from it on.
+        """The fastest plan on all data of the strategies that are about as fast as the best, and
+        the strategies from it on.
 
-        Strategies were found to fit on samples that were drawn, and all may need slightly more.
+        Strategies were compared on samples that were drawn, and all may need slightly more memory.
         """
         left, first_error, first = found, None, None
         while True:
-            planned = self._request_of(request, left.best)
-            first = first or planned
-            try:
-                return self._in_use(make_plan(planned), planned), left
-            except DoesNotFit as error:
-                first_error = first_error or error
-            if len(left.ranking) == 1:
-                raise self._with_advice(first, first_error) from first_error
-            old = left.best
-            left = without_best(left, "does not fit all data")
-            self.listener.note(
-                f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
-                f"{left.best.sizing.options}"
-            )
+            finalists = _finalists(left)
+            requests = [self._request_of(request, strategy) for strategy in finalists]
+            first = first or requests[0]
+            results = _planned_each(requests)
+            fitting = [
+                (strategy, planned, result)
+                for strategy, planned, result in zip(finalists, requests, results, strict=True)
+                if isinstance(result, PlanResult)
+            ]
+            if fitting:
+                best, planned, result = min(fitting, key=lambda each: _final_ms(each[2]))
+                return self._in_use(result, planned), left.led_by(best)
+            first_error = first_error or results[0]
+            for _ in finalists:
+                if len(left.ranking) == 1:
+                    assert isinstance(first_error, DoesNotFit)
+                    raise self._with_advice(first, first_error) from first_error
+                old, left = left.best, without_best(left, "does not fit all data")
+                self.listener.note(
+                    f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
+                    f"{left.best.sizing.options}"
+                )
 
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """The request of a strategy's plan on all data."""
@@ -503,6 +521,35 @@ class _Search:
         with self.listener.status("looking for what would fit"):
             advice = find_changes(request)
         return UserError(does_not_fit_message(error, advice))
+
+
+def _finalists(found: StrategySearch) -> list[Strategy]:
+    """The best strategy, and those so near that all data may rank them otherwise."""
+    limit_ms = _ABOUT_AS_FAST * found.best.ms_per_sample
+    near = [each for each in found.ranking if each.ms_per_sample <= limit_ms]
+    return near[:_FINALISTS]
+
+
+def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
+    """Plan every request, in as many processes as are of use."""
+    tasks = list(enumerate(requests))
+    if len(tasks) == 1:
+        return [_planned_or_not(tasks[0])[1]]
+    found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
+    return [found[number] for number, _ in tasks]
+
+
+def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | DoesNotFit]:
+    number, request = task
+    try:
+        return number, make_plan(request)
+    except DoesNotFit as error:
+        return number, error
+
+
+def _final_ms(result: PlanResult) -> float:
+    """Time per sample of a plan; levels must save a share of it to be taken."""
+    return relative_ms(_prediction(result)) * (1 + LEAST_GAIN * bool(result.plan.levels))
 
 
 def _prediction(result: PlanResult) -> Prediction:

@@ -126,6 +126,16 @@ class StrategySearch:
         """The fastest strategy."""
         return self.ranking[0]
 
+    def led_by(self, strategy: Strategy) -> Self:
+        """Return the ranking with one of its strategies first, as it is the best on all data."""
+        if strategy == self.best:
+            return self
+        others = [each for each in self.ranking if each != strategy]
+        ranking = [strategy, *others]
+        return replace(
+            self, ranking=tuple(replace(each, why=_why(each, strategy)) for each in ranking)
+        )
+
     @classmethod
     def of(
         cls,
@@ -594,7 +604,7 @@ def _why_not(estimated_ms: float, best: Strategy) -> str:
 
 def _why(strategy: Strategy, best: Strategy) -> str:
     """The causes that make most of the difference."""
-    if strategy is best:
+    if strategy is best or strategy == best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
     # Ideal times differ by the work that tensor parallelism does not divide.
