@@ -64,6 +64,9 @@ _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
 """Factors over the least estimate of one choice of every tensor, pipeline and data size; another
 one whose bound is above the first, or whose likely time is above the second, is not estimated."""
+_PLACEMENT_SLACK = 1.04
+"""Factor over the least estimate; a placement of encoders whose least estimate is above it is given
+up: one choice of every size was estimated with it."""
 _MOST_ESTIMATED = 48
 """Choices that are estimated besides, of those that fit."""
 _NEAR = 1.1
@@ -408,6 +411,7 @@ class _StrategyTrials:
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
         first = {_without_experts(choice): choice for choice in by_bound}
         self._estimate(list(first.values()), len(first))
+        choices = self._of_fast_placements(choices)
         above = {
             sizes: self.estimated_ms[choice] / self.bounds[choice].about_ms
             for sizes, choice in first.items()
@@ -435,6 +439,20 @@ class _StrategyTrials:
         limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
         near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
         return _some_of_each(near, most)
+
+    def _of_fast_placements(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Choices without those of a placement of encoders whose best estimate is clearly above the
+        other's."""
+        best_ms: dict[EncoderPlacement, float] = {}
+        for (sizing, _), ms in self.estimated_ms.items():
+            best_ms[sizing.placement] = min(best_ms.get(sizing.placement, math.inf), ms)
+        limit_ms = _PLACEMENT_SLACK * min(best_ms.values(), default=math.inf)
+        slow = {placement for placement, ms in best_ms.items() if ms > limit_ms}
+        fast = [choice for choice in choices if choice[0].placement not in slow]
+        self.advance(
+            sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
+        )
+        return fast
 
     def _estimate(self, choices: Sequence[Choice], most: int) -> None:
         """Estimate choices in this order until so many that fit are estimated."""
