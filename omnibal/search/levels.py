@@ -14,21 +14,22 @@ Every set of up to four of them with the top among them is looked at:
 (arXiv 2503.07680) takes four levels at most by a rule (`omnibal.search.hbp_levels`).
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.fit import check_samples_fit
+from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import Level
 from omnibal.limits import check_packs_per_step
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.plan_data import SampleData
+from omnibal.search.engine import Trials
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
 from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
@@ -125,10 +126,10 @@ def search_levels(
     """
     left = max_trials()
 
-    def advance() -> None:
+    def advance(done: int) -> None:
         nonlocal left
-        left -= 1
-        on_progress(1)
+        left -= done
+        on_progress(done)
 
     if is_one_level(request):
         on_progress(left)
@@ -151,7 +152,7 @@ def search_levels(
     return LevelSearch(
         best=ranking[0].levels,
         ranking=tuple(ranking),
-        least_ms_per_sample=least_ms_per_sample(request.job, final.trials.data.lengths),
+        least_ms_per_sample=least_ms_per_sample(request.job, final.lengths),
         sets=len(estimates.sets(request.exactly)),
         tokens_per_step=estimates.tokens_per_step,
     )
@@ -222,7 +223,7 @@ def hbp_search(request: LevelRequest) -> LevelSearch:
         UserError: no length fits into memory.
     """
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
-    trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda: None)
+    trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
     trials.run([estimates.by_hbp()])
     if not trials.found:
         raise _nothing_fits(request, trials)
@@ -315,19 +316,38 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Trials:
-    """Sets of levels that were tried on the same samples."""
+class _Exactly:
+    """A trial of a set of levels, of which so many must have packs."""
 
     trials: LevelTrials
+    count: int | None
+
+    def __call__(
+        self, levels: tuple[Level, ...]
+    ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
+        found = self.trials(levels)
+        if isinstance(found[1], LevelTrial) and self.count not in (
+            None,
+            max(len(found[1].levels), 1),
+        ):
+            return levels, UserError(
+                f"packs of these samples are of fewer than {self.count} levels; give fewer "
+                "--levels, or auto"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trials(Trials[tuple[Level, ...], LevelTrial]):
+    """Sets of levels that were tried on the same samples."""
+
     whole: LevelTrials
-    """The same with all samples."""
-    processes: int
-    advance: Callable[[], None]
+    """Trials with all samples."""
+    lengths: Lengths
+    """Samples of these trials."""
     exactly: int | None = None
     rival: tuple[Level, ...] | None = None
     """Levels by HBP's rule, which the chosen ones may not be slower than."""
-    found: dict[tuple[Level, ...], LevelTrial] = field(default_factory=dict)
-    failed: dict[tuple[Level, ...], UserError] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -335,7 +355,7 @@ class _Trials:
         request: LevelRequest,
         tokens_per_step: float,
         processes: int,
-        advance: Callable[[], None],
+        on_done: Callable[[int], None],
         rival: tuple[Level, ...] | None = None,
     ) -> "_Trials":
         data = request.data
@@ -347,41 +367,24 @@ class _Trials:
             longest=data.least_caps(),
             curriculum_steps=data.curriculum_steps,
         )
+        some = whole.drawn(_SIMULATED_SAMPLES)
         return cls(
-            trials=whole.drawn(_SIMULATED_SAMPLES),
-            whole=whole,
+            work=_Exactly(trials=some, count=request.exactly),
             processes=processes,
-            advance=advance,
+            on_done=on_done,
+            whole=whole,
+            lengths=some.data.lengths,
             exactly=request.exactly,
             rival=rival,
         )
 
     def on_more_samples(self) -> "_Trials":
         """Trials on more of the samples; the same where there are no more."""
-        if len(self.trials.data.lengths) == len(self.whole.data.lengths):
+        if len(self.lengths) == len(self.whole.data.lengths):
             return self
-        return replace(self, trials=self.whole.drawn(_FINAL_SAMPLES), found={}, failed={})
-
-    def run(self, sets: Iterable[tuple[Level, ...]]) -> None:
-        """Try sets that have not been tried."""
-        untried = [s for s in dict.fromkeys(sets) if s not in self.found and s not in self.failed]
-        processes = max(min(self.processes, len(untried)), 1)
-        results = {}
-        for levels, result in map_unordered(self.trials, untried, processes):
-            results[levels] = result
-            self.advance()
-        # In the order of `untried`, for results that do not depend on timing.
-        for levels in untried:
-            result = results[levels]
-            if isinstance(result, UserError):
-                self.failed[levels] = result
-            elif self.exactly not in (None, max(len(result.levels), 1)):
-                self.failed[levels] = UserError(
-                    f"packs of these samples are of fewer than {self.exactly} levels; give fewer "
-                    "--levels, or auto"
-                )
-            else:
-                self.found[levels] = result
+        more = self.whole.drawn(_FINAL_SAMPLES)
+        work = _Exactly(trials=more, count=self.exactly)
+        return replace(self, work=work, lengths=more.data.lengths, found={}, failed={})
 
     def ranked(self) -> list[LevelTrial]:
         """What was found, as it is chosen from."""

@@ -38,6 +38,7 @@ from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
+from omnibal.search.engine import try_all
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
     Bound,
@@ -369,7 +370,7 @@ class _StrategyTrials:
         caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
         if self.setting.request.given is None:
             work = PackSamples(setting=self.setting)
-            packs |= dict(map_unordered(work, caps, self._useful(caps)))
+            packs |= try_all(work, caps, self.processes, lambda done: None)
         full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
         self.advance(len(new) - len(full))
         in_order = sorted(self._bound(full), key=self._order)
@@ -383,9 +384,8 @@ class _StrategyTrials:
     def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
         """Find the bounds of choices; those whose state may fit."""
         find = FindBound(setting=self.setting)
-        found = dict(map_unordered(find, choices, self._useful(choices)))
-        for choice in choices:
-            each = found[choice]
+        found = try_all(find, choices, self.processes, lambda done: None)
+        for choice, each in found.items():
             if isinstance(each, Need):
                 self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
                 self.advance(1)

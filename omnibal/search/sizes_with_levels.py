@@ -16,12 +16,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import UserError
 from omnibal.levels import FillRule, Level
 from omnibal.limits import Caps
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import SampleData, least_caps, limited_features
+from omnibal.search.engine import Trials, try_all
 from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_estimates import LevelEstimates, LevelRule, Packed, top_caps
@@ -109,17 +109,17 @@ class EstimateSets:
 
     def __call__(
         self, sizing: Sizing
-    ) -> tuple[Sizing, list[tuple[float, tuple[Level, ...]]], float]:
+    ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
         """The sets of least estimated ms per sample, and a lower bound on all of them."""
         setting, rule = self.levels.setting, self.levels.rule
         job, request = setting.job(sizing), setting.request
         if not fits_cap(least_state_gib(job), job.memory_cap_gib):
-            return sizing, [], np.inf
+            return sizing, ([], np.inf)
         lengths = self.levels.data.lengths
         before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
         bound_ms = least_ms_per_sample(job, lengths) + before_ms
         sets = self.levels.estimates(sizing).by_rule(rule)[:_MOST_OF_SIZING]
-        return sizing, [(ms + encoders_ms, levels) for ms, levels in sets], bound_ms
+        return sizing, ([(ms + encoders_ms, levels) for ms, levels in sets], bound_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -244,19 +244,22 @@ def _search_sets(
     """
     levels.pack()
     estimated, bound_ms = _estimates(levels, sizings, advance, processes)
-    trials = _Simulated(levels=levels, processes=processes, advance=advance)
+    trials = Trials[LevelChoice, LevelTrial](
+        work=SimulateSet(levels=levels), processes=processes, on_done=advance
+    )
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     trials.run(near)
     for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
-        if trials.ranked():
-            trials.run(_moves(levels, trials.ranked(), [choice for _, choice in estimated]))
-    finalists = [choice for _, choice in trials.ranked() if choice[1]][:_FINALISTS]
-    planned = dict(map_unordered(PlanSet(levels=levels), finalists, _useful(processes, finalists)))
-    advance(len(finalists))
-    found = [planned[choice] for choice in finalists]
+        if trials.found:
+            trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
+    finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]][:_FINALISTS]
+    planned = Trials[LevelChoice, Strategy](
+        work=PlanSet(levels=levels), processes=processes, on_done=advance
+    )
+    planned.run(finalists)
     return FoundLevels(
-        strategies=tuple(each for each in found if isinstance(each, Strategy)),
+        strategies=tuple(planned.found.values()),
         least_ms_per_sample=bound_ms,
         sets=len(near),
     )
@@ -270,46 +273,21 @@ def _estimates(
 ) -> tuple[list[tuple[float, LevelChoice]], float]:
     """Estimated ms per sample of sets of levels at all sizes, the fastest first, and the least
     bound."""
-    estimated, bound_ms = list[tuple[float, LevelChoice]](), np.inf
-    work = EstimateSets(levels=levels)
-    for sizing, sets, least_ms in map_unordered(work, sizings, _useful(processes, sizings)):
-        estimated += [(ms, (sizing, each)) for ms, each in sets]
-        bound_ms = min(bound_ms, least_ms)
-        advance(1)
-    order = {sizing: number for number, sizing in enumerate(sizings)}
-    estimated.sort(key=lambda each: (each[0], order[each[1][0]]))
-    return estimated, bound_ms
+    found = try_all(EstimateSets(levels=levels), sizings, processes, advance)
+    estimated = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
+    bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
+    return sorted(estimated, key=lambda each: each[0]), bound_ms
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Simulated:
-    """Sets of levels at sizes, each simulated once."""
-
-    levels: LevelSetting
-    processes: int
-    advance: Callable[[int], None]
-    found: dict[LevelChoice, LevelTrial | UserError] = field(default_factory=dict)
-
-    def run(self, choices: Sequence[LevelChoice]) -> None:
-        """Simulate new ones."""
-        new = [choice for choice in dict.fromkeys(choices) if choice not in self.found]
-        work = SimulateSet(levels=self.levels)
-        done = dict(map_unordered(work, new, _useful(self.processes, new)))
-        self.advance(len(new))
-        self.found.update((choice, done[choice]) for choice in new)
-
-    def ranked(self) -> list[tuple[float, LevelChoice]]:
-        """Simulated ms per sample and the sets of levels that have packs, the fastest first."""
-        best: dict[LevelChoice, float] = {}
-        for (sizing, _), trial in self.found.items():
-            if isinstance(trial, LevelTrial) and self.levels.rule.allows(trial.levels):
-                best.setdefault((sizing, trial.levels), trial.ms_per_sample)
-        return sorted(((ms, choice) for choice, ms in best.items()), key=lambda each: each[0])
-
-
-def _useful(processes: int, tasks: Sequence) -> int:
-    """Number of processes to use, no more than there are tasks."""
-    return max(min(processes, len(tasks)), 1)
+def _ranked(
+    levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]
+) -> list[tuple[float, LevelChoice]]:
+    """Simulated ms per sample and the sets of levels that have packs, the fastest first."""
+    best: dict[LevelChoice, float] = {}
+    for (sizing, _), trial in trials.found.items():
+        if levels.rule.allows(trial.levels):
+            best.setdefault((sizing, trial.levels), trial.ms_per_sample)
+    return sorted(((ms, choice) for choice, ms in best.items()), key=lambda each: each[0])
 
 
 def _moves(
