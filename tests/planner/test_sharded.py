@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_cases import example_lengths
 
 from omnibal.config import ClusterConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
@@ -25,7 +26,6 @@ from omnibal.plan_data import SampleData
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.targets import TARGETS, Padding, Sharding, StageRules, TargetName
 from omnibal.units import unit_names
-from tests.planner.plan_cases import example_lengths
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
