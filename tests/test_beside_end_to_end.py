@@ -8,24 +8,21 @@ from pathlib import Path
 
 import pytest
 from commands import launcher
-from test_end_to_end import (
-    lengths,
+from end_to_end_cases import (
     losses,
     plan_of,
     rank_environments,
+    ranks_succeed,
     records,
     succeed,
     training,
     wait_for_steps,
 )
-from test_shared_end_to_end import ranks_succeed
 
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.launch import Launch
 from megatron.vlm.run.pretrain import load_run, open_trainable
 from omnibal.errors import UserError
-
-__all__ = ["lengths"]  # a fixture
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from commands import REPOSITORY
-from test_end_to_end import pair_succeeds, records, succeed, training
+from end_to_end_cases import pair_succeeds, records, succeed, training
 
 from omnibal import cli
 from tools.make_spoken_digits import make_dataset

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import launcher
-from test_end_to_end import (
-    lengths,
+from end_to_end_cases import (
     losses,
     plan_of,
     rank_environments,
+    ranks_succeed,
     records,
     succeed,
     training,
@@ -31,8 +31,6 @@ from omnibal.parallel import Parallel
 from omnibal.plan import PlannedLevel, read_plan
 from omnibal.plan_files import data_of_plan, save_plan
 from omnibal.planner import PlanResult
-
-__all__ = ["lengths"]  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +98,6 @@ def deal(packs: ScheduledPacks, level: np.ndarray, contexts: np.ndarray, data: i
     columns = {name: column[order] for name, column in place.items()}
     fields = {name: getattr(moved, name) for name in moved.__slots__}
     return ScheduledPacks(**{**fields, **columns, "level": level[order]})
-
-
-def ranks_succeed(ranks: int, *command: object) -> str:
-    with launcher().start(command, list(rank_environments(ranks))) as started:
-        ended = started.ended
-    assert not any(one.returncode for one in ended), "".join(one.stderr for one in ended)
-    return "".join(one.stdout for one in ended)
 
 
 def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digits, tmp_path):

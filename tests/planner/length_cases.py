@@ -15,3 +15,24 @@ def make_lengths(sizes: list[tuple[int, int]]) -> Lengths:
         source_names=("docs",),
         origin=None,
     )
+
+
+def texts(tokens: np.ndarray) -> Lengths:
+    """Texts of so many tokens, without images."""
+    count = np.asarray(tokens, np.int32)
+    return Lengths(
+        items={},
+        tokens=count,
+        loss_tokens=count // 2,
+        source=np.zeros(len(count), np.int32),
+        source_names=("texts",),
+        origin=None,
+    )
+
+
+def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
+    """Texts of some hundred tokens, one in fifty far longer, and one of the longest."""
+    rng = np.random.default_rng(seed)
+    short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
+    long = rng.integers(longest // 3, longest, count // 50)
+    return texts(rng.permutation(np.concatenate([short, long, [longest]])))

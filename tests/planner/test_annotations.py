@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tiling import internvl_grid
+from tiling_cases import internvl_grid
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.image_files import ImageFile

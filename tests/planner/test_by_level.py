@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 
 from omnibal.data.by_level import (
     fill_packs,
@@ -18,7 +19,6 @@ from omnibal.data.packs import Packs
 from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import Caps
-from tests.planner.length_cases import make_lengths
 
 pytestmark = pytest.mark.quick
 

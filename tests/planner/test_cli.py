@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
+from cli_cases import PLAN, failure, run
 from plan_cases import example_lengths, example_profile
 from rate_cases import tiled_rates
 from replay_cases import write_replay
@@ -73,31 +74,7 @@ FLAGS = {
     "--image-share --cost --json",
 }
 PRESETS = Path(omnibal.__file__).parent / "presets"
-PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
 PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --tokens-per-sample 64"
-
-
-@pytest.fixture
-def lengths_file(tmp_path: Path) -> Path:
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    return tmp_path / "lengths.parquet"
-
-
-def run(command: str, *arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), *map(str, arguments)])
-    assert ended.value.code in (0, None)
-
-
-def failure(capsys, command: str, *arguments: object) -> str:
-    """Standard error of a command that must fail as a user's mistake."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), *map(str, arguments)])
-    assert ended.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert "Traceback" not in printed.err
-    return printed.err
 
 
 def test_flags_are_the_documented_ones():

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from length_cases import long_tailed
 from plan_cases import example_lengths
 
 from omnibal import cli
 from omnibal.data.lengths import write_lengths
-from tests.planner.test_search_levels import long_tailed
 
 PLAN = (
     "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --max-tiles 8 "

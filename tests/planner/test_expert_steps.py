@@ -10,11 +10,11 @@ from level_cases import (
     holds_experts,
     random_costs,
     random_level_packs,
+    walked,
     walked_peaks,
     walked_step_ms,
 )
-from test_level_search import walked
-from test_shared_packs import contexts_of, joint_event_loop, random_step
+from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel, ParameterRates

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
-from test_lint_cost import of_line
+from launch_cases import of_line
 
 from omnibal.check import training_obstacles
 from omnibal.config import load_cluster, load_model

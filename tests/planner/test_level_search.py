@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from level_cases import (
-    WalkedStage,
     every_candidate,
     level_case,
     stage_peak,
+    walked,
     walked_peak,
     walked_peaks,
     walked_step_ms,
@@ -23,31 +23,12 @@ from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import (
     check_stages,
-    recomputed_counts,
-    stage_units,
     stages_from_cuts,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind
-
-
-def walked(kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]) -> list[WalkedStage]:
-    """The planner's stages, as the walks take them."""
-    found = []
-    for at_levels in zip(*stages_at, strict=True):
-        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
-        names = [kind.name for kind in kinds]
-        found.append(
-            WalkedStage(
-                units=stage_units(kinds, at_levels[0]),
-                again=tuple(dict(zip(names, counts, strict=True)) for counts in again),
-            )
-        )
-    return found
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_cases import LINES, model_of
+from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
 
 from omnibal import cli
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model, with_imbalance
+from omnibal.config import ModelConfig, Precision, load_model, with_imbalance
 from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan
 from omnibal.export.trainers import EXPORTS
 from omnibal.job import JobSpec
 from omnibal.limits import Caps
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched, recomputing
-from omnibal.lint.line import line_of
+from omnibal.lint.launched import Launched, Samples, recomputing
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import stages_from_cuts, unit_words
@@ -27,22 +25,6 @@ from omnibal.plan_data import MockData, shape_caps
 from omnibal.plan_files import PlanFiles
 from omnibal.planner import PlanRequest, make_plan
 from omnibal.targets import TARGETS, TargetName
-
-CLUSTER = load_cluster("h100-80g")
-MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
-VARIABLES = {
-    "NODE_RANK": "0",
-    "MASTER_ADDR": "here",
-    "MASTER_PORT": "1",
-    "LOONGFORGE_PATH": "/loongforge",
-    "PACKED_WDS_DIR": "/packed",
-}
-
-
-def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:
-    sizes = load_model(model) if isinstance(model, str) else model
-    launch = read_launch(line, VARIABLES)
-    return launched(line_of(launch, sizes), sizes, CLUSTER.model_copy(update=changes), samples)
 
 
 def plan_of(

@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from cli_cases import PLAN, failure, run
 from plan_cases import example_lengths, example_profile, request
-from test_cli import PLAN, failure, run
 
 from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import write_lengths

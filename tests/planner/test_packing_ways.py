@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_cases import make_lengths
-from test_packing import assert_valid, fewest_packs
+from packing_cases import assert_valid, fewest_packs
 
 from omnibal.data.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.data.bound import naive_lower_bound, packs_lower_bound

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import failure, run
+from length_cases import long_tailed, texts
+from plan_cases import example_lengths
 
 from omnibal.cli.levels import notes_on_steps
 from omnibal.data.lengths import write_lengths
@@ -15,9 +18,6 @@ from omnibal.limits import Caps
 from omnibal.plan import read_plan
 from omnibal.plan_data import SampleData
 from omnibal.plan_files import data_of_plan
-from tests.planner.plan_cases import example_lengths
-from tests.planner.test_cli import failure, run
-from tests.planner.test_search_levels import long_tailed, texts
 
 LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2"

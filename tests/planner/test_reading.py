@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from plan_cases import MODEL, changed, example_lengths, request
-from test_profile import measured
+from profile_cases import measured
 
 from omnibal import cli
 from omnibal.check import check_plan

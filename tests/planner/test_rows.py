@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
@@ -14,7 +15,6 @@ from omnibal.data.steps import DataRequest, deal_steps, draw_steps, steps_of
 from omnibal.errors import UserError
 from omnibal.levels import Level
 from omnibal.limits import Caps
-from tests.planner.length_cases import make_lengths
 
 pytestmark = pytest.mark.quick
 

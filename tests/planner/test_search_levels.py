@@ -6,6 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from length_cases import long_tailed, texts
 
 from omnibal.config import load_cluster, load_model
 from omnibal.data.lengths import Lengths
@@ -42,25 +43,6 @@ from omnibal.search.levels import (
 )
 
 MODEL = load_model("llama3.1-8b")
-
-
-def texts(tokens: np.ndarray) -> Lengths:
-    count = np.asarray(tokens, np.int32)
-    return Lengths(
-        items={},
-        tokens=count,
-        loss_tokens=count // 2,
-        source=np.zeros(len(count), np.int32),
-        source_names=("texts",),
-        origin=None,
-    )
-
-
-def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
-    rng = np.random.default_rng(seed)
-    short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
-    long = rng.integers(longest // 3, longest, count // 50)
-    return texts(rng.permutation(np.concatenate([short, long, [longest]])))
 
 
 def job_of(ranks: int, pipeline: int = 1) -> JobSpec:

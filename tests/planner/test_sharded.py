@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_cases import example_lengths
 
 from omnibal.config import ClusterConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
@@ -26,7 +27,6 @@ from omnibal.planner import PlanRequest, make_plan
 from omnibal.search.limits import LimitName, lifted
 from omnibal.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
 from omnibal.units import unit_names
-from tests.planner.plan_cases import example_lengths
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")

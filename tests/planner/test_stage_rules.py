@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
+from partition_cases import frozen, planners_figures, random_packs
 from plan_cases import job_spec, request
-from test_partition import frozen, planners_figures, random_packs
 
 from omnibal.beside import EncoderPlacement
 from omnibal.check import check_plan

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from chat_cases import sample_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_chat import sample_of
 from tokenizer_cases import WORDS, byte_level_bpe
 from transformers import PreTrainedTokenizerFast
 

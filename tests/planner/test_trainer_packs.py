@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_cases import make_lengths
+from packing_cases import REAL_LENGTHS
 from plan_cases import job_spec
-from test_packing import REAL_LENGTHS
 
 from omnibal.config import load_model
 from omnibal.data.full_steps import split_to_fill

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import PLAN, failure, run
 from plan_cases import JOB, example_lengths
-from test_cli import PLAN, failure, lengths_file, run
 
 from omnibal.check import check_plan
 from omnibal.data.lengths import Lengths
@@ -24,8 +24,6 @@ from omnibal.plan import read_plan, write_plan
 from omnibal.plan_data import StreamData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
-
-__all__ = ["lengths_file"]  # a fixture
 
 pytestmark = pytest.mark.quick
 

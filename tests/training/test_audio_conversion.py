@@ -9,7 +9,7 @@ import torch
 from commands import launcher
 from ranks import run_ranks
 from released import KINDS, PIECES, save_released, transformers_model, write_tokenizer
-from test_tensor_parallel import by_name, whole
+from tensor_parallel_cases import by_name, whole
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.modeling_whisper import WhisperEncoder

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from PIL import Image
-from released import (
-    IMAGE_TOKEN,
-    KINDS,
-    PIECES,
-    imported,
-    save_released,
-    transformers_model,
-    write_tokenizer,
-)
-from test_conversion import (
+from conversion_file_cases import (
     INDEX,
     SHARD_BYTES,
     TYPES,
@@ -30,6 +20,16 @@ from test_conversion import (
     exported_as,
     exported_like,
     tensors_of,
+)
+from PIL import Image
+from released import (
+    IMAGE_TOKEN,
+    KINDS,
+    PIECES,
+    imported,
+    save_released,
+    transformers_model,
+    write_tokenizer,
 )
 from transformers import (
     AutoConfig,

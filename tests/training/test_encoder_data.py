@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from beside import shares_of
-from test_data import CPU, SKIP, TEXT, WHOLE, data, pictures
+from data_cases import CPU, SKIP, TEXT, WHOLE
 
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
@@ -15,8 +15,6 @@ from omnibal.beside import EncodersBeside
 from omnibal.errors import UserError
 from omnibal.parallel import Parallel
 from omnibal.pipeline.units import encoders_stage
-
-__all__ = ["data", "pictures"]  # fixtures
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
 """Samples of the pictures in packs of two steps, of two pipelines with two, one, two and one."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from beside import beside_plan, own_stream
+from beside_cases import Case, model_of_case
 from ranks import run_ranks
-from test_beside_training import Case, model_of_case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_batch, toy_model

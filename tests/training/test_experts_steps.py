@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mixture_cases import plan_of
+from qwen3_moe_cases import model_of, renamed, transformers_model
 from ranks import run_ranks
-from test_experts import plan_of
-from test_experts_parity import model_of, renamed, transformers_model
-from test_tensor_parallel import by_name
+from tensor_parallel_cases import by_name
 from toy import OPTIONS, ToySample, pack, toy_sample
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 

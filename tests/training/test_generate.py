@@ -7,10 +7,10 @@ import pytest
 import tokenizers
 import torch
 from commands import Completed, launcher
+from conversion_file_cases import edit_config
 from PIL import Image
 from ranks import run_ranks
 from released import KINDS, PIECES, imported, save_released, transformers_model
-from test_conversion import edit_config
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader

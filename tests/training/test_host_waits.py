@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import test_beside_training as beside
-import test_shared_training as shared
+import beside_cases as beside
+import shared_training_cases as shared
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import limit_file_size
 from ranks import run_ranks
-from test_checkpoint_faults import limit_file_size
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.files import latest_step

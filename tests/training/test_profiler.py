@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
+from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import (
@@ -35,7 +35,6 @@ from omnibal.units import feature_names, unit_names
 
 pytestmark = pytest.mark.quick
 
-PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
 PACKS = [
     [(2, 9), (1, 14)], [(3, 5)], [(1, 8), (1, 6), (2, 11)], [(4, 30), (1, 12)], [(1, 20)],
 ]  # fmt: skip

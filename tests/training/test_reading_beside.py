@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from test_profiler import PROFILE
-from toy import stages_of, toy_model, toy_plan
+from toy import PROFILE, stages_of, toy_model, toy_plan
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead

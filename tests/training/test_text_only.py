@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from test_tensor_parallel import assert_same_training, run
+from tensor_parallel_cases import assert_same_training, run
 from toy import OPTIONS, stages_of, toy_batch, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conversion_cases import as_released, assert_near, keep, predicting_positions
+from conversion_file_cases import assert_equal_tensors, content, exported_like, tensors_of
 from ranks import run_ranks
 from released import imported, write_tokenizer
-from test_conversion import assert_equal_tensors, content, exported_like, tensors_of
-from test_conversion_parity import as_released, assert_near, keep, predicting_positions
-from test_tensor_parallel import by_name, gather_gradients, whole
+from tensor_parallel_cases import by_name, gather_gradients, whole
 from toy import OPTIONS, pack, stages_of, toy_plan, toy_sample
 from transformers import (
     AutoModelForCausalLM,

@@ -9,6 +9,7 @@ import torch
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
 from megatron.vlm.inputs.share import Share
+from megatron.vlm.measure.profiler import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.encoders import ClipsEncoder, TilesEncoder
@@ -242,3 +243,5 @@ OPTIONS = OptimizationOptions(
     lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_fraction=0.1, weight_decay=0.1,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
+
+PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
