@@ -54,7 +54,7 @@ from megatron.vlm.measure.profiler import ProfileOptions, device_name
 from megatron.vlm.measure.replay import MicroBatchTimes
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, read_profile
+from omnibal.cost.profile import Measured, Profile, read_profile
 from omnibal.data.lengths import Lengths
 from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.files import atomic, read_json_model, write_json_model
@@ -308,7 +308,7 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
         caps=layout.caps,
         samples_per_step=layout.samples_per_step,
         lengths=lengths,
-        profile=profile,
+        cost_source=Measured(profile),
         seed=0,
     )
 
@@ -610,7 +610,7 @@ def measure(
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
-    cost = replace(job.spec, profile=profile).cost
+    cost = replace(job.spec, cost_source=Measured(profile)).cost
     return LayoutResult(
         layout=layout.name,
         device=device_name(),

@@ -44,7 +44,7 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
 from omnibal.beside import EncodersBeside
 from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.cost.profile import Profile
+from omnibal.cost.profile import Measured, Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.encoders import ClipsEncoder, TilesEncoder
@@ -202,7 +202,7 @@ def predicted_ms(plan: Plan, profile: Profile, steps: Sequence[Sequence[MicroBat
     plan = plan.model_copy(
         update={"cluster": one_node().model_copy(update={"rates": {"fp32": profile.rates}})}
     )
-    packs, job = scheduled(steps), JobSpec.of_plan(plan, profile)
+    packs, job = scheduled(steps), JobSpec.of_plan(plan, Measured(profile))
     learned = [len(pack.loss_positions_L) for step in steps for pack in step]  # type: ignore[arg-type]
     workload = job.workload(packs, lengths_of(packs, np.array(learned)), plan.levels)
     return prediction_of(plan, job, packs, workload).step_ms
@@ -254,7 +254,7 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
         core_ms: dict[str, list[float]] = {name: [] for name in plans}
         losses: dict[str, list[float]] = {name: [] for name in plans}
         profiler = Profiler(
-            JobSpec.of_plan(plans["own"], None),
+            JobSpec.of_plan(plans["own"]),
             links,
             ProfileOptions(
                 max_tiles=ITEMS["tiles"][0],

@@ -53,7 +53,7 @@ from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.measured_sizes import MeasuredSizes
-from omnibal.cost.profile import Profile
+from omnibal.cost.profile import Measured, Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
@@ -174,7 +174,7 @@ class Prepared:
     def predicted_ms(self, profile: Profile, cluster: ClusterConfig) -> float:
         """Predict an epoch from measured costs and rates."""
         plan = self.plan.model_copy(update={"cluster": cluster})
-        job, levels = JobSpec.of_plan(plan, profile), plan.levels
+        job, levels = JobSpec.of_plan(plan, Measured(profile)), plan.levels
         workload = job.workload(self.packs, self.lengths, levels)
         simulated = simulate_levels(job.cost_of_all(levels), plan.stages_at_levels, workload)
         return float(simulated.step_ms.sum())
@@ -271,7 +271,7 @@ def run_ways(folder: Path, rounds: int, patience_s: float, launch: Launch) -> di
     reader = SampleReader(annotations, tokenizer, MODEL)
     ways = {name: prepared(levels, reader, lengths, links) for name, levels in WAYS.items()}
     profiler = Profiler(
-        JobSpec.of_plan(ways["levels"].plan, None),
+        JobSpec.of_plan(ways["levels"].plan),
         links,
         ProfileOptions(
             max_tiles=0,

@@ -44,7 +44,7 @@ from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
-from omnibal.cost.profile import Profile
+from omnibal.cost.profile import Measured, Profile
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
@@ -245,7 +245,7 @@ def run_case(case: Case, rounds: int, patience_s: float) -> Outcome | None:
         layers=4,
         repetitions=rounds,
     )
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     passes: list[Pass] = []
     deadline = time.monotonic() + patience_s
     while len(passes) < rounds or (
@@ -351,7 +351,7 @@ def predicted(
     plan: Plan, profile: Profile, scheduled: ScheduledPacks, lengths: Lengths
 ) -> tuple[np.ndarray, list[StageMemory]]:
     """Time of each step and memory of each stage that the product predicts from measured costs."""
-    cost = JobSpec.of_plan(plan, profile).cost
+    cost = JobSpec.of_plan(plan, Measured(profile)).cost
     features = pack_features(scheduled.packs, lengths, cost.features)
     workload = Workload.of(scheduled, features, plan.parallel.data)
     prediction = predict(cost, plan.model, plan.parallel, [plan.stages], scheduled, workload)

@@ -12,14 +12,14 @@ import numpy as np
 
 from omnibal.beside import EncoderPlacement, EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import analytic_cost, layer_products
+from omnibal.cost.analytic import layer_products
 from omnibal.cost.beside import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.counts import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
-from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates
 from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
 from omnibal.cost.shares import part_features, share_features
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
@@ -47,8 +47,7 @@ class JobSpec:
 
     Raises:
         UserError: the parallel sizes do not fit the model or the cluster, a frozen part is
-            not the model's, nothing is trained, or the profile is of another model, precision or
-            tensor-parallel size.
+            not the model's, nothing is trained, or the source has no costs of such a job.
     """
 
     model: ModelConfig
@@ -58,8 +57,8 @@ class JobSpec:
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
-    profile: Profile | None = None
-    """Measured costs; None to count operations and bytes instead."""
+    cost_source: CostSource = ANALYTIC
+    """What costs are counted or measured by."""
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
     """Where the encoders run."""
     beside: EncodersBeside | None = None
@@ -91,13 +90,10 @@ class JobSpec:
         self._check_limits()
         self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
-        encoders = encoders_cost(*sizes, self.profile) if self.is_beside else None
-        if self.profile:
-            cost = fitted_cost(self.profile, *sizes, runtime=self.trainer.runtime)
-        else:
-            cost = analytic_cost(*sizes, runtime=self.trainer.runtime)
+        encoders = encoders_cost(*sizes, self.cost_source) if self.is_beside else None
+        cost = self.cost_source.costs(*sizes, runtime=self.trainer.runtime)
         if self.trainer.stages.encoders_whole:
-            cost = with_whole_encoders(cost, *sizes, self.profile)
+            cost = with_whole_encoders(cost, *sizes, self.cost_source)
         exchange = None
         if self.trainer.sharding is Sharding.ALL:
             check_sharded(self.parallel)
@@ -163,18 +159,16 @@ class JobSpec:
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Costs of units on packs of every level; without levels, `cost` alone.
 
-        Ranks exchange at the profile's rates, where it has measured any.
+        Ranks exchange at the rates of the source, where it has any.
 
         Raises:
             UserError: a level exchanges heads that its context size does not divide.
         """
-        cluster = self.cluster
-        if self.profile is not None and self.profile.rates is not None:
-            cluster = with_measured_rates(cluster, self.profile)
+        cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
-        source = ExchangeSource(profile=self.profile, ring_tokens=self.trainer.runtime.ring_tokens)
+        source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
-        if not (self.trainer.runtime.accumulates_in_products and levels):
+        if not (runtime.accumulates_in_products and levels):
             return costs
         widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
         return tuple(
@@ -210,15 +204,15 @@ class JobSpec:
         return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod
-    def of_plan(cls, plan: Plan, profile: Profile | None) -> Self:
-        """Make the job that a plan is for, with the profile that the plan was made with, if any."""
+    def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
+        """Make the job that a plan is for, with the source of costs that it was made with."""
         return cls(
             model=plan.model,
             cluster=plan.cluster,
             parallel=plan.parallel,
             precision=plan.precision,
             frozen=plan.frozen,
-            profile=profile,
+            cost_source=cost_source,
             placement=EncoderPlacement.BESIDE if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,
             trainer=trainer_of(plan.made_for),

@@ -4,7 +4,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnibal.cost.profile import read_profile, write_profile
+from omnibal.cost.profile import Measured, read_profile
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.errors import UserError
@@ -57,7 +58,7 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
             or not of the plan's model, precision or tensor size.
     """
     path = directory / PROFILE_FILE
-    return JobSpec.of_plan(plan, read_profile(path) if path.exists() else None)
+    return JobSpec.of_plan(plan, Measured(read_profile(path)) if path.exists() else ANALYTIC)
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
@@ -101,8 +102,7 @@ def save_plan(result: PlanResult, directory: Path) -> None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
-        if result.profile is not None:
-            write_profile(result.profile, made / PROFILE_FILE)
+        result.cost_source.save(made / PROFILE_FILE)
         write_plan(result.plan, made)
         if directory.exists():
             directory.rename(replaced)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.config import ClusterConfig
-from omnibal.cost.profile import Profile
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.errors import UserError
@@ -121,10 +121,10 @@ class PlanResult:
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths; None for a plan of shapes only."""
-    profile: Profile | None
-    """Measured costs; None where costs were counted."""
     search: SearchResult | None
     """Result of the joint search, with its proven bound; None for another method."""
+    cost_source: CostSource = ANALYTIC
+    """What its costs were counted or measured by."""
 
 
 def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
@@ -169,8 +169,8 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=None if data is None else (packs, lengths),
-        profile=job.profile,
         search=search,
+        cost_source=job.cost_source,
     )
 
 
@@ -189,11 +189,12 @@ def prediction_of(
 
 
 def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
-    """What ranks read, where the profile timed it."""
-    if job.profile is None or job.profile.reading is None:
+    """What ranks read, where the source of costs has its time."""
+    reading = job.cost_source.reading
+    if reading is None:
         return None
     return StageReading.of(
-        job.profile.reading,
+        reading,
         plan.model,
         plan.stages,
         feature_names_at(job.cost.features, plan.levels),

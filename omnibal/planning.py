@@ -133,7 +133,7 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
     elif isinstance(data, ShapesAlone):
         data = replace(data, micro_batches=None, packs_per_step=mean_samples_per_step(result))
     sizes = FreeSizes(gpus=result.plan.parallel.world_size)
-    tensor = 1 if job.profile is None else job.profile.tensor
+    tensor = job.cost_source.tensor or 1
     free = replace(goal.free, sizes=sizes, levels=LevelRule(count=1))
     return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
 

@@ -74,9 +74,7 @@ def shared_plan(single: Path, folder: Path, data: int, contexts: tuple[int, int]
         }
     )
     shared = type(plan).model_validate_json(shared.model_dump_json())
-    save_plan(
-        PlanResult(plan=shared, data=(dealt, sample_lengths), profile=None, search=None), folder
-    )
+    save_plan(PlanResult(plan=shared, data=(dealt, sample_lengths), search=None), folder)
     return folder
 
 

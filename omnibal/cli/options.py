@@ -242,20 +242,21 @@ class JobOptions:
         Raises:
             UserError: a file is missing or broken, or the options do not go together.
         """
-        from omnibal.cost.profile import read_profile
+        from omnibal.cost.profile import Measured, read_profile
+        from omnibal.cost.source import ANALYTIC
         from omnibal.job import JobSpec
 
         model, cluster = self._model(), self._cluster()
-        profile = None if self.profile is None else read_profile(self.profile)
+        source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
         if parallel is None:
-            parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
+            parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
         return JobSpec(
             model=model,
             cluster=cluster,
             parallel=parallel,
             precision=self.precision,
             frozen=self._frozen(model),
-            profile=profile,
+            cost_source=source,
             placement=placement,
             trainer=trainer,
         )

@@ -49,7 +49,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:
         return None
-    job = JobSpec.of_plan(result.plan, result.profile)
+    job = JobSpec.of_plan(result.plan, result.cost_source)
     as_read = replace(stream, is_dispatched=False).schedule(job)[0]
     planned, loaded = (
         imbalance(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data)

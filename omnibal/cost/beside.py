@@ -26,9 +26,8 @@ from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.profile import Profile, link_line
 from omnibal.cost.shaped_rates import Line
-from omnibal.cost.whole_encoders import cost_of_copies
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.parallel import Parallel
 from omnibal.units import BESIDE_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
@@ -133,20 +132,19 @@ def encoders_cost(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
-    profile: Profile | None = None,
+    source: CostSource = ANALYTIC,
 ) -> EncodersCost:
-    """Cost of a model's encoders beside its pipeline, counted or measured.
+    """Cost of a model's encoders beside its pipeline.
 
     Raises:
-        UserError: the profile is of another model, precision or tensor-parallel size.
+        UserError: the source has no costs of such a model at tensor size 1.
     """
-    cost = cost_of_copies(model, cluster, parallel.world_size, precision, frozen, profile)
+    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
+    copies = Parallel(pipeline=1, data=parallel.world_size)
+    cost = source.costs(model, cluster, copies, precision, frozen)
     held = [unit for name in model.encoders for unit in _held(model, cost, name)]
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
-    within_node = message_line(cluster, 1, precision)
-    if profile is not None and profile.links:
-        within_node = link_line(profile)
     return EncodersCost(
         encoders={name: _encoder_cost(model, cost, name, precision) for name in model.encoders},
         weights_bytes=parameters * cost.weight_bytes_per_parameter,
@@ -155,7 +153,7 @@ def encoders_cost(
         gather_ms=trained * cost.weight_gather_ms_per_parameter,
         reduction_ms=trained * cost.gradient_reduction_ms_per_parameter,
         update_ms=trained * cost.optimizer_ms_per_parameter,
-        within_node=within_node,
+        within_node=source.link or message_line(cluster, 1, precision),
         between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
         tensor=pass_line(cluster, Group(parallel.tensor), precision),
         peer_bytes=cluster.peer_bytes,

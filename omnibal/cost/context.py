@@ -35,8 +35,8 @@ from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.errors import UserError
 from omnibal.levels import ContextExchange, Level
 from omnibal.parallel import Parallel
@@ -53,15 +53,11 @@ from omnibal.units import (
 class ExchangeSource:
     """Where the times of exchanges come from, if not all are counted."""
 
-    profile: Profile | None = None
-    """Measured times of layers on shares; None where there are none."""
+    costs: CostSource = ANALYTIC
+    """Which may have times of layers on shares."""
     ring_tokens: int | None = None
     """Tokens of the samples that hide a ring of keys and values
     (`omnibal.runtime.RuntimeOptions`); None where they are gathered."""
-
-
-COUNTED = ExchangeSource()
-"""All exchanges are counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +184,7 @@ def costs_at(
     precision: Precision,
     frozen: Collection[str],
     levels: Sequence[Level],
-    source: ExchangeSource = COUNTED,
+    source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
@@ -258,9 +254,9 @@ def _at_level(
         raise UserError(mistake)
     if level.context == 1:
         return cost
-    group, profile = Group(level.context, parallel.tensor), source.profile
-    if not group.is_within(cluster):
-        profile = None  # which is of one node
+    group = Group(level.context, parallel.tensor)
+    # What is measured is of one node.
+    costs = source.costs if group.is_within(cluster) else ANALYTIC
     rates = _Rates(
         line=(
             pass_line(cluster, group, precision)
@@ -279,7 +275,7 @@ def _at_level(
             in_ring = source.ring_tokens is not None and level.exchange is ContextExchange.GATHER
             sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
             added = _of_attention(*sizes, in_ring=in_ring)
-            measured = measured_exchange(profile, model, kind, level) if profile else None
+            measured = costs.exchange_ms(model, kind, level)
             times = _as_measured(*measured, added) if measured else rates.of(added)
             if in_ring:
                 assert source.ring_tokens is not None

@@ -8,30 +8,10 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import Profile, fitted_cost
-from omnibal.errors import UserError
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.parallel import Parallel
 from omnibal.units import LANGUAGE
-
-
-def cost_of_copies(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    ranks: int,
-    precision: Precision,
-    frozen: Collection[str] = (),
-    profile: Profile | None = None,
-) -> CostModel:
-    """Cost of a model of which each of so many ranks has a whole copy, counted or measured.
-
-    Raises:
-        UserError: the profile is of another model, precision or tensor-parallel size.
-    """
-    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
-    sizes = model, cluster, Parallel(pipeline=1, data=ranks), precision, frozen
-    return analytic_cost(*sizes) if profile is None else fitted_cost(profile, *sizes)
 
 
 def with_whole_encoders(
@@ -41,7 +21,7 @@ def with_whole_encoders(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
-    profile: Profile | None = None,
+    source: CostSource = ANALYTIC,
 ) -> CostModel:
     """Costs where tensor-parallel ranks each compute all of the encoders and projectors.
 
@@ -53,17 +33,11 @@ def with_whole_encoders(
         cost: with encoders shared out.
 
     Raises:
-        UserError: the profile measured encoders that are shared out.
+        UserError: the source has costs of encoders that are shared out alone.
     """
     if parallel.tensor == 1 or not model.encoders:
         return cost
-    if profile is not None:
-        raise UserError(
-            f"the profile of {profile.model} was measured with tensor size {profile.tensor}, where "
-            "ranks share encoders out, and the trainer's ranks each compute all of them: count "
-            "without --profile, or profile with tensor size 1 and give --tp 1"
-        )
-    whole = cost_of_copies(model, cluster, 1, precision, frozen)
+    whole = source.costs(model, cluster, Parallel(pipeline=1), precision, frozen)
     units = {
         kind.name: cost.units[kind.name] if kind.tower == LANGUAGE else whole.units[kind.name]
         for kind in cost.kinds

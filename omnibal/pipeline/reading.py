@@ -13,7 +13,7 @@ import numpy as np
 
 from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import ReadingMeasurement
+from omnibal.cost.source import ReadingMeasurement
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.prediction import Prediction, ReadingPrediction
 from omnibal.pipeline.simulate import StepTimes

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.profile import Profile
+from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import ScheduledPacks
 from omnibal.dispatch.phases import PhaseBalance, encoder_balances, language_balance
@@ -19,19 +19,19 @@ from omnibal.units import feature_names_at
 
 
 def phases_of_plan(
-    plan: Plan, packs: ScheduledPacks, lengths: Lengths, profile: Profile | None
+    plan: Plan, packs: ScheduledPacks, lengths: Lengths, cost_source: CostSource
 ) -> list[PhaseBalance]:
     """Balance of every phase over the plan's ranks; none for a model without encoders.
 
     Of long runs it is that of the steps that a prediction simulates.
 
     Args:
-        profile: measured costs, if the plan was made with any.
+        cost_source: of the plan.
     """
     if not plan.model.encoders:
         return []
     # Without what pipelines wait for encoders beside them.
-    job = replace(JobSpec.of_plan(plan, profile), beside=None)
+    job = replace(JobSpec.of_plan(plan, cost_source), beside=None)
     workload = job.workload(packs, lengths, plan.levels).some_steps(MAX_SIMULATED_STEPS)
     cost, ranks = job.cost_of_all(plan.levels), plan.parallel.data
     names = feature_names_at(job.cost.features, plan.levels)

@@ -247,7 +247,7 @@ def _larger_tensors(job: JobSpec) -> list[int]:
 
 
 def _allows_tensor(job: JobSpec, size: int) -> bool:
-    if job.profile is not None and job.profile.tensor != size:
+    if job.cost_source.tensor not in (None, size):
         return False
     try:
         job.check_sizes(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
@@ -285,7 +285,7 @@ def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
 
 def _roomier(request: PlanRequest) -> list[Candidate]:
     """Preset devices of more memory, the smallest first; a measured profile is of one device."""
-    if request.job.profile is not None:
+    if request.job.cost_source.is_of_one_device:
         return []
     own = request.job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]

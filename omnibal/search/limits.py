@@ -293,7 +293,7 @@ def _request_of(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
 ) -> PlanRequest:
     """Request of a plan's sizes and data, within other constraints."""
-    job = replace(JobSpec.of_plan(result.plan, result.profile), trainer=trainer)
+    job = replace(JobSpec.of_plan(result.plan, result.cost_source), trainer=trainer)
     return PlanRequest(job=job, data=_data_of(result, packing, trainer.packs))
 
 

@@ -266,11 +266,11 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _check_given(request: StrategyRequest) -> None:
     """Refuse sizes that were given and can never be, whatever the others."""
-    profile, sizes = request.job.profile, request.sizes
-    if profile is not None and sizes.tensor not in (None, profile.tensor):
+    measured, sizes = request.job.cost_source.tensor, request.sizes
+    if measured is not None and sizes.tensor not in (None, measured):
         raise UserError(
             f"--tp {sizes.tensor} was given with a profile of tensor size "
-            f"{profile.tensor}, and costs of another size cannot be taken from it: leave "
+            f"{measured}, and costs of another size cannot be taken from it: leave "
             f"--tp out, give a profile of tensor size {sizes.tensor}, or count without --profile"
         )
     fixed = sizes.given
@@ -300,8 +300,7 @@ def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
 
 
 def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
-    profile = request.job.profile
-    if profile is not None and parallel.tensor != profile.tensor:
+    if request.job.cost_source.tensor not in (None, parallel.tensor):
         return False
     try:
         request.job.check_sizes(parallel)
@@ -317,11 +316,11 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
-    profile = request.job.profile
+    measured = request.job.cost_source.tensor
     tensors = (
         "tensor sizes that divide its heads and fit a node"
-        if profile is None
-        else f"the profile is of tensor size {profile.tensor} alone"
+        if measured is None
+        else f"the profile is of tensor size {measured} alone"
     )
     expert = "" if sizes.expert is None else ", or give an --ep that divides tensor x data size"
     if others:
@@ -330,7 +329,7 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
             f"for each the rest is shared by pipeline and data size: leave a size out{expert}"
         )
     else:
-        other = "" if profile is None else ", or a profile of another tensor size"
+        other = "" if measured is None else ", or a profile of another tensor size"
         remedy = f"use another number of GPUs{other}"
     return (
         f"no parallel sizes multiply to {sizes.gpus} GPUs{f' with {fixed}' if fixed else ''}: "

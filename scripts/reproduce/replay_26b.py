@@ -116,7 +116,6 @@ def replay_variants(given: argparse.Namespace) -> None:
         caps=CAPS,
         samples_per_step=given.samples_per_step,
         lengths=real_lengths(PUBLISHED, model),
-        profile=None,
         seed=0,
         precision=given.precision,
     )

@@ -157,7 +157,7 @@ def plan_files(
             micro_batches_per_step=MICRO_BATCHES,
         ),
     )
-    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan, None), data=(packs, lengths))
+    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan), data=(packs, lengths))
 
 
 if __name__ == "__main__":

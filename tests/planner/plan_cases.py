@@ -7,6 +7,7 @@ import numpy as np
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import Profile, UnitMeasurement
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.data.packing import PackingMethod
 from omnibal.job import JobSpec
@@ -54,7 +55,7 @@ JOB = {
     "parallel": Parallel(pipeline=2, data=2),
     "precision": "fp32",
     "frozen": (),
-    "profile": None,
+    "cost_source": ANALYTIC,
     "placement": EncoderPlacement.PIPELINE,
 }
 DATA = {

@@ -13,7 +13,7 @@ from plan_cases import MODEL, example_lengths, example_profile, origin_of, reque
 
 from omnibal.check import check_plan, open_plan, training_obstacles
 from omnibal.config import ModelConfig, load_cluster, load_model
-from omnibal.cost.profile import model_sha256
+from omnibal.cost.profile import Measured, model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.encoders import TilingConfig
@@ -461,9 +461,9 @@ def test_profile_is_kept_with_the_plan(tmp_path):
     """Prevents memory checked by other costs than the plan was made with."""
     profile = example_profile(activation_bytes=7_000_000)
     profile = profile.model_copy(update={"model_sha256": model_sha256(MODEL)})
-    save_plan(make_plan(request(profile=profile)), tmp_path / "plan")
+    save_plan(make_plan(request(cost_source=Measured(profile))), tmp_path / "plan")
     assert check_plan(tmp_path / "plan")
-    save_plan(make_plan(request(profile=profile)), tmp_path / "plan")
+    save_plan(make_plan(request(cost_source=Measured(profile))), tmp_path / "plan")
     (tmp_path / "plan/profile.json").unlink()
     with pytest.raises(UserError, match="costs from analytic:laptop-cpu"):
         check_plan(tmp_path / "plan")

@@ -76,7 +76,7 @@ def planned(packs: ScheduledPacks | None = None, packs_per_step: int = 12) -> Pl
     )
     prediction = prediction_of(plan, JOB, packs, JOB.workload(packs, lengths, plan.levels))
     plan = plan.model_copy(update={"prediction": prediction})
-    return PlanResult(plan=plan, data=(packs, lengths), profile=None, search=None)
+    return PlanResult(plan=plan, data=(packs, lengths), search=None)
 
 
 @pytest.fixture(scope="module")

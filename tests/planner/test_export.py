@@ -250,7 +250,7 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
 @pytest.fixture
 def plan(tmp_path) -> Path:
     case = small_case()
-    result = PlanResult(plan=case.files.plan, data=case.files.data, profile=None, search=None)
+    result = PlanResult(plan=case.files.plan, data=case.files.data, search=None)
     save_plan(result, tmp_path / "plan")
     write_data(300, tmp_path / "data.jsonl")
     return tmp_path / "plan"
@@ -343,7 +343,7 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
         sizes = case.files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
         changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
         plan = case.files.plan.model_copy(update=changes)
-        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan, None))
+        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan))
         given = given_plan(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
         exported = make_export(given, lambda given: Exported(files={}, command="")).exported
         told[made_for] = [each for each in exported.given_up if "not made for it" in each]
@@ -360,7 +360,7 @@ def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     parallel = planned.parallel.model_copy(update={"pipeline": 1, "data": 1})
     stages = {"stages": (ALONE,), "parallel": parallel, "made_for": target}
     planned = planned.model_copy(update=stages)
-    save_plan(PlanResult(plan=planned, data=None, profile=None, search=None), tmp_path / "plan")
+    save_plan(PlanResult(plan=planned, data=None, search=None), tmp_path / "plan")
     status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
     assert status == 0, err
     result = json.loads(out)

@@ -350,9 +350,7 @@ def test_names_of_loongforges_own_manifest(tmp_path, capsys):
     tokens = rng.integers(10, 90, 40)
     lengths = lengths_of(tokens, np.zeros(40))
     result = plan_files(random_packs(40, 4, rng), lengths, stages_of(MODEL, 1, 3))
-    save_plan(
-        PlanResult(plan=result.plan, data=result.data, search=None, profile=None), tmp_path / "plan"
-    )
+    save_plan(PlanResult(plan=result.plan, data=result.data, search=None), tmp_path / "plan")
     rows = [(f"shard__{n * 7 % 40:016x}", "text", int(count)) for n, count in enumerate(tokens)]
     manifest = write_manifest(tmp_path / "sample_manifest.sqlite", rows)
     told = ["export", tmp_path / "plan", "--json", "--to", tmp_path / "out", "--data"]

@@ -9,7 +9,7 @@ import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, request
 
 from omnibal.config import load_cluster, load_model
-from omnibal.cost.profile import model_sha256
+from omnibal.cost.profile import Measured, model_sha256
 from omnibal.data.packing import PackingMethod
 from omnibal.data.steps import steps_of
 from omnibal.errors import DoesNotFit, UserError
@@ -316,10 +316,10 @@ def test_only_what_was_tried_is_called_not_enough(method):
     for changes, absent in (
         ({}, set()),
         ({"steps": steps_of(scheduled)}, {"--max-tokens"}),
-        ({"profile": profile}, {"preset device", "--tp"}),
+        ({"cost_source": Measured(profile)}, {"preset device", "--tp"}),
     ):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
-        if "profile" not in changes:
+        if "cost_source" not in changes:
             # No preset is large enough for a model of so many parameters either.
             vast = tiny.job.model.language.model_copy(update={"vocab_size": 10**10})
             tiny = changed(tiny, model=tiny.job.model.model_copy(update={"language": vast}))

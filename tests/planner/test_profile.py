@@ -9,8 +9,8 @@ from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measured, measuremen
 from omnibal.config import ModelConfig, RopeScaling
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import (
+    Measured,
     fit_residuals,
-    fitted_cost,
     model_sha256,
     read_profile,
     write_profile,
@@ -33,7 +33,7 @@ def model_with(experts: ExpertsConfig) -> ModelConfig:
 
 def test_exact_measurements_give_back_the_true_costs():
     """Prevents a fit that mixes up features, directions or units of measure."""
-    fitted = fitted_cost(measured(), MODEL, CLUSTER, PARALLEL, "fp32")
+    fitted = Measured(measured()).costs(MODEL, CLUSTER, PARALLEL, "fp32")
     for unit, known in true_cost().units.items():
         for shape in [*SHAPES, (12, 2000, 10**6, 700)]:
             features = np.array([1, *shape])
@@ -61,7 +61,9 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides():
     profile = measured(optimizer=(), links=(), model_sha256=model_sha256(model))
     profile = profile.model_copy(update={"measurements": measurements_of(counted)})
     for sizes in (alone, shared_out):
-        found = fitted_cost(profile, model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        found = (
+            Measured(profile).costs(model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        )
         known = analytic_cost(model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
         features = np.array([1, *SHAPES[-1]])
         for name in ("forward_ms", "backward_ms", "recompute_ms", "activation_bytes"):
@@ -80,14 +82,14 @@ def test_choices_for_experts_are_no_other_model(changes):
     profile = profile.model_copy(update={"measurements": measurements_of(counted)})
     sizes, features = Parallel(pipeline=1, data=4, expert=4), np.array([1, *SHAPES[-1]])
     planned = model_with(EXPERTS.model_copy(update=changes))
-    found = fitted_cost(profile, planned, CLUSTER, sizes, "fp32").units[name]
+    found = Measured(profile).costs(planned, CLUSTER, sizes, "fp32").units[name]
     known = analytic_cost(planned, CLUSTER, sizes, "fp32").units[name]
     assert features @ found.forward_ms == pytest.approx(features @ known.forward_ms, rel=1e-3)
     kept = features @ known.activation_bytes
     assert features @ found.activation_bytes == pytest.approx(kept, rel=0.01)
     more = model_with(EXPERTS.model_copy(update={"experts": 16}))
     with pytest.raises(UserError, match="sizes are not those"):
-        fitted_cost(profile, more, CLUSTER, sizes, "fp32")
+        Measured(profile).costs(more, CLUSTER, sizes, "fp32")
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():
@@ -111,7 +113,7 @@ def test_what_was_not_measured_is_counted():
         }
     )
     counted = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
-    fitted = fitted_cost(profile, MODEL, CLUSTER, PARALLEL, "fp32")
+    fitted = Measured(profile).costs(MODEL, CLUSTER, PARALLEL, "fp32")
     for unit in fitted.units:
         np.testing.assert_array_equal(
             fitted.units[unit].activation_bytes, counted.units[unit].activation_bytes
@@ -131,13 +133,13 @@ def test_links_of_one_machine_do_not_price_a_cluster():
     """Prevents a profile's local link from standing in for the network between nodes."""
     across = Parallel(pipeline=CLUSTER.gpus_per_node + 1)
     counted = analytic_cost(MODEL, CLUSTER, across, "fp32")
-    fitted = fitted_cost(measured(), MODEL, CLUSTER, across, "fp32")
+    fitted = Measured(measured()).costs(MODEL, CLUSTER, across, "fp32")
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte
 
 
 def test_optimizer_time_is_divided_over_data_parallel_ranks():
     """Prevents charging every rank for the whole update."""
-    shared = fitted_cost(measured(), MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
+    shared = Measured(measured()).costs(MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
     assert shared.optimizer_ms_per_parameter == pytest.approx(1e-5 / 4)
     assert shared.gradient_reduction_ms_per_parameter > 0
 
@@ -157,7 +159,7 @@ def test_a_profile_of_something_else_is_refused(
 ):
     """Prevents plans with another job's times."""
     with pytest.raises(UserError, match=message):
-        fitted_cost(measured(**changed), MODEL, CLUSTER, parallel, "fp32")
+        Measured(measured(**changed)).costs(MODEL, CLUSTER, parallel, "fp32")
 
 
 @pytest.mark.parametrize(

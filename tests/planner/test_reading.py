@@ -7,7 +7,8 @@ from profile_cases import measured
 
 from omnibal import cli
 from omnibal.check import check_plan
-from omnibal.cost.profile import ReadingMeasurement, write_profile
+from omnibal.cost.profile import Measured, write_profile
+from omnibal.cost.source import ReadingMeasurement
 from omnibal.data.lengths import write_lengths
 from omnibal.levels import Level
 from omnibal.limits import Caps
@@ -24,7 +25,7 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
 
 
 def planned(read: ReadingMeasurement | None):
-    return make_plan(changed(request(), profile=measured(reading=read)))
+    return make_plan(changed(request(), cost_source=Measured(measured(reading=read))))
 
 
 def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
@@ -112,7 +113,7 @@ def test_ranks_that_share_packs_read_their_parts():
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     read = reading(1e-3)
-    asked = changed(request(), profile=measured(reading=read), levels=levels)
+    asked = changed(request(), cost_source=Measured(measured(reading=read)), levels=levels)
     result = make_plan(asked)
     packs, _ = result.data
     assert result.plan.has_shared_packs

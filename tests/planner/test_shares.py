@@ -10,8 +10,9 @@ from plan_cases import MODEL, example_profile, job_spec
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
-from omnibal.cost.profile import ShareMeasurement, model_sha256
+from omnibal.cost.profile import Measured, ShareMeasurement, model_sha256
 from omnibal.cost.shares import share_features
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.cut import cut_pack, item_bounds
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -281,8 +282,8 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
 def test_measured_units_keep_their_times() -> None:
     """Prevents an exchange that is lost where costs were measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    job = job_spec(parallel=Parallel(pipeline=1, data=2), profile=profile)
-    counted_job = replace(job, profile=None)
+    job = job_spec(parallel=Parallel(pipeline=1, data=2), cost_source=Measured(profile))
+    counted_job = replace(job, cost_source=ANALYTIC)
     (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
     for name in dict.fromkeys(unit_names(MODEL)):
         np.testing.assert_allclose(
@@ -334,8 +335,10 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     shares = (*of_known_shares(4, gather), *of_known_shares(2, heads))
     measured = alone.model_copy(update={"shares": shares})
     node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-    job = job_spec(cluster=node, parallel=Parallel(pipeline=1, data=4), profile=measured)
-    counted = replace(job, profile=alone)
+    job = job_spec(
+        cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=Measured(measured)
+    )
+    counted = replace(job, cost_source=Measured(alone))
 
     def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
         (cost,) = job.costs_at([level(context, exchange=exchange)])
@@ -378,8 +381,8 @@ def test_exchanges_are_at_the_profiles_rates() -> None:
     )
     rates = Rates(device="test", collectives=collectives)
     given = {"parallel": Parallel(pipeline=1, data=2)}
-    unknown = job_spec(profile=profile, **given).costs_at([level(2)])[0]
-    measured = job_spec(profile=profile.model_copy(update={"rates": rates}), **given)
+    unknown = job_spec(cost_source=Measured(profile), **given).costs_at([level(2)])[0]
+    measured = job_spec(cost_source=Measured(profile.model_copy(update={"rates": rates})), **given)
     found = measured.costs_at([level(2)])[0].units["language_layer"].context_ms[0]
     guessed = unknown.units["language_layer"].context_ms[0]
     width, cluster = 2 * MODEL.language.hidden_size, measured.cluster

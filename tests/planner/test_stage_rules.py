@@ -215,7 +215,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
     made = make_plan(replace(asked, job=job))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")
-    assert JobSpec.of_plan(made.plan, None).trainer == swift
+    assert JobSpec.of_plan(made.plan).trainer == swift
     assert made.plan.stages[0].holds("language embed")
     # As this project's trainer it would take another time.
     other = made.plan.model_copy(update={"made_for": None})

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from omnibal import cli, tables
 from omnibal.config import load_cluster, load_model
-from omnibal.cost.profile import model_sha256
+from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.errors import DoesNotFit, UserError
@@ -50,8 +51,7 @@ CAPS = Caps.of(tiles=8, tokens=320)
 def strategy_request(**changes) -> StrategyRequest:
     fields = {"cluster": CLUSTER}
     fields |= {name: changes.pop(name) for name in JOB if name in changes}
-    profile = fields.get("profile")
-    alone = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
+    alone = Parallel(tensor=fields.get("cost_source", ANALYTIC).tensor or 1, pipeline=1)
     defaults = {
         "job": job_spec(**fields, parallel=alone),
         "gpus": 4,
@@ -414,16 +414,16 @@ def test_impossible_sizes_are_refused(changes, words):
 def test_profile_decides_the_tensor_size():
     """Prevents measured costs from being used for another tensor size than was measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    found = search(profile=profile)
+    found = search(cost_source=Measured(profile))
     every = [*found.ranking, *found.ruled_out]
     assert {each.parallel.tensor for each in every} == {1}
     with pytest.raises(UserError, match="are not those of internvl-digits"):
-        search(profile=example_profile())
+        search(cost_source=Measured(example_profile()))
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
-        search(profile=profile, tensor=2)
+        search(cost_source=Measured(profile), tensor=2)
     of_two = profile.model_copy(update={"tensor": 2})
     with pytest.raises(UserError, match=r"the profile is of tensor size 2 alone.*another tensor"):
-        search(profile=of_two, gpus=3)
+        search(cost_source=Measured(of_two), gpus=3)
 
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4"

@@ -345,7 +345,7 @@ def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
 
 
 def job_of(plan: Plan) -> JobSpec:
-    return JobSpec.of_plan(plan, None)
+    return JobSpec.of_plan(plan)
 
 
 def _state_is_exact(plan: Plan, stage: int) -> None:

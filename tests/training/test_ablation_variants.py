@@ -76,7 +76,6 @@ def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **si
         caps=Caps.of(tiles=8, tokens=300),
         samples_per_step=SAMPLES_PER_STEP,
         lengths=random_lengths(model, samples),
-        profile=None,
         seed=1,
     )
 

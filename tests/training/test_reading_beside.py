@@ -80,7 +80,7 @@ def tokens_taken_in_a_round(links, plan):
     taken = []
     result = Reading(items_of(0)).result  # of no sample yet
     reading = SimpleNamespace(take=taken.append, result=result)
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE, reading)
+    profiler = Profiler(JobSpec.of_plan(plan), links, PROFILE, reading)
     taken.clear()
     profiler.round()
     return sum(taken)
@@ -122,7 +122,7 @@ def test_profile_without_data_has_no_reading():
 
 def profile_alone(links, plan):
     options = replace(PROFILE, repetitions=1)
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return profiler.result([profiler.round()]).reading
 
 
