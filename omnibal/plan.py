@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 from omnibal.beside import EncodersBeside
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.data.lengths import LengthsOrigin
-from omnibal.earlier_plan import refuse_earlier
-from omnibal.files import parse_json_model, read_text, write_json_model
+from omnibal.files import read_json_model, write_json_model
 from omnibal.fp8 import FP8_MULTIPLE
 from omnibal.frozen import Count, Frozen
 from omnibal.levels import MAX_LEVELS, Level, largest_caps
@@ -309,11 +308,7 @@ def read_plan(directory: Path) -> Plan:
     """Read `plan.json` of a plan directory.
 
     Raises:
-        UserError: the directory holds no plan, one of an earlier schema, or one that does not
-            follow the schema.
+        UserError: the directory holds no plan, or one that does not follow the schema.
     """
     remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
-    path = directory / PLAN_FILE
-    text = read_text(path, remedy)
-    refuse_earlier(text, path, directory / PROFILE_FILE, directory / LENGTHS_FILE)
-    return parse_json_model(Plan, text, str(path), remedy)
+    return read_json_model(Plan, directory / PLAN_FILE, remedy)

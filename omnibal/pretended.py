@@ -15,26 +15,19 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 
 from omnibal.config import ClusterConfig, Precision
 from omnibal.cost.model import CostModel
-from omnibal.errors import UserError
-from omnibal.files import read_json_model, write_json_model
 from omnibal.frozen import Frozen
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.stage_memory import GIB, bytes_in_passes, fits_cap, running_passes
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
-from omnibal.replay import check_stage_of_file
-
-INFO_FILE = "pretended.json"
-_REMEDY = "count anew with tools/replay.py --pretend, into another directory"
+from omnibal.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 
 OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
 
 
-class PretendedInfo(Frozen):
-    """Identity of a pretended replay, written before the first stage."""
+class PretendedInfo(ReplayIdentity):
+    """Code whose allocations and operations were counted, of which all stages must be."""
 
-    plan_sha256: str
-    """SHA-256 of the plan without its prediction."""
     torch: str
     """Version of torch, whose operations were counted."""
     trainer_sha256: str
@@ -134,10 +127,9 @@ def step_ms_by_kind(
     return times
 
 
-class PretendedStage(Frozen):
+class PretendedStage(FoundOfStage):
     """What one device of a stage allocates and launches in its heaviest step."""
 
-    stage: NonNegativeInt
     predicted_gib: NonNegativeFloat | None
     """Peak that the plan predicts; None without a prediction."""
     allocated_gib: NonNegativeFloat
@@ -186,19 +178,14 @@ class PretendedStage(Frozen):
         }
 
 
-def pretended_file(directory: Path, stage: int) -> Path:
-    """File of a pretended stage."""
-    return directory / f"pretended_{stage}.json"
-
-
-def pretended_files(directory: Path) -> list[Path]:
-    """List every file of a pretended replay, its first one whether it exists or not."""
-    return [directory / INFO_FILE, *sorted(directory.glob("pretended_*.json"))]
-
-
-def write_pretended(stage: PretendedStage, directory: Path) -> None:
-    """Write what was counted of a stage."""
-    write_json_model(stage, pretended_file(directory, stage.stage))
+PRETENDED_FILES = StageFiles(
+    what="pretended replay",
+    identity=PretendedInfo,
+    found=PretendedStage,
+    info_file="pretended.json",
+    prefix="pretended",
+    remedy="count anew with tools/replay.py --pretend, into another directory",
+)
 
 
 def read_pretended(directory: Path, plan: Plan) -> tuple[PretendedStage, ...]:
@@ -207,15 +194,10 @@ def read_pretended(directory: Path, plan: Plan) -> tuple[PretendedStage, ...]:
     Raises:
         UserError: a file does not follow the schema, or is of another stage than its name says.
     """
-    found = []
-    for stage in range(len(plan.stages)):
-        path = pretended_file(directory, stage)
-        if path.exists():
-            one = read_json_model(PretendedStage, path, _REMEDY)
-            check_stage_of_file(path, stage, one.stage, _REMEDY)
-            predicted_gib = predicted_peak_gib(plan, stage)
-            found.append(one.model_copy(update={"predicted_gib": predicted_gib}))
-    return tuple(found)
+    return tuple(
+        one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
+        for one in PRETENDED_FILES.read(directory, len(plan.stages))
+    )
 
 
 def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
@@ -224,27 +206,9 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
     return None if prediction is None else prediction.stages[stage].memory.peak_gib
 
 
-def open_pretended(directory: Path, info: PretendedInfo) -> None:
-    """Begin a pretended replay in a directory, or go on with one of the same plan and torch.
-
-    Raises:
-        UserError: the directory holds another one.
-    """
-    path = directory / INFO_FILE
-    if path.exists():
-        check_pretended(directory, info.plan_sha256)
-        kept = read_json_model(PretendedInfo, path, _REMEDY)
-        if kept != info:
-            differs = "torch" if kept.torch != info.torch else "code of the trainer"
-            raise UserError(f"{directory}: was counted with another {differs}; {_REMEDY}")
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json_model(info, path)
-
-
 def is_pretended(directory: Path) -> bool:
     """Whether a directory holds a pretended replay."""
-    return (directory / INFO_FILE).exists()
+    return (directory / PRETENDED_FILES.info_file).exists()
 
 
 def check_pretended(directory: Path, plan_sha256: str) -> None:
@@ -253,13 +217,7 @@ def check_pretended(directory: Path, plan_sha256: str) -> None:
     Raises:
         UserError: it is of another plan, or has no valid file.
     """
-    kept = read_json_model(PretendedInfo, directory / INFO_FILE, _REMEDY)
-    if kept.plan_sha256 != plan_sha256:
-        raise UserError(
-            f"{directory}: is the pretended replay of another plan (sha256 "
-            f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}); give the one of this plan, or "
-            f"{_REMEDY}"
-        )
+    PRETENDED_FILES.identity_of(directory, plan_sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -19,8 +19,6 @@ from omnibal.config import Provider
 from omnibal.cost.model import CostModel
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
-from omnibal.files import read_json_model, write_json_model
-from omnibal.frozen import Frozen
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
@@ -29,16 +27,15 @@ from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.pipeline.stage_memory import bytes_in_passes, running_passes
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
+from omnibal.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 
 INFO_FILE = "replay.json"
 _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
-class ReplayInfo(Frozen):
-    """Identity of a replay, written before the first stage, so that no other plan's is added."""
+class ReplayInfo(ReplayIdentity):
+    """Settings of a replay, of which all stages must be."""
 
-    plan_sha256: str
-    """SHA-256 of the plan without its prediction."""
     steps: tuple[NonNegativeInt, ...]
     """Replayed steps of the run, each with all ranks' micro-batches."""
     repetitions: PositiveInt
@@ -51,11 +48,10 @@ class ReplayInfo(Frozen):
     """Provider of the layers that were measured."""
 
 
-class StageReplay(Frozen):
+class StageReplay(FoundOfStage):
     """Measurements of one stage on one device; times per micro-batch, medians of the
     repetitions."""
 
-    stage: NonNegativeInt
     rows: tuple[NonNegativeInt, ...]
     """Rows of the packs, ascending; the next three fields have as many entries."""
     forward_ms: tuple[NonNegativeFloat, ...]
@@ -88,6 +84,16 @@ class StageReplay(Frozen):
         """Predicted value of `peak_gib`: without working memory where that is not measured."""
         left_out = 0.0 if self.with_working_memory else memory.transient_gib
         return memory.peak_gib - left_out
+
+
+REPLAY_FILES = StageFiles(
+    what="replay",
+    identity=ReplayInfo,
+    found=StageReplay,
+    info_file=INFO_FILE,
+    prefix="stage",
+    remedy=_REMEDY,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -181,66 +187,6 @@ def heaviest_rows(
     )
 
 
-def stage_file(directory: Path, stage: int) -> Path:
-    """File of a stage's replay."""
-    return directory / f"stage_{stage}.json"
-
-
-def replay_files(directory: Path) -> list[Path]:
-    """List every file of a replay, with `replay.json` whether it exists or not."""
-    return [directory / INFO_FILE, *sorted(directory.glob("stage_*.json"))]
-
-
-def write_stage(replay: StageReplay, directory: Path) -> None:
-    """Write the replay of a stage."""
-    write_json_model(replay, stage_file(directory, replay.stage))
-
-
-def read_stages(directory: Path, plan: Plan) -> tuple[StageReplay, ...]:
-    """Read the stages that have been replayed so far, in order.
-
-    Raises:
-        UserError: a file does not follow the schema, or is of another stage than its name says.
-    """
-    found = []
-    for stage in range(len(plan.stages)):
-        path = stage_file(directory, stage)
-        if path.exists():
-            found.append(read_json_model(StageReplay, path, _REMEDY))
-            check_stage_of_file(path, stage, found[-1].stage, _REMEDY)
-    return tuple(found)
-
-
-def check_stage_of_file(path: Path, named: int, held: int, remedy: str) -> None:
-    """Refuse a file of one stage under the name of another.
-
-    Raises:
-        UserError: the stage that the file holds is not the one of its name.
-    """
-    if held != named:
-        raise UserError(f"{path}: holds stage {held}, and by its name stage {named}; {remedy}")
-
-
-def open_replay(directory: Path, info: ReplayInfo) -> None:
-    """Begin a replay in a directory, or resume one of the same plan and settings.
-
-    Raises:
-        UserError: the directory holds another replay.
-    """
-    path = directory / INFO_FILE
-    if path.exists():
-        kept = read_json_model(ReplayInfo, path, _REMEDY)
-        if kept != info:
-            differs = [name for name, value in info if value != dict(kept)[name]]
-            raise UserError(
-                f"{directory}: holds a replay with another {differs[0]}; only the same replay can "
-                "be gone on with: give another -o, or remove it"
-            )
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    write_json_model(info, path)
-
-
 def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
     """Read a finished replay of the plan and combine its stages into steps.
 
@@ -251,13 +197,8 @@ def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload
     Raises:
         UserError: the directory holds no replay, one of another plan, or not yet all stages.
     """
-    info = read_json_model(ReplayInfo, directory / INFO_FILE, _REMEDY)
-    if info.plan_sha256 != plan_sha256(plan):
-        raise UserError(
-            f"{directory}: is the replay of another plan (sha256 {info.plan_sha256[:12]}, not "
-            f"{plan_sha256(plan)[:12]}); give the one of this plan, or {_REMEDY}"
-        )
-    stages = read_stages(directory, plan)
+    info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
+    stages = REPLAY_FILES.read(directory, len(plan.stages))
     missing = sorted(set(range(len(plan.stages))) - {replay.stage for replay in stages})
     if missing:
         raise UserError(

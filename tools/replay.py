@@ -41,7 +41,7 @@ from omnibal.limits import memory_cap_gib
 from omnibal.outputs import check_folder
 from omnibal.pretended import Roofline, read_pretended
 from omnibal.program import run_app
-from omnibal.replay import read_replay, read_stages
+from omnibal.replay import REPLAY_FILES, read_replay
 from omnibal.report.pretended import contents_table, pretended_launches_table, pretended_table
 
 _STEPS, _REPETITIONS = 10, 3
@@ -175,7 +175,7 @@ def _print_pretended(job: ReplayJob, stages: Sequence[int], output: Path, as_jso
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:
-    kept = read_stages(output, job.plan)
+    kept = REPLAY_FILES.read(output, len(job.plan.stages))
     console = Console()
     console.print(tables.replayed_stages_table(job.plan, kept))
     if len(kept) == len(job.plan.stages):

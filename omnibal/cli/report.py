@@ -29,8 +29,8 @@ def report(
 ) -> None:
     """Write a page that shows the plan, and beside it what its replay and its run took."""
     from omnibal.check import open_plan
-    from omnibal.pretended import Roofline, pretended_files
-    from omnibal.replay import replay_files
+    from omnibal.pretended import PRETENDED_FILES, Roofline
+    from omnibal.replay import REPLAY_FILES
     from omnibal.report.page import write_report
     from omnibal.report.pretended import pretended_table
     from omnibal.report.summary import replay_figures
@@ -39,7 +39,8 @@ def report(
     trained = _run_directory(run)
     inputs = [*plan_files(directory)]
     inputs += [] if trained is None else run_files(trained)
-    inputs += [] if replay is None else [*replay_files(replay), *pretended_files(replay)]
+    if replay is not None:
+        inputs += [*REPLAY_FILES.all_files(replay), *PRETENDED_FILES.all_files(replay)]
     check_files({"-o": output}, inputs)
     shown = write_report(open_plan(directory), trained, output, replay)
     result: dict[str, Any] = {}

@@ -523,7 +523,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
         passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
-        shared_bytes=one.trained * (nothing + counts.shared_bytes),
+        shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
         expert_parameters=counts.expert_parameters,
@@ -533,24 +533,27 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
 
 def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
     """Time of a unit's collectives in forward, [features]."""
-    passes_ms = _passes_ms(device, counts.collective_bytes, counts.passes)
-    return passes_ms + _exchanges_ms(device, counts, counts.exchanges)
+    sent = counts.collectives
+    sent_bytes = 0 * counts.moved_bytes + sent.forward_bytes
+    return _passes_ms(device, sent_bytes, sent.passes) + _exchanges_ms(
+        device, counts, sent.exchanges
+    )
 
 
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
     """Time of a unit's collectives in backward, [features]."""
-    counts = one.counts
+    counts, sent = one.counts, one.counts.collectives
+    nothing = 0 * counts.moved_bytes
     if not one.has_backward:
-        return 0 * counts.back_collective_bytes
-    back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
-    passes = counts.back_passes + one.trained * counts.passes_again
-    passes_ms = _passes_ms(device, back_sent_bytes, passes)
-    return passes_ms + _exchanges_ms(device, counts, counts.back_exchanges)
+        return nothing
+    sent_bytes = nothing + sent.backward_bytes + one.trained * sent.again_bytes
+    passes_ms = _passes_ms(device, sent_bytes, sent.back_passes + one.trained * sent.passes_again)
+    return passes_ms + _exchanges_ms(device, counts, sent.back_exchanges)
 
 
 def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
     """Time of so many all-to-alls of the tokens of a unit's experts, [features]."""
-    sent_ms = counts.exchanged_bytes / device.expert_bytes_per_ms
+    sent_ms = counts.collectives.exchanged_bytes / device.expert_bytes_per_ms
     return sent_ms + _fixed(exchanges * device.expert_pass_ms, counts.moved_bytes)
 
 
@@ -618,7 +621,7 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
     times, softmax = device.attention_times, counts.attended
     if times is None:
         return scale * counts.attention_flops / device.flops_per_ms
-    rest = counts.attention_flops - np.sum([one.flops for one in softmax], axis=0)
+    rest = 0 * counts.moved_bytes + counts.other_attention_flops
     time_ms = scale * rest / device.flops_per_ms
     for one in softmax:
         tokens = device.sample_tokens if one.causal else None

@@ -187,33 +187,69 @@ class Working:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """What a rank sends to those it shares a unit with; bytes are [features], 0.0 for none."""
+
+    forward_bytes: np.ndarray | float = 0.0
+    backward_bytes: np.ndarray | float = 0.0
+    again_bytes: np.ndarray | float = 0.0
+    """Bytes sent in backward besides, to gather inputs again where weights are trained."""
+    passes: int = 0
+    """All-gathers and reduce-scatters of forward; an all-reduce is one of each."""
+    back_passes: int = 0
+    passes_again: int = 0
+    gathered_bytes: np.ndarray | float = 0.0
+    """Widest input that is gathered, for which core has room once for all layers of a stage."""
+    exchanged_bytes: np.ndarray | float = 0.0
+    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
+    exchanges: int = 0
+    """All-to-alls between expert-parallel ranks in forward."""
+    back_exchanges: int = 0
+
+    def __add__(self, other: "Collectives") -> "Collectives":
+        return Collectives(
+            forward_bytes=self.forward_bytes + other.forward_bytes,
+            backward_bytes=self.backward_bytes + other.backward_bytes,
+            again_bytes=self.again_bytes + other.again_bytes,
+            passes=self.passes + other.passes,
+            back_passes=self.back_passes + other.back_passes,
+            passes_again=self.passes_again + other.passes_again,
+            gathered_bytes=np.maximum(self.gathered_bytes, other.gathered_bytes),
+            exchanged_bytes=self.exchanged_bytes + other.exchanged_bytes,
+            exchanges=self.exchanges + other.exchanges,
+            back_exchanges=self.back_exchanges + other.back_exchanges,
+        )
+
+
+def all_reduced(
+    device: Device, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
+) -> Collectives:
+    """All-reduces of tensors of these bytes, so many times each way.
+
+    An all-reduce is a reduce-scatter and an all-gather.
+    """
+    return Collectives(
+        forward_bytes=2 * times * device.sent * forward_bytes,
+        backward_bytes=2 * times * device.sent * backward_bytes,
+        passes=2 * times,
+        back_passes=2 * times,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
     products: tuple[Product, ...]
-    attention_flops: np.ndarray
-    """Of all attention, softmax or not."""
     attended: tuple[Attended, ...] = ()
-    """Softmax attention of those."""
+    """Softmax attention."""
+    other_attention_flops: np.ndarray | float = 0.0
+    """Operations of attention that is not softmax's."""
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray
-    """The same of backward."""
-    collective_bytes: np.ndarray
-    """Bytes that the rank sends in collectives of forward; the next two are of backward."""
-    back_collective_bytes: np.ndarray
-    gathered_again_bytes: np.ndarray
-    """Bytes sent in backward on top, where the weights are trained."""
-    passes: int = 0
-    """All-gathers and reduce-scatters of forward; an all-reduce is one of each. The next two are of
-    backward, as the bytes are."""
-    back_passes: int = 0
-    passes_again: int = 0
-    exchanged_bytes: np.ndarray | float = 0.0
-    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
-    exchanges: int = 0
-    """All-to-alls of them in forward; then in backward."""
-    back_exchanges: int = 0
+    """Bytes that element-wise kernels of backward read and write."""
+    collectives: Collectives = Collectives()
     kernels: int
     kept: tuple[Kept, ...]
     """What is kept where the unit has a backward, its input included."""
@@ -225,13 +261,17 @@ class Counts:
     """Moments of forward, where the unit has no backward and keeps nothing."""
     passing_bytes: np.ndarray | float = 0.0
     """What is there as long as the micro-batch runs forward, none of it kept."""
-    shared_bytes: np.ndarray | float = 0.0
-    """Room that core makes once for all layers of a stage, where they are trained."""
     parameters: int
     expert_parameters: int = 0
     """Those of `parameters` that are experts'."""
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
+
+    @property
+    def attention_flops(self) -> np.ndarray:
+        """Operations of all attention, [features]."""
+        softmax = np.sum([0 * self.moved_bytes, *(one.flops for one in self.attended)], axis=0)
+        return softmax + self.other_attention_flops
 
     @property
     def matmul_flops(self) -> np.ndarray:

@@ -17,6 +17,7 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
+    all_reduced,
 )
 from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
 
@@ -34,14 +35,10 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Coun
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
     return Counts(
         products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
-        attention_flops=0 * items,
         # Pixels in, patches out, then read and written again with the positions added; backward,
         # gradients of positions and class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
         back_moved_bytes=2 * output_bytes,
-        collective_bytes=0 * items,
-        back_collective_bytes=0 * items,
-        gathered_again_bytes=0 * items,
         kernels=5,
         kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
@@ -77,14 +74,10 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
             Product(rows=items * tower.frames, inner=taps * tower.mel_bins, outer=h),
             Product(rows=items * tower.positions_per_item, inner=taps * h, outer=h),
         ),
-        attention_flops=0 * items,
         # Frames into the type of the weights, both activations, laid out anew, positions added;
         # backward the activations read their inputs too.
         moved_bytes=read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
         back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
-        collective_bytes=0 * items,
-        back_collective_bytes=0 * items,
-        gathered_again_bytes=0 * items,
         kernels=7,
         kept=(
             Kept(what="frames", made_by="aten._to_copy", bytes=input_bytes, for_weights=True),
@@ -148,16 +141,10 @@ def encoder_layer(
             Product(rows=rows, inner=h, outer=f / t),
             Product(rows=rows, inner=f / t, outer=h),
         ),
-        attention_flops=seen.flops,
         attended=(seen,),
         moved_bytes=rows * forward_moved * size,
         back_moved_bytes=rows * backward_moved * size,
-        # An all-reduce is a reduce-scatter and an all-gather.
-        collective_bytes=2 * 2 * device.sent * output_bytes,
-        back_collective_bytes=2 * 2 * device.sent * output_bytes,
-        gathered_again_bytes=0 * rows,
-        passes=2 * 2,
-        back_passes=2 * 2,
+        collectives=all_reduced(device, output_bytes, output_bytes, times=2),
         kernels=12,
         kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=output_bytes,
@@ -287,16 +274,11 @@ def encoder_projector(
             Product(rows=rows, inner=wide, outer=h / t),
             Product(rows=rows, inner=h / t, outer=h),
         ),
-        attention_flops=0 * rows,
         # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
         back_moved_bytes=(2 + 3) * input_bytes + rows * (3 * h / t + h) * size,
-        collective_bytes=2 * device.sent * output_bytes,
-        # Gradient of the first product's input, which the norm needs.
-        back_collective_bytes=2 * device.sent * rows * wide * size,
-        gathered_again_bytes=0 * rows,
-        passes=2,
-        back_passes=2,
+        # Backward, the gradient of the first product's input, which the norm needs.
+        collectives=all_reduced(device, output_bytes, wide_bytes),
         kernels=8,
         kept=(
             *folded,

@@ -23,6 +23,7 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
+    all_reduced,
 )
 from omnibal.encoders import ImagesEncoder
 from omnibal.units import LANGUAGE, UnitKind
@@ -49,16 +50,12 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         ]
     return Counts(
         products=(Product(rows=rows, inner=values, outer=h),),
-        attention_flops=0 * rows,
         # Pixels in, patches out, positions added; a norm reads and writes them.
         moved_bytes=pixel_bytes
         + output_bytes
         + positions_bytes
         + (2 * output_bytes if tower.embed_norm else 0),
         back_moved_bytes=positions_bytes + (3 + tower.embed_norm) * output_bytes,
-        collective_bytes=0 * rows,
-        back_collective_bytes=0 * rows,
-        gathered_again_bytes=0 * rows,
         kernels=5,
         kept=tuple(kept),
         boundary_bytes=pixel_bytes,
@@ -110,10 +107,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
         moved_bytes=layer.moved_bytes + projector.moved_bytes,
         # Gradients of the layer's output, from both, are added.
         back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
-        collective_bytes=layer.collective_bytes + projector.collective_bytes,
-        back_collective_bytes=layer.back_collective_bytes + projector.back_collective_bytes,
-        passes=layer.passes + projector.passes,
-        back_passes=layer.back_passes + projector.back_passes,
+        collectives=layer.collectives + projector.collectives,
         kernels=layer.kernels + projector.kernels + 1,
         kept=(*layer.kept, *(_of_deepstack(line) for line in projector.kept if line.made_by)),
         working=(
@@ -157,7 +151,6 @@ def _layer(
     divided += (3 * a if tower.qkv_bias else 0) + (2 * a if tower.qk_norm else 0)
     hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
     forward_moved, back_moved = _layer_moved(tower, t, a)
-    collective_bytes = 2 * 2 * device.sent * hidden_bytes
     seen = Attended(
         pairs=_attended(tower, kind, features),
         rows=rows,
@@ -172,16 +165,10 @@ def _layer(
             Product(rows=rows, inner=h, outer=into / t),
             Product(rows=rows, inner=f / t, outer=h),
         ),
-        attention_flops=seen.flops,
         attended=(seen,),
         moved_bytes=rows * forward_moved * size,
         back_moved_bytes=rows * back_moved * size,
-        # An all-reduce is a reduce-scatter and an all-gather.
-        collective_bytes=collective_bytes,
-        back_collective_bytes=collective_bytes,
-        gathered_again_bytes=0 * rows,
-        passes=2 * 2,
-        back_passes=2 * 2,
+        collectives=all_reduced(device, hidden_bytes, hidden_bytes, times=2),
         kernels=12,
         kept=_layer_kept(tower, device, rows, a),
         boundary_bytes=hidden_bytes,
@@ -322,16 +309,11 @@ def _two_products(
             Product(rows=cells, inner=wide, outer=inner / t),
             Product(rows=cells, inner=inner / t, outer=h),
         ),
-        attention_flops=0 * cells,
         # The norm, GELU, and the bias; backward the norm reads its input too.
         moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
         back_moved_bytes=3 * input_bytes + 3 * inner_bytes + output_bytes,
-        collective_bytes=2 * device.sent * output_bytes,
-        # Gradient of the first product's input, which the norm needs.
-        back_collective_bytes=2 * device.sent * input_bytes,
-        gathered_again_bytes=0 * cells,
-        passes=2,
-        back_passes=2,
+        # Backward, the gradient of the first product's input, which the norm needs.
+        collectives=all_reduced(device, output_bytes, input_bytes),
         kernels=8,
         kept=(
             Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes),
@@ -367,12 +349,8 @@ def _pooled_projector(
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
     return Counts(
         products=(Product(rows=cells, inner=width, outer=h),),
-        attention_flops=0 * cells,
         moved_bytes=input_bytes + 3 * pooled_bytes,
         back_moved_bytes=input_bytes + 4 * pooled_bytes,
-        collective_bytes=0 * cells,
-        back_collective_bytes=0 * cells,
-        gathered_again_bytes=0 * cells,
         kernels=4,
         kept=(
             Kept(what="averaged cells", made_by="pool", bytes=pooled_bytes),
@@ -405,15 +383,10 @@ def _gated_projector(
             Product(rows=cells, inner=h, outer=2 * inner / t),
             Product(rows=cells, inner=inner / t, outer=h),
         ),
-        attention_flops=0 * cells,
         # Norm and GELU, SwiGLU; backward they read their inputs too.
         moved_bytes=4 * output_bytes + 3 * inner_bytes,
         back_moved_bytes=6 * output_bytes + 5 * inner_bytes,
-        collective_bytes=2 * device.sent * output_bytes,
-        back_collective_bytes=2 * device.sent * output_bytes,
-        gathered_again_bytes=0 * cells,
-        passes=2,
-        back_passes=2,
+        collectives=all_reduced(device, output_bytes, output_bytes),
         kernels=10,
         kept=(
             Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes, for_weights=True),

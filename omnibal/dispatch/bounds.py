@@ -27,24 +27,6 @@ def load_bound(weight: np.ndarray, ranks: int) -> float:
     return _proven(max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)), weight)
 
 
-def equal_count_bound(weight: np.ndarray, ranks: int) -> float:
-    """A lower bound on the busiest rank where numbers of items differ by at most one.
-
-    Beside those of `load_bound`: whoever has the heaviest item has as many as any rank must, of the
-    others the lightest.
-
-    Args:
-        weight: of every item, at least 0, [items].
-        ranks: at least 1.
-    """
-    sums = _sums_of_heaviest(weight)
-    fewest = len(weight) // ranks
-    if not fewest:
-        return load_bound(weight, ranks)
-    with_heaviest = sums[1] + sums[-1] - sums[len(weight) - fewest + 1]
-    return max(load_bound(weight, ranks), _proven(with_heaviest, weight))
-
-
 def _proven(least: float, weight: np.ndarray) -> float:
     """A bound without what rounding may have added, and whole where all weights are."""
     rounded_down = least * (1 - _ROUNDING)

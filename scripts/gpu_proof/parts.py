@@ -19,7 +19,7 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.units import unit_counts
 from omnibal.plan_files import PlanFiles
 from omnibal.pretended import Roofline, read_pretended
-from omnibal.replay import StageReplay, read_stages
+from omnibal.replay import REPLAY_FILES, StageReplay
 from omnibal.runlog import RUN_FILE, StepRecord, read_run
 from scripts.gpu_proof.running import Context, Part, PartEndedError
 
@@ -132,7 +132,7 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
             "kernels": counted.kernels,
             "element_wise_share": counted.element_wise_share(rates),
         }
-    [measured] = [one for one in read_stages(folder, plan) if one.stage == stage]
+    [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
     own = sum(measured.forward_ms) + sum(measured.backward_ms)
     assert plan.prediction is not None
     figures: dict[str, JsonValue] = {

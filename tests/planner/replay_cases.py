@@ -10,11 +10,10 @@ from omnibal.pipeline.stage_cost import once_a_step
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.replay import (
+    REPLAY_FILES,
     ReplayInfo,
     StageReplay,
-    open_replay,
     plan_sha256,
-    write_stage,
 )
 
 
@@ -73,11 +72,11 @@ def write_replay(
 ) -> list[StageReplay]:
     """A replay directory; of all steps if none are named, and as predicted if no factors are."""
     chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
-    open_replay(directory, replay_info(plan, chosen, **info))
+    REPLAY_FILES.open(directory, replay_info(plan, chosen, **info))
     factors = factors or (1.0,) * len(plan.stages)
     replays = stage_replays(
         plan, cost, workload, chosen, factors, with_working_memory=with_working_memory
     )
     for replay in replays:
-        write_stage(replay, directory)
+        REPLAY_FILES.write(replay, directory)
     return replays

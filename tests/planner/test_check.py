@@ -526,6 +526,18 @@ def test_hand_written_plan_needs_no_prediction(directory):
     assert any("is predicted to need" in sentence for sentence in check_plan(directory))
 
 
+def test_a_plan_of_another_schema_is_refused_with_what_to_do(directory):
+    """Prevents: complaints of fields that changed, where the whole plan is of another version."""
+    written = json.loads((directory / "plan.json").read_text())
+    written |= {"schema_version": 1, "stages": [{"vision_layers": 3}]}
+    (directory / "plan.json").write_text(json.dumps(written))
+    expected = (
+        r"plan\.json: schema_version: .* 2 \(given: 1\); make the plan anew with `omnibal plan"
+    )
+    with pytest.raises(UserError, match=expected):
+        check_plan(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"schema_version": 3}'])
 def test_foreign_plan_json_is_refused(directory, content):
     """Prevents a traceback for a file that is not a plan of this version."""

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,11 +20,10 @@ from replay_cases import write_replay
 import omnibal
 from omnibal import cli
 from omnibal.config import load_cluster, load_model, preset_names
-from omnibal.cost.profile import model_sha256, write_profile
+from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packs import read_packs
-from omnibal.pipeline.stage import Stage
 from omnibal.plan import read_plan
 from omnibal.plan_files import data_of_plan, job_of_plan
 from omnibal.units import unit_names
@@ -516,62 +514,6 @@ def test_what_cannot_be_served_is_one_line(
     assert all(line.startswith("trying") for line in before_it)  # the bar of a search
     assert expected in error
     assert sorted(tmp_path.iterdir()) == before
-
-
-def of_schema_1(directory: Path) -> None:
-    """Rewrite plan.json as earlier versions did: a stage is counts."""
-    path = directory / "plan.json"
-    plan = json.loads(path.read_text()) | {"schema_version": 1}
-    for stage in plan["stages"]:
-        found = Stage.model_validate(stage)
-        units = "vision embed", "projector", "language embed", "head"
-        stage.clear()
-        stage |= {unit.replace(" ", "_"): found.holds(unit) for unit in units}
-        for tower in ("vision", "language"):
-            stage[f"{tower}_layers"] = len(found.layers(tower))
-            stage[f"recompute_{tower}"] = list(found.recomputed(tower))
-    path.write_text(json.dumps(plan))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--lengths {lengths} --dp 2 --seed 3 --epochs 2 --packing isf --precision bf16",
-        "--lengths {lengths} --profile {profile} --micro-batches 3 --precision fp32",
-        "--memory-gib 3.5 --freeze vision --freeze projector",
-    ],
-)
-def test_plan_of_an_earlier_schema_says_how_it_is_made_anew(
-    capsys, tmp_path, lengths_file, options
-):
-    """Prevents a command that does not run, or makes another plan than the old one."""
-    profile = example_profile().model_copy(
-        update={"model_sha256": model_sha256(load_model("internvl-digits"))}
-    )
-    write_profile(profile, tmp_path / "profile.json")
-    named = options.format(lengths=lengths_file, profile=tmp_path / "profile.json").split()
-    run(PLAN, *named, "-o", tmp_path / "my plan")
-    capsys.readouterr()
-    old = read_plan(tmp_path / "my plan")
-    of_schema_1(tmp_path / "my plan")
-    error = failure(capsys, "check", tmp_path / "my plan")
-    command = re.search(r"is a plan of schema 1, .* with `omnibal (plan .*)`$", error.strip())[1]
-    run("", *shlex.split(command))
-    assert read_plan(tmp_path / "my plan.new") == old
-
-
-def test_plan_of_an_earlier_schema_and_another_model_asks_for_its_file(capsys, tmp_path):
-    """Prevents a command that plans a preset in place of the model of the same name."""
-    run(PLAN, "-o", tmp_path / "plan")
-    capsys.readouterr()
-    of_schema_1(tmp_path / "plan")
-    path = tmp_path / "plan/plan.json"
-    path.write_text(path.read_text().replace('"vocab_size": ', '"vocab_size": 1'))
-    assert "--model FILE --cluster laptop-cpu" in failure(capsys, "check", tmp_path / "plan")
-    path.write_text(path.read_text().replace('"internvl-digits"', '"llama3.1-8b"'))
-    assert "--model FILE --cluster laptop-cpu" in failure(capsys, "check", tmp_path / "plan")
-    path.write_text(path.read_text().replace("vocab_size", "words"))
-    assert "make the plan anew" in failure(capsys, "check", tmp_path / "plan")
 
 
 EDITS = {

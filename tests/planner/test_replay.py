@@ -30,13 +30,11 @@ from omnibal.plan import Plan, PlannedLevel
 from omnibal.planner import make_plan
 from omnibal.pretended import heaviest_windows
 from omnibal.replay import (
+    REPLAY_FILES,
     chosen_steps,
     heaviest_rows,
-    open_replay,
     read_replay,
-    read_stages,
     rows_of_steps,
-    write_stage,
 )
 
 pytestmark = pytest.mark.quick
@@ -222,7 +220,7 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     write_replay(folder, small.plan, small.cost, small.workload, (0,))
     for stage in (1, 2):
         (folder / f"stage_{stage}.json").unlink()
-    assert [kept.stage for kept in read_stages(folder, small.plan)] == [0, 3]
+    assert [kept.stage for kept in REPLAY_FILES.read(folder, 4)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
         read_replay(folder, small.plan, small.cost, small.workload)
 
@@ -230,8 +228,8 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
 def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
     """Prevents stages of other steps, content or devices from being put into one step."""
     info = replay_info(small.plan, (0, 1))
-    open_replay(tmp_path / "replay", info)
-    open_replay(tmp_path / "replay", info)
+    REPLAY_FILES.open(tmp_path / "replay", info)
+    REPLAY_FILES.open(tmp_path / "replay", info)
     for name, value in (
         ("steps", (0, 2)),
         ("content", "data"),
@@ -239,7 +237,7 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
         ("provider", "te"),
     ):
         with pytest.raises(UserError, match=f"holds a replay with another {name}"):
-            open_replay(
+            REPLAY_FILES.open(
                 tmp_path / "replay", replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))
             )
 
@@ -249,14 +247,14 @@ def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
     replays = write_replay(folder, small.plan, small.cost, small.workload, (0,))
     rows = tuple(row + 1 for row in replays[2].rows)
-    write_stage(replays[2].model_copy(update={"rows": rows}), folder)
+    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 2 is not of the packs of its steps"):
         read_replay(folder, small.plan, small.cost, small.workload)
-    write_stage(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
+    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
     with pytest.raises(UserError, match="differ in length"):
         read_replay(folder, small.plan, small.cost, small.workload)
     for replay in replays:
-        write_stage(replay.model_copy(update={"rows": rows}), folder)
+        REPLAY_FILES.write(replay.model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 0 is not of the packs of its steps"):
         read_replay(folder, small.plan, small.cost, small.workload)
 

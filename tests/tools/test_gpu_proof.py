@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from omnibal.cost.analytic import model_flops
+from omnibal.replay import REPLAY_FILES
 from scripts.gpu_proof import parts
 from scripts.gpu_proof.page import tables_of, write_page
 from scripts.gpu_proof.parts import PARTS
@@ -169,7 +170,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path: Path, monkeypat
     [stage] = result.figures["stages"]
     assert stage["measured_ms"] > 0 and stage["measured_gib"] > 0
     files = parts.open_plan(tmp_path / "plan")
-    [measured] = parts.read_stages(tmp_path / "replay", files.plan)
+    [measured] = REPLAY_FILES.read(tmp_path / "replay", len(files.plan.stages))
     # All stages together need what the whole model needs.
     features, plan = np.array([[1, 8, 256, 256**2, 100]]), files.plan
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]

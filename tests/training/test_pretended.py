@@ -18,7 +18,7 @@ from omnibal.parallel import Parallel
 from omnibal.plan_data import MockData
 from omnibal.plan_files import save_plan
 from omnibal.planner import PlanRequest, make_plan
-from omnibal.pretended import PretendedStage, pretended_file, read_pretended
+from omnibal.pretended import PRETENDED_FILES, PretendedStage, read_pretended
 
 CASES = Path(__file__).with_name("pretended_cases.py")
 KEPT_CASES = Path(__file__).with_name("kept_cases.py")
@@ -146,7 +146,7 @@ def test_a_pretended_stage_is_the_one_of_its_name(planned, tmp_path):
             peak_phase="forward", peak_at="", rows=(0,), micro_batches=1, kernels=1, tflop=1.0,
             gigabytes=1.0, contents=(), operations=(), host_reads=(), unaligned=(),
         )  # fmt: skip
-        pretended_file(tmp_path, stage).write_text(counted.model_dump_json())
+        PRETENDED_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
     with pytest.raises(UserError, match=r"_1\.json: holds stage 0, and by its name stage 1"):
         read_pretended(tmp_path, plan)
 

@@ -37,14 +37,12 @@ from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.plan_files import PlanFiles
 from omnibal.replay import (
+    REPLAY_FILES,
     ReplayInfo,
     chosen_steps,
     heaviest_rows,
-    open_replay,
     plan_sha256,
-    read_stages,
     rows_of_steps,
-    write_stage,
 )
 
 _POLL_S = 0.2
@@ -199,8 +197,8 @@ def replay_stages(
     else:
         torch.set_num_threads(1)  # as each process of a job on a CPU has
     info = replay_info(job, options, launch.world_size)
-    open_by_all(launch, store, lambda: open_replay(output, info))
-    kept = {replay.stage for replay in read_stages(output, job.plan)}
+    open_by_all(launch, store, lambda: REPLAY_FILES.open(output, info))
+    kept = {replay.stage for replay in REPLAY_FILES.read(output, len(job.plan.stages))}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
@@ -212,7 +210,7 @@ def replay_stages(
                 replayed = replay_stage(
                     job.plan, stage, work[stage], job.rows_of(stage), on_run, options.provider
                 )
-                write_stage(replayed, output)
+                REPLAY_FILES.write(replayed, output)
             except UserError as error:
                 # The other stages are worth having. The error itself would hold this one's memory.
                 store.set(f"failed {stage}", str(error))

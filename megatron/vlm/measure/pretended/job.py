@@ -15,11 +15,9 @@ from omnibal.config import Precision, Provider
 from omnibal.errors import UserError
 from omnibal.plan import Plan
 from omnibal.pretended import (
+    PRETENDED_FILES,
     PretendedInfo,
     heaviest_windows,
-    open_pretended,
-    read_pretended,
-    write_pretended,
 )
 from omnibal.replay import plan_sha256
 
@@ -82,8 +80,8 @@ def pretend_stages(
     install_device()  # before there is an output that nothing could be written to
     torch.set_num_threads(1)
     info = pretended_info(job.plan)
-    open_by_all(launch, store, lambda: open_pretended(output, info))
-    kept = {counted.stage for counted in read_pretended(output, job.plan)}
+    open_by_all(launch, store, lambda: PRETENDED_FILES.open(output, info))
+    kept = {one.stage for one in PRETENDED_FILES.read(output, len(job.plan.stages))}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
@@ -93,5 +91,5 @@ def pretend_stages(
     with shared_progress("trying stages", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             counted = pretend_stage(job.plan, stage, windows[stage], job.rows_of(stage), on_run)
-            write_pretended(counted, output)
+            PRETENDED_FILES.write(counted, output)
         together(store, "done", launch.world_size, lambda: on_run(0))
