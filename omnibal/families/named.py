@@ -3,13 +3,8 @@
 from pathlib import Path
 
 from omnibal.config import ModelConfig, load_model, model_file, preset_names
-from omnibal.families.hub import (
-    CONFIG_FILE,
-    has_quantized_weights,
-    keys_not_understood,
-    read_hub_config,
-)
-from omnibal.limits import words
+from omnibal.families.folder import CONFIG_FILE
+from omnibal.families.hub import config_notes, read_hub_config
 
 
 def named_model(name_or_path: str) -> ModelConfig:
@@ -34,16 +29,7 @@ def model_notes(name_or_path: str) -> list[str]:
         UserError: its file cannot be read.
     """
     path = _hub_file(name_or_path)
-    if path is None:
-        return []
-    notes: list[str] = []
-    if has_quantized_weights(path):
-        stored = f"{path} has a quantization_config"
-        notes.append(f"{stored}: weights are planned in --precision, not as they are stored")
-    unread = keys_not_understood(path)
-    if unread:
-        notes.append(f"{path} has keys that are not understood, {words(unread)}: planned without")
-    return notes
+    return [] if path is None else config_notes(path)
 
 
 def _hub_file(name_or_path: str) -> Path | None:

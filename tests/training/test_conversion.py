@@ -553,7 +553,7 @@ BAD = {
     ),
     "other-template": ("internlm2", edit_config(template="vicuna"), "template 'vicuna'"),
     "head-size": ("transformers", edit_config(text_config__head_dim=8), "k_proj.weight is"),
-    "biases": ("internlm2", edit_config(llm_config__bias=True), "biases in the language model"),
+    "biases": ("internlm2", edit_config(llm_config__bias=True), "bias true must be false"),
     "no-heads": (
         "internlm2", edit_config(llm_config__num_attention_heads=0), "greater than 0 (given: 0)"
     ),

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.config import ModelConfig
-from omnibal.families.released_language import auxiliary_loss, released_coefficient
+from omnibal.families.text import auxiliary_loss, released_coefficient
 
 SAMPLES = [(0, 12), (0, 7), (0, 16)]
 
