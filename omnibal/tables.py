@@ -7,7 +7,6 @@ import numpy as np
 
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
-from omnibal.data.metrics import PackMetrics
 from omnibal.encoders import ClipsEncoder
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
@@ -75,28 +74,6 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
     ]
     titles = ("name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between", "rates")
     return _table("Clusters", titles, rows)
-
-
-def packing_facts(metrics: PackMetrics, load: str) -> Facts:
-    """The figures of a packing; `load` says by what the straggler factor is measured."""
-    entries = [
-        ("samples packed", f"{metrics.packed:,} of {metrics.samples:,}"),
-        ("packs", f"{metrics.packs:,}"),
-        ("packs needed at least", f"{metrics.packs_lower_bound:,}"),
-        ("above that", f"{metrics.gap:.2%}"),
-        ("samples per pack", f"{metrics.samples_per_pack:.2f}"),
-        *((f"fill of {name}", f"{share:.1%}") for name, share in metrics.fill.items()),
-        ("pad ratio", f"{metrics.pad_ratio:.4f}"),
-        *((f"dist ratio of {name}", f"{ratio:.4f}") for name, ratio in metrics.dist_ratio.items()),
-        ("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}"),
-        ("it must be at least", f"{metrics.least_attention_balance_ratio:.4f}"),
-        ("communication ratio", f"{metrics.communication_ratio:.4f}"),
-        ("tokens of a rank in a step", f"{metrics.tokens_per_rank:,.0f}"),
-        ("straggler factor", f"{metrics.straggler_factor:.4f}"),
-        ("in predicted time of", load),
-        ("steps", f"{metrics.steps:,}"),
-    ]
-    return Facts("Packs", entries)
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:

@@ -8,7 +8,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from omnibal import tables
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
     DEFAULT_MICRO_BATCHES,
@@ -102,6 +101,7 @@ def pack(
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
     from omnibal.report.loads import LoadSetting, write_loads
+    from omnibal.report.tables import packing_facts
     from omnibal.search.caps import isf_note
 
     inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]
@@ -149,7 +149,7 @@ def pack(
     print_notes(_ranks_without_packs(packs, steps.dp))
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
-    print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
+    print_result(as_json, result, packing_facts(metrics, f"{name}, {source}"))
 
 
 def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:

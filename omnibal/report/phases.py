@@ -14,7 +14,7 @@ from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Plan
-from omnibal.report.table import Column, Table
+from omnibal.report.table import Table
 from omnibal.units import feature_names_at
 
 
@@ -66,11 +66,5 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
         )
         for each in phases
     ]
-    return Table(
-        title="Phases: busiest rank over the mean",
-        columns=[
-            Column(title=title)
-            for title in ("phase", "own packs", "dealt to all ranks", "at least")
-        ],
-        sections=[rows],
-    )
+    titles = ("phase", "own packs", "dealt to all ranks", "at least")
+    return Table.of_rows("Phases: busiest rank over the mean", titles, rows)

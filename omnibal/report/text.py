@@ -3,6 +3,9 @@
 import html
 import math
 from collections.abc import Sequence
+from pathlib import Path
+
+from omnibal.files import atomic
 
 EN_DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -82,3 +85,13 @@ def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
     return [f"{value:,.{decimals}f}" for value in values]
+
+
+def write_ascii(page: str, path: Path) -> None:
+    """Write a page or picture and the directories that it lies in.
+
+    Pure ASCII survives every server, mail and editor; the rest becomes character references.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
