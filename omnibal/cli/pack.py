@@ -100,7 +100,7 @@ def pack(
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
-    from omnibal.report.loads import LoadSetting, write_loads
+    from omnibal.report.loads import write_loads
     from omnibal.report.tables import packing_facts
     from omnibal.search.caps import isf_note
 
@@ -131,8 +131,7 @@ def pack(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
     if picture is not None:
-        setting = LoadSetting(job=job, request=data.draw_request(job))
-        write_loads(setting, packs, samples, picture)
+        write_loads(job, data.draw_request(job), packs, samples, picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:

@@ -30,21 +30,6 @@ class ShownStep:
         """Time of the step."""
         return float(self.timeline.step_ms)
 
-    @property
-    def samples_per_second(self) -> float:
-        """Samples trained per second."""
-        return 1000 * self.samples / self.step_ms
-
-    @property
-    def wait_fraction(self) -> float:
-        """Idle share of the step, for any cause, mean over the stages."""
-        return float(self.timeline.wait_ms.mean()) / self.step_ms
-
-    @property
-    def recompute_fraction(self) -> float:
-        """Share of all computing that is recomputation."""
-        return float(self.recompute_ms.sum() / self.timeline.busy_ms.sum())
-
 
 def before_and_after(title: str, steps: Sequence[ShownStep]) -> str:
     """The text of the SVG file; the first step is what the others are compared with."""
@@ -61,17 +46,15 @@ def _panel(step: ShownStep, first: ShownStep, x: Scale, recomputes: bool) -> Pan
     """A row per stage, a bar per pass, and its speed relative to the first step's."""
     micro_batches, stages = step.recompute_ms.shape
     rows = Rows(x=x, top=46, pitch=min(30.0, 300 / stages), count=stages, gap=3)
-    faster = number(step.samples_per_second / first.samples_per_second)
+    timeline, step_ms = step.timeline, step.step_ms
+    rates = [one.samples / one.step_ms for one in (step, first)]
+    faster = "" if step is first else f", {number(rates[0] / rates[1])} times the first"
+    again = float(step.recompute_ms.sum() / timeline.busy_ms.sum())
     figures = [
-        (milliseconds(step.step_ms), f"for a step of {step.samples:,} samples"),
-        (
-            number(step.samples_per_second),
-            "samples per second" + (f", {faster} times the first" if step is not first else ""),
-        ),
-        (percent(step.wait_fraction), "of device time is waiting"),
-    ]
-    if recomputes:
-        figures.append((percent(step.recompute_fraction), "of computing is recomputation"))
+        (milliseconds(step_ms), f"for a step of {step.samples:,} samples"),
+        (number(1000 * rates[0]), f"samples per second{faster}"),
+        (percent(float(timeline.wait_ms.mean()) / step_ms), "of device time is waiting"),
+    ] + [(percent(again), "of computing is recomputation")] * recomputes
     tips = [f"micro-batch {index}" for index in range(micro_batches)]
     return Panel(
         heading=step.title,
@@ -79,9 +62,9 @@ def _panel(step: ShownStep, first: ShownStep, x: Scale, recomputes: bool) -> Pan
         rows=rows,
         names=[f"stage {stage}" for stage in range(stages)],
         bars=[
-            *(rows.bar(stage, 0, step.step_ms, "wait") for stage in range(stages)),
-            *pass_bars(rows, step.timeline, tips, step.recompute_ms),
+            *(rows.bar(stage, 0, step_ms, "wait") for stage in range(stages)),
+            *pass_bars(rows, timeline, tips, step.recompute_ms),
         ],
-        end_ms=step.step_ms,
+        end_ms=step_ms,
         figures=figures,
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnibal.data.packs import ScheduledPacks
 from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
-from omnibal.pipeline.prediction import LostTime, StageMemory
+from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.plan import Plan
 from omnibal.replay import ReplaySummary
@@ -57,8 +57,6 @@ class Figure:
     title: str
     svg: str = ""
     """What is drawn, whose text is escaped."""
-    shares: Sequence[tuple[str, float]] = ()
-    """Parts of one bar, each (class, share), that stand in place of a drawing."""
     caption: str
     legend: Sequence[tuple[str, str]] = ()
     """Keys of (class, meaning)."""
@@ -312,44 +310,53 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
     )
 
 
-def waste_figures(plan: Plan, replay: ReplaySummary | None) -> list[Figure]:
-    """The predicted step as ideal computation and what is lost to each cause; below it the
-    replayed step."""
-    figures = []
+def waste_figure(plan: Plan, replay: ReplaySummary | None) -> Figure | None:
+    """The step as ideal computation and what is lost to each cause, predicted and replayed."""
+    steps: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
-        caption = (
-            "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
-            "simulated again without one cause after another; the differences add up to it."
+        steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
+    if replay is not None:
+        steps["replayed"] = replay.lost.named(), replay.step_ms
+    shown = {
+        cause: f"lost-{cause.replace(' ', '-')}"
+        for lost, step_ms in steps.values()
+        for cause, ms in lost.items()
+        if ms >= _LEAST_SHOWN_SHARE * step_ms > 0
+    }
+    if not shown:
+        return None
+
+    def words(cause: str) -> str:
+        parts = [(lost.get(cause, 0.0), step_ms) for lost, step_ms in steps.values()]
+        return " / ".join(f"{milliseconds(ms)} ({percent(ms / step_ms)})" for ms, step_ms in parts)
+
+    longest_ms = max(step_ms for _, step_ms in steps.values())
+    x = Scale(0, longest_ms, 72, WIDE - 16)
+    rows = Rows(x=x, top=4, pitch=28, count=len(steps), gap=6)
+    parts = [rows.axis("ms", 8), rows.labels([*steps])]
+    for row, (lost, _) in enumerate(steps.values()):
+        tips = [(lost.get(cause, 0.0), css, cause) for cause, css in shown.items()]
+        parts.append(
+            rows.stack(row, [(ms, css, f"{c}: {milliseconds(ms)}") for ms, css, c in tips])
         )
-        exchange = plan.prediction.exchange
-        if exchange.total_ms:
-            caption += (
-                f" Data-parallel ranks exchange gradients and weights for "
-                f"{milliseconds(exchange.total_ms)}, of which {milliseconds(exchange.exposed_ms)} "
-                "are exposed and count as communication."
-            )
-        figures.append(
-            _lost_figure("predicted", plan.prediction.lost, plan.prediction.step_ms, caption)
+    caption = (
+        "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
+        "simulated again without one cause after another; the differences add up to it."
+    )
+    exchange = plan.prediction.exchange if plan.prediction else None
+    if exchange and exchange.total_ms:
+        caption += (
+            f" Data-parallel ranks exchange gradients and weights for "
+            f"{milliseconds(exchange.total_ms)}, of which {milliseconds(exchange.exposed_ms)} "
+            "are exposed and count as communication."
         )
     if replay is not None:
-        caption = "The same of the replayed steps, with the times that their stages took."
-        figures.append(_lost_figure("replayed", replay.lost, replay.step_ms, caption))
-    return [figure for figure in figures if figure.shares]
-
-
-def _lost_figure(source: str, lost: LostTime, step_ms: float, caption: str) -> Figure:
-    shown = [
-        (f"lost-{name.replace(' ', '-')}", name, ms)
-        for name, ms in lost.named().items()
-        if ms >= _LEAST_SHOWN_SHARE * step_ms > 0
-    ]
+        caption += " Replayed: the replayed steps, with the times that their stages took."
     return Figure(
-        title=f"Where the {source} step's time goes",
-        shares=[(css, ms / step_ms) for css, _, ms in shown],
+        title="Where the step's time goes",
+        svg=drawing(WIDE, rows.bottom + 26, "time of a step by cause", parts),
         caption=caption,
-        legend=[
-            (css, f"{name} {milliseconds(ms)} ({percent(ms / step_ms)})") for css, name, ms in shown
-        ],
+        legend=[(css, f"{cause} {words(cause)}") for cause, css in shown.items()],
         wide=True,
     )
 

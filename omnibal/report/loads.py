@@ -40,25 +40,6 @@ _NAME_LIMIT = 28
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LoadSetting:
-    """Settings of the comparison: how samples were packed, and the job that predicts their time."""
-
-    job: JobSpec
-    """Job whose data-parallel ranks are shown, and whose costs predict their times."""
-    request: DataRequest
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.job.parallel.data
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of one rank in a step."""
-        return self.request.packs_per_step // self.dp
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLoads:
     """Steps of an epoch: the compute time of every rank in each, and the samples trained."""
 
@@ -73,11 +54,6 @@ class RankLoads:
     def step_ms(self) -> np.ndarray:
         """Time of every step, that of its slowest rank. [steps]"""
         return self.compute_ms.max(axis=1)
-
-    @property
-    def wait_fraction(self) -> float:
-        """Share of all ranks' time that passes in waiting for the slowest."""
-        return float(1 - self.compute_ms.mean(axis=1).sum() / self.step_ms.sum())
 
     @property
     def ms_per_sample(self) -> float:
@@ -130,20 +106,27 @@ def common_practice(
 
 
 def write_loads(
-    setting: LoadSetting, scheduled: ScheduledPacks, lengths: Lengths, output: Path
+    job: JobSpec, request: DataRequest, scheduled: ScheduledPacks, lengths: Lengths, output: Path
 ) -> None:
     """Write the SVG file of `draw_loads`, and the directories that it lies in."""
-    write_ascii(draw_loads(setting, scheduled, lengths), output)
+    write_ascii(draw_loads(job, request, scheduled, lengths), output)
 
 
-def draw_loads(setting: LoadSetting, scheduled: ScheduledPacks, lengths: Lengths) -> str:
+def draw_loads(
+    job: JobSpec, request: DataRequest, scheduled: ScheduledPacks, lengths: Lengths
+) -> str:
     """The SVG of a schedule of one epoch, and of common practice on the same samples.
 
     Equal inputs give equal text.
+
+    Args:
+        job: whose data-parallel ranks are shown, and whose costs predict their times.
+        request: by which the samples were packed.
     """
-    request, job, dp = setting.request, setting.job, setting.dp
-    count = max(round(len(scheduled.packs.samples) / len(scheduled)), 1)
-    before = common_practice(lengths, count, dp, setting.micro_batches, request.seed, job.load_ms)
+    dp, packs = job.parallel.data, len(scheduled)
+    micro_batches = request.packs_per_step // dp
+    count = max(round(len(scheduled.packs.samples) / packs), 1)
+    before = common_practice(lengths, count, dp, micro_batches, request.seed, job.load_ms)
     # Nothing is padded: samples of a pack follow one another in one row.
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
@@ -174,28 +157,22 @@ def draw_loads(setting: LoadSetting, scheduled: ScheduledPacks, lengths: Lengths
     below = top + _PLOT_HEIGHT + 48
     model, cluster = (shorten(one.name, _NAME_LIMIT) for one in (job.model, job.cluster))
     title = f"Predicted load of ranks: {model} on {cluster}"
+    caps = words([f"{request.caps[name]:,} {name}" for name in request.caps.names])
+    subtitle = (
+        f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {caps}; "
+        f"{_counted(dp, 'data-parallel rank')}, up to {_counted(micro_batches, 'pack')} each per "
+        "step"
+    )
     keys = [(side, f"computing, {side}") for side in sides]
     keys.append(("wait", "waiting for the slowest rank of the step"))
     parts = [
-        heading(
-            title, _contents(setting, scheduled, lengths), keys, "simulated from predicted time"
-        ),
+        heading(title, subtitle, keys, "simulated from predicted time"),
         *parts,
         _distributions(sides, top),
         text(MARGIN, below, source),
         text(MARGIN, below + 18, note),
     ]
     return picture(title, below + 34, parts)
-
-
-def _contents(setting: LoadSetting, scheduled: ScheduledPacks, lengths: Lengths) -> str:
-    caps = setting.request.caps
-    return (
-        f"{_counted(len(lengths), 'sample')} in {_counted(len(scheduled), 'pack')} of at most "
-        f"{words([f'{caps[name]:,} {name}' for name in caps.names])}; "
-        f"{_counted(setting.dp, 'data-parallel rank')}, up to "
-        f"{_counted(setting.micro_batches, 'pack')} each per step"
-    )
 
 
 def _counted(count: int, what: str, shown: int | None = None) -> str:
@@ -218,6 +195,7 @@ def _panel(
     ranks = _evenly(all_ranks, _RANKS_SHOWN)
     rows = Rows(x=x, top=62, pitch=min(120 / len(ranks), 32), count=len(ranks), gap=1)
     ends = np.concatenate([[0], np.cumsum(loads.step_ms[steps])])
+    waited = float(1 - loads.compute_ms.mean(axis=1).sum() / loads.step_ms.sum())
     share = number(loads.ms_per_sample / first.ms_per_sample)
     counts = (
         _counted(all_steps, "step", len(steps)),
@@ -238,7 +216,7 @@ def _panel(
         end_ms=float(ends[-1]),
         figures=(
             (f"{straggler_factor(loads.compute_ms):.4f}", "straggler factor, mean"),
-            (percent(loads.wait_fraction), "of rank time waited"),
+            (percent(waited), "of rank time waited"),
             (percent(loads.pad_ratio), "of tokens are padding"),
             (number(loads.samples / all_steps, 4), "samples per step, mean"),
             (milliseconds(float(loads.step_ms.mean())), "per step, mean"),

@@ -27,7 +27,7 @@ from omnibal.report.figures import (
     packs_figure,
     split_figure,
     time_figure,
-    waste_figures,
+    waste_figure,
 )
 from omnibal.report.sources import sources_table
 from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
@@ -190,7 +190,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),
         "stages": stage_table(plan, run, replay),
-        "waste": waste_figures(plan, replay),
+        "waste": waste_figure(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
         "memory": memory_table(plan, run, replay, report.pretended),
         "times": time_figure(plan, sources),

@@ -57,14 +57,15 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
     """Table of all phases; None where there are none."""
     if not phases:
         return None
-    rows = [
-        (
-            each.phase,
-            f"{each.imbalance_before:.4f}",
-            "-" if each.imbalance_after is None else f"{each.imbalance_after:.4f}",
-            f"{each.bound:.4f}",
-        )
-        for each in phases
-    ]
-    titles = ("phase", "own packs", "dealt to all ranks", "at least")
-    return Table.of_rows("Phases: busiest rank over the mean", titles, rows)
+    return Table.of_records(
+        "Phases: busiest rank over the mean",
+        phases,
+        {
+            "phase": lambda one: one.phase,
+            "own packs": lambda one: f"{one.imbalance_before:.4f}",
+            "dealt to all ranks": lambda one: (
+                "-" if one.imbalance_after is None else f"{one.imbalance_after:.4f}"
+            ),
+            "at least": lambda one: f"{one.bound:.4f}",
+        },
+    )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from omnibal.limits import memory_cap_gib
 from omnibal.plan import Plan
 from omnibal.pretended import PretendedStage, Roofline, step_ms_by_kind
-from omnibal.report.table import Cell, Column, Marked, Table
+from omnibal.report.table import Column, Marked, Table
 from omnibal.report.text import percent
 
 _SHOWN_CONTENTS = 14
@@ -14,24 +14,22 @@ _SHOWN_CONTENTS = 14
 def pretended_table(plan: Plan, stages: Sequence[PretendedStage]) -> Table:
     """Predicted and allocated peak of every stage that was counted, and their difference."""
     cap_gib = memory_cap_gib(plan.cluster)
-    rows: list[Sequence[Cell]] = [
-        [
-            f"{one.stage}",
-            *difference_cells(one),
-            Marked.share(one.allocated_gib / cap_gib),
-            f"{one.state_gib:.2f}",
-            f"{one.activations_gib:.2f}",
-            one.peak_phase,
-        ]
-        for one in stages
-    ]
-    caption = (
+    return Table.of_records(
+        f"Allocated on pretended devices, GiB of {cap_gib:.2f}",
+        stages,
+        {
+            "stage": lambda one: f"{one.stage}",
+            "predicted": lambda one: difference_cells(one)[0],
+            "allocated": lambda one: difference_cells(one)[1],
+            "difference": lambda one: difference_cells(one)[2],
+            "of usable": lambda one: Marked.share(one.allocated_gib / cap_gib),
+            "state": lambda one: f"{one.state_gib:.2f}",
+            "rest": lambda one: f"{one.activations_gib:.2f}",
+            "in": lambda one: one.peak_phase,
+        },
         "What the code would allocate on one device of each stage, counted without one, beside "
-        "what the plan predicts. A difference below zero: the plan predicts too little."
+        "what the plan predicts. A difference below zero: the plan predicts too little.",
     )
-    titles = ("stage", "predicted", "allocated", "difference", "of usable", "state", "rest", "in")
-    title = f"Allocated on pretended devices, GiB of {cap_gib:.2f}"
-    return Table.of_rows(title, titles, rows, caption=caption)
 
 
 def difference_cells(one: PretendedStage) -> list[str]:

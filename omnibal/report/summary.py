@@ -4,12 +4,12 @@ A run's times are medians over its steps: one slow step (the first, a checkpoint
 system) must not pass for the plan's error.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import binomtest
 
 from omnibal.config import Provider
 from omnibal.plan import Plan
@@ -221,13 +221,10 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
     """95 % Wilson score interval of the accuracy; a few dozen questions decide little."""
-    z, n = 1.96, kind.questions
-    if not n:
+    if not kind.questions:
         return 0.0, 1.0
-    share = kind.accuracy
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    interval = binomtest(kind.correct, kind.questions).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:

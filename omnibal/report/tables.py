@@ -23,7 +23,7 @@ from omnibal.report.summary import (
 )
 from omnibal.report.table import Cell, Column, Drawing, Facts, Marked, Style, Table
 from omnibal.report.text import EN_DASH, aligned, number, percent, shorten
-from omnibal.runlog import Evaluation, StepRecord
+from omnibal.runlog import Evaluation, KindAccuracy, StepRecord
 
 _EXAMPLES_SHOWN = 12
 _TEXT_LIMIT = 160
@@ -138,28 +138,30 @@ def _predicted_memory(
 
 def accuracy_table(evaluation: Evaluation) -> Table | None:
     """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
-    kinds = evaluation.kinds
-    if not kinds:
+    if not evaluation.kinds:
         return None
-    intervals = [accuracy_interval(kind) for kind in kinds]
-    columns = [
-        _column("kind of question", [kind.kind for kind in kinds], "left"),
-        _column("questions", [f"{kind.questions:,}" for kind in kinds]),
-        _column("correct", [f"{kind.correct:,}" for kind in kinds]),
-        _column("accuracy", [percent(kind.accuracy) for kind in kinds], "bold"),
-        _column(
-            "95 % interval",
-            [f"{100 * low:.1f} {EN_DASH} {100 * high:.1f} %" for low, high in intervals],
-        ),
-        _column("chance", [percent(kind.chance) for kind in kinds]),
-        _column("", [Drawing(meter(kind.accuracy, kind.chance)) for kind in kinds], "drawing"),
-    ]
-    return Table.of_columns(
+    return Table.of_records(
         "Held-out answers, exact",
-        columns,
+        evaluation.kinds,
+        {
+            Column(title="kind of question", style="left"): lambda kind: kind.kind,
+            "questions": lambda kind: f"{kind.questions:,}",
+            "correct": lambda kind: f"{kind.correct:,}",
+            Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
+            "95 % interval": _interval,
+            "chance": lambda kind: percent(kind.chance),
+            Column(title="", style="drawing"): lambda kind: Drawing(
+                meter(kind.accuracy, kind.chance)
+            ),
+        },
         f"Exact matches after step {evaluation.step:,}. Chance, the mark on the bar, is the best "
         "that one constant answer reaches.",
     )
+
+
+def _interval(kind: KindAccuracy) -> str:
+    low, high = accuracy_interval(kind)
+    return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:
@@ -169,21 +171,15 @@ def answers_table(evaluation: Evaluation) -> Table | None:
         return None
     right = Marked("\N{CHECK MARK}", "good", "right")
     wrong = Marked("\N{BALLOT X}", "bad", "wrong")
-    rows: list[Sequence[Cell]] = [
-        [
-            right if is_right(e) else wrong,
-            *(
-                shorten(text, _TEXT_LIMIT)
-                for text in (e.kind, e.question, e.expected, e.answered, e.sample)
-            ),
-        ]
-        for e in examples
-    ]
+    rows: list[list[Cell]] = []
+    for one in examples:
+        texts = (one.kind, one.question, one.expected, one.answered, one.sample)
+        sign = right if is_right(one) else wrong
+        rows.append([sign, *(shorten(text, _TEXT_LIMIT) for text in texts)])
     titles = ("kind", "question", "expected", "answered", "sample")
-    columns = [Column(title="", style="mark")]
-    columns += [Column(title=title, style="wrap") for title in titles]
+    wide = (Column(title=title, style="wrap") for title in titles)
     caption = "Examples, right and wrong ones of every kind; not in proportion."
-    return Table.of_rows("Examples", columns, rows, caption=caption)
+    return Table.of_rows("Examples", (Column(title="", style="mark"), *wide), rows, caption=caption)
 
 
 def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
