@@ -12,7 +12,7 @@ from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
 from omnibal.report.table import Cell, Column, Facts, Table
-from omnibal.report.text import change, gib_or_mib, milliseconds, number, percent
+from omnibal.report.text import change, gib_or_mib, milliseconds, percent
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.parameters import ModelParameters
@@ -256,7 +256,7 @@ def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
         per_second = _of_all(prediction.samples_per_second_per_gpu, plan)
         entries.append(("samples per second", per_second))
     if prediction.gpu_days is not None:
-        entries.append(("device days", number(prediction.gpu_days)))
+        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
     return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
 
 

@@ -184,7 +184,7 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> Figure | None
     # Half a row stays free below each stage.
     of_stage = len(series) + 0.5
     x = Scale(0, 1.02 * longest or 1.0, 126, 506)
-    rows = Rows(x=x, top=TOP, pitch=18, count=of_stage * len(plan.stages), gap=2)
+    rows = Rows(x=x, top=6, pitch=18, count=of_stage * len(plan.stages), gap=2)
     parts = [rows.axis("ms")]
     for stage in range(len(plan.stages)):
         for place, (name, times) in enumerate(series.items()):
@@ -199,7 +199,7 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> Figure | None
     means += ["Measured: median over the run's steps."] * ("measured" in series)
     label = f"time per stage and activity, {' and '.join(series)}"
     return Figure(
-        title="Where a step's time goes",
+        title="A step's time by stage",
         svg=drawing(520, rows.bottom + 24, label, parts),
         caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
         "update. "
@@ -351,7 +351,7 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> Figure | None:
             "are exposed and count as communication."
         )
     if replay is not None:
-        caption += " Replayed: the replayed steps, with the times that their stages took."
+        caption += " After the slash: the replayed steps, with the times that their stages took."
     return Figure(
         title="Where the step's time goes",
         svg=drawing(WIDE, rows.bottom + 26, "time of a step by cause", parts),
