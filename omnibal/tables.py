@@ -1,17 +1,18 @@
 """Results of commands as tables; those that the page shows too are in `report/tables.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
-from omnibal.data.metrics import PackMetrics
-from omnibal.encoders import ClipsEncoder
+from omnibal.encoders import ClipsEncoder, EncoderLayers
+from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
-from omnibal.report.table import Column, Facts, Row, Table
+from omnibal.report.table import Cell, Column, Facts, Table
+from omnibal.report.text import change, gib_or_mib, milliseconds, percent
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.parameters import ModelParameters
@@ -31,19 +32,22 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
     Args:
         models: each with its parameters.
     """
-    rows = [
-        (
-            model.name,
-            _billions(parameters.stored),
-            _billions(parameters.active) if parameters.active < parameters.stored else "",
-            "\n".join(f"{one.layers} x {one.hidden_size}" for one in model.encoders.values()),
-            f"{model.language.layers} x {model.language.hidden_size}",
-            _experts_words(model.language),
-        )
-        for model, parameters in models
-    ]
-    titles = ("name", "10^9", "active", "encoders", "language", "experts")
-    return _table("Models, with billions of parameters", titles, rows)
+    return Table.of_records(
+        "Models, with billions of parameters",
+        models,
+        {
+            "name": lambda one: one[0].name,
+            "10^9": lambda one: _billions(one[1].stored),
+            "active": lambda one: _billions(one[1].active) if one[1].active < one[1].stored else "",
+            "encoders": lambda one: "\n".join(map(_size, one[0].encoders.values())),
+            "language": lambda one: _size(one[0].language),
+            "experts": lambda one: _experts_words(one[0].language),
+        },
+    )
+
+
+def _size(tower: EncoderLayers | LanguageConfig) -> str:
+    return f"{tower.layers} x {tower.hidden_size}"
 
 
 def _billions(parameters: int) -> str:
@@ -61,83 +65,60 @@ def _experts_words(language: LanguageConfig) -> str:
 
 def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
     """The cluster presets."""
-    rows = [
-        (
-            cluster.name,
-            cluster.device,
-            f"{cluster.memory_gib:g}",
-            "-" if "bf16" not in cluster.peak_tflops else f"{cluster.peak_tflops['bf16']:g}",
-            f"{cluster.intra_node_gb_per_s:g}",
-            f"{cluster.inter_node_gb_per_s:g}",
-            cluster.basis or "assumed",
-        )
-        for cluster in clusters
-    ]
-    titles = ("name", "device", "GiB", "bf16 TFLOP/s", "GB/s in node", "between", "rates")
-    return _table("Clusters", titles, rows)
-
-
-def packing_facts(metrics: PackMetrics, load: str) -> Facts:
-    """The figures of a packing; `load` says by what the straggler factor is measured."""
-    entries = [
-        ("samples packed", f"{metrics.packed:,} of {metrics.samples:,}"),
-        ("packs", f"{metrics.packs:,}"),
-        ("packs needed at least", f"{metrics.packs_lower_bound:,}"),
-        ("above that", f"{metrics.gap:.2%}"),
-        ("samples per pack", f"{metrics.samples_per_pack:.2f}"),
-        *((f"fill of {name}", f"{share:.1%}") for name, share in metrics.fill.items()),
-        ("pad ratio", f"{metrics.pad_ratio:.4f}"),
-        *((f"dist ratio of {name}", f"{ratio:.4f}") for name, ratio in metrics.dist_ratio.items()),
-        ("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}"),
-        ("it must be at least", f"{metrics.least_attention_balance_ratio:.4f}"),
-        ("communication ratio", f"{metrics.communication_ratio:.4f}"),
-        ("tokens of a rank in a step", f"{metrics.tokens_per_rank:,.0f}"),
-        ("straggler factor", f"{metrics.straggler_factor:.4f}"),
-        ("in predicted time of", load),
-        ("steps", f"{metrics.steps:,}"),
-    ]
-    return Facts("Packs", entries)
+    return Table.of_records(
+        "Clusters",
+        clusters,
+        {
+            "name": lambda cluster: cluster.name,
+            "device": lambda cluster: cluster.device,
+            "GiB": lambda cluster: f"{cluster.memory_gib:g}",
+            "bf16 TFLOP/s": lambda cluster: (
+                f"{cluster.peak_tflops['bf16']:g}" if "bf16" in cluster.peak_tflops else "-"
+            ),
+            "GB/s in node": lambda cluster: f"{cluster.intra_node_gb_per_s:g}",
+            "between": lambda cluster: f"{cluster.inter_node_gb_per_s:g}",
+            "rates": lambda cluster: cluster.basis or "assumed",
+        },
+    )
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """Table of the best caps that were tried, the chosen ones first."""
-    packs = ("per pack", "per step", "per rank")
-    predicted = ("recom- puted", f"GiB of {cap_gib:.2f}", "idle", "ms per sample", "over best")
     best = search.candidates[0]
-    rows = []
-    for candidate in search.candidates[:_SHOWN_CANDIDATES]:
-        # Without the sign of a difference that rounds to nothing.
-        over_best = round(candidate.ms_per_sample / best.ms_per_sample - 1, 3) + 0.0
-        row = (
+    titles = ("per pack", "per step", "per rank", "recom- puted", f"GiB of {cap_gib:.2f}")
+    rows = [
+        (
             *(f"{cap:,}" for cap in candidate.caps.values),
             f"{candidate.samples_per_pack:.2f}",
             f"{candidate.packs_per_step:,}",
             f"{candidate.micro_batches:,}",
             str(candidate.recomputed_layers),
             f"{candidate.peak_gib:.2f}",
-            f"{candidate.bubble_fraction:.1%}",
+            f"{100 * candidate.bubble_fraction:.1f}",
             f"{candidate.ms_per_sample:,.2f}",
-            "best" if candidate is best else f"{over_best:+.1%}",
+            "best" if candidate is best else change(candidate.ms_per_sample, best.ms_per_sample),
         )
-        rows.append(row)
-    return Table(
-        title="Caps: samples per pack, packs per step and per rank, and what that takes",
-        columns=[Column(title=title) for title in (*best.caps.names, *packs, *predicted)],
-        sections=[rows],
-        tight=True,
+        for candidate in search.candidates[:_SHOWN_CANDIDATES]
+    ]
+    return Table.of_rows(
+        "Caps: samples per pack, packs per step and per rank, and what that takes",
+        (*best.caps.names, *titles, "idle %", "ms per sample", "over best"),
+        rows,
     )
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
     plan = (*search.best.caps.names, "recom-\nputed", "GiB")
-    planned = [each.parallel for each in search.ranking]
-    tried = planned + [each.parallel for each in search.ruled_out]
-    sizes = max((parallel.sizes for parallel in tried), key=len)
-    titles = (*sizes, *plan, "samples\nper s")
+    tried = [one.parallel for one in search.ranking] + [one.parallel for one in search.ruled_out]
+    names = max((parallel.sizes for parallel in tried), key=len)
+
+    def sizes(parallel: Parallel) -> list[str]:
+        return [str(parallel.sizes.get(name, 1)) for name in names]
+
     fastest = [
         (
-            *(str(strategy.parallel.sizes.get(name, 1)) for name in sizes),
+            *sizes(strategy.parallel),
             *(f"{cap:,}" for cap in strategy.caps.values),
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
@@ -147,44 +128,34 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         for strategy in search.ranking[:_SHOWN_CANDIDATES]
     ]
     others = []
-    for ruled_out in search.ruled_out[:_SHOWN_CANDIDATES]:
-        most, estimate = ruled_out.most_samples_per_second, ruled_out.estimated_samples_per_second
-        per_second = "" if most is None else f"< {most:,.2f}"
-        per_second = per_second if estimate is None else f"~ {estimate:,.2f}"
-        others.append(
-            (
-                *(str(ruled_out.parallel.sizes.get(name, 1)) for name in sizes),
-                *len(plan) * ("",),
-                per_second,
-                ruled_out.why,
-            )
-        )
-    return Table(
-        title=f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
+    for one in search.ruled_out[:_SHOWN_CANDIDATES]:
+        most, estimate = one.most_samples_per_second, one.estimated_samples_per_second
+        rate = "" if most is None else f"< {most:,.2f}"
+        rate = rate if estimate is None else f"~ {estimate:,.2f}"
+        others.append((*sizes(one.parallel), *len(plan) * ("",), rate, one.why))
+    over_best = Column(title="over best", style="left", least_width=24)
+    return Table.of_rows(
+        f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
-        columns=(
-            *(Column(title=title) for title in titles),
-            Column(title="over best", style="left", least_width=24),
-        ),
-        sections=[fastest, others],
-        tight=True,
+        (*names, *plan, "samples\nper s", over_best),
+        fastest,
+        others,
     )
 
 
 def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> Table:
     """Errors of the fitted costs against the measurements of a provider's layers."""
-    rows = [
-        (
-            residual.unit,
-            residual.quantity,
-            str(residual.measurements),
-            f"{residual.median_error:.1%}",
-            f"{residual.max_error:.1%}",
-        )
-        for residual in residuals
-    ]
-    titles = ("unit", "quantity", "measurements", "median error", "largest error")
-    return _table(f"Fit of the costs, provider {provider}", titles, rows)
+    return Table.of_records(
+        f"Fit of the costs, provider {provider}",
+        residuals,
+        {
+            "unit": lambda residual: residual.unit,
+            "quantity": lambda residual: residual.quantity,
+            "measurements": lambda residual: str(residual.measurements),
+            "median error": lambda residual: percent(residual.median_error),
+            "largest error": lambda residual: percent(residual.max_error),
+        },
+    )
 
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
@@ -200,57 +171,50 @@ def stages_table(plan: Plan, prediction: Prediction) -> Table:
             ),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
-            f"{predicted.wait_fraction:.1%}",
+            f"{100 * predicted.wait_fraction:.1f}",
             ", ".join(span.name for span in stage.units if span.layers is None),
         )
         for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
     ]
     recompute = "recompute\nby level" if plan.levels else "recompute"
-    titles = ("stage", *towers, recompute, "forward\nms", "backward\nms", "waits")
-    columns = [Column(title=title) for title in titles]
     # Words are not divided: the longest has as many characters.
-    columns.append(Column(title="also holds", style="wrap", least_width=len("projector,")))
-    return Table(title="Stages", columns=columns, sections=[rows], tight=True)
+    also = Column(title="also holds", style="wrap", least_width=len("projector,"))
+    titles = ("stage", *towers, recompute, "forward\nms", "backward\nms", "waits\n%")
+    return Table.of_rows("Stages", [*titles, also], rows)
 
 
 def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
     """Both placements of encoders, and how they run beside the pipeline where they do."""
-    prediction, planned = plan.prediction, choice.predicted
-    beside = None if prediction is None else prediction.beside
+    planned, encoders = choice.predicted, plan.beside
+    beside = None if plan.prediction is None else plan.prediction.beside
     if beside is None and len(planned) < 2:
         return []
     entries = [("placement", choice.chosen.value)]
-    for name, placement in _PLACEMENTS.items():
+    for name, placement in (
+        ("step, in the pipeline", EncoderPlacement.PIPELINE),
+        ("step, beside it", EncoderPlacement.BESIDE),
+    ):
         if placement in planned:
-            step = f"{planned[placement].step_ms:,.1f} ms"
-            per_second = planned[placement].samples_per_second_per_gpu
-            if per_second is not None:
-                step += f", {per_second * plan.parallel.world_size:,.2f} samples/s"
-            entries.append((f"step, {name}", step))
+            rate = planned[placement].samples_per_second_per_gpu
+            per_second = "" if rate is None else f", {_of_all(rate, plan)} samples/s"
+            entries.append((name, milliseconds(planned[placement].step_ms, 4) + per_second))
     entries.append(("why", choice.reason))
-    if plan.beside is not None and beside is not None:
-        entries.append(("ranks that encode together", f"{_encoding_ranks(plan):,}"))
-        for name in plan.model.encoders:
-            items = plan.model.encoders[name].feature
-            kept, a_pass = plan.beside.kept_items[name], plan.beside.items_per_pass[name]
-            entries.append((f"{items} in a pass", f"{a_pass:,}"))
-            entries.append((f"{items} kept", f"{kept:,}"))
-        encoding = f"{beside.forward_ms:,.1f} + {beside.backward_ms:,.1f} ms"
-        entries.append(("forward + backward", encoding))
+    if encoders is not None and beside is not None:
+        ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
+        entries.append(("ranks that encode together", f"{ranks:,}"))
+        for name, encoder in plan.model.encoders.items():
+            entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
+            entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
+        times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
+        entries.append(("forward + backward", times))
         entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
-        entries.append(("exchange of features", f"{beside.exchange_ms:,.1f} ms"))
+        entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
     return [Facts("Encoders", entries)]
 
 
-_PLACEMENTS = {
-    "in the pipeline": EncoderPlacement.PIPELINE,
-    "beside it": EncoderPlacement.BESIDE,
-}
-
-
-def _encoding_ranks(plan: Plan) -> int:
-    assert plan.beside is not None
-    return plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
+def _of_all(per_gpu: float, plan: Plan) -> str:
+    """A rate of all devices."""
+    return f"{per_gpu * plan.parallel.world_size:,.2f}"
 
 
 def share_of_images(plan: Plan) -> float | None:
@@ -263,12 +227,14 @@ def share_of_images(plan: Plan) -> float | None:
     return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
 
 
-def _shapes_text(plan: Plan) -> str:
+def _data_text(plan: Plan) -> str:
+    if plan.data is not None:
+        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
+        return f"{samples} in {plan.data.packs:,} packs, {plan.data.steps:,} steps"
     assert plan.shapes is not None
-    caps, share = plan.shapes.caps, share_of_images(plan)
-    text = f"no samples: every pack has {caps}"
+    text, share = f"no samples: every pack has {plan.shapes.caps}", share_of_images(plan)
     if share is not None:
-        text += f", {share:.0%} of the tokens are images'"
+        text += f", {100 * share:.0f} % of the tokens are images'"
     if plan.shapes.image_tokens is not None:
         text += f", {plan.shapes.image_tokens:,} an image"
     return text
@@ -276,37 +242,32 @@ def _shapes_text(plan: Plan) -> str:
 
 def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
     """The prediction of the whole job."""
-    parallel = plan.parallel
-    entries = [("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}")]
-    if plan.data is not None:
-        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
-        packs = f"{plan.data.packs:,} packs, {plan.data.steps:,} steps"
-        entries.append(("data", f"{samples} in {packs}"))
-    else:
-        entries.append(("data", _shapes_text(plan)))
-    entries.append(("step", f"{prediction.step_ms:,.1f} ms"))
-    entries.append(("stages wait", f"{prediction.bubble_fraction:.1%} of it"))
-    exchange = prediction.exchange
+    parallel, exchange = plan.parallel, prediction.exchange
+    entries = [
+        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
+        ("data", _data_text(plan)),
+        ("step", milliseconds(prediction.step_ms, 4)),
+        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
+    ]
     if exchange.total_ms:
-        exposed = f"{exchange.exposed_ms:,.1f} ms exposed"
-        entries.append(("data-parallel exchange", f"{exchange.total_ms:,.1f} ms, {exposed}"))
+        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
+        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
     if prediction.samples_per_second_per_gpu is not None:
-        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
-        entries.append(("samples per second", f"{per_second:,.2f}"))
+        per_second = _of_all(prediction.samples_per_second_per_gpu, plan)
+        entries.append(("samples per second", per_second))
     if prediction.gpu_days is not None:
         entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
-    entries.append(("costs from", prediction.cost_source))
-    return Facts("Plan", entries)
+    return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
 
 
 def simulation_facts(result: dict[str, Any]) -> Facts:
     """The simulated steps of a plan."""
     entries = [("steps", f"{result['steps']:,}")]
     for name in ("mean", "median", "min", "max"):
-        entries.append((f"step, {name}", f"{result[f'step_ms_{name}']:,.1f} ms"))
+        entries.append((f"step, {name}", milliseconds(result[f"step_ms_{name}"], 4)))
     entries.append(("slowest step", f"{result['slowest_step']:,}"))
     for stage, share in enumerate(result["busy_fraction"]):
-        entries.append((f"stage {stage} is busy", f"{share:.1%}"))
+        entries.append((f"stage {stage} is busy", percent(share)))
     if result["trace"] is not None:
         entries.append((f"trace of step {result['trace_step']:,}", result["trace"]))
     return Facts("Simulated steps", entries)
@@ -314,98 +275,67 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
 
 def lost_time_table(prediction: Prediction) -> Table:
     """Breakdown of the time of a step, from the ideal up."""
-    step_ms = prediction.step_ms
-    causes = [(k, f"{ms:,.1f}", f"{ms / step_ms:.1%}") for k, ms in prediction.lost.named().items()]
-    total = [("step", f"{step_ms:,.1f}", "100.0%")]
-    return _table("Where the step's time goes", ("", "ms", "of the step"), causes, total)
+    causes, step_ms = prediction.lost.named(), prediction.step_ms
+    rows = [
+        (k, f"{ms:,.1f}", percent(ms / step_ms)) for k, ms in [*causes.items(), ("step", step_ms)]
+    ]
+    titles = ("", "ms", "of the step")
+    return Table.of_rows("Where the step's time goes", titles, rows[:-1], rows[-1:])
 
 
-def run_table(
-    plan: Plan,
-    run: "RunSummary | None",
-    replay: "ReplaySummary | None",
-) -> Table:
+def run_table(plan: Plan, run: "RunSummary | None", replay: "ReplaySummary | None") -> Table:
     """Times of a run and a replay beside the plan's prediction; at least one is given."""
-    given = {"replayed": replay, "measured": run}
-    columns = ["predicted", *(name for name, one in given.items() if one is not None)]
-    title = " and ".join({"replayed": "replay", "measured": "run"}[name] for name in columns[1:])
-    rows = []
+    from omnibal.report.summary import figures_by_source, replayed_peaks_as_predicted
 
-    def add(name: str, **cells: str) -> None:
-        rows.append((name, *(cells.get(column, "") for column in columns)))
-
-    predicted = plan.prediction
-    add(
-        "provider of layers",
-        replayed=replay.info.provider if replay else "",
-        measured=(run.provider or "not recorded") if run else "",
-    )
+    sources, predicted = figures_by_source(plan, run, replay), plan.prediction
+    columns: dict[str, dict[str, str]] = {name: {} for name in ("predicted", *sources)}
     if run is not None:
-        add("loss, first step", measured=f"{run.first_loss:.4f}")
-        add("loss, last step", measured=f"{run.last_loss:.4f}")
-        step = _with_error(predicted.step_ms, run.step_ms) if predicted else ""
-        add("step, median", predicted=step, measured=f"{run.step_ms:,.0f} ms")
+        if predicted is not None:
+            columns["predicted"]["step, median"] = _with_error(predicted.step_ms, run.step_ms)
+        columns["measured"] = {
+            "provider of layers": run.provider or "not recorded",
+            "loss, first step": f"{run.first_loss:.4f}",
+            "loss, last step": f"{run.last_loss:.4f}",
+            "step, median": milliseconds(run.step_ms),
+            **{name: f"{count:,}" for name, count in run.incidents().items()},
+        }
     if replay is not None:
-        step = _with_error(replay.predicted_step_ms, replay.step_ms)
-        name = f"step, mean of {len(replay.info.steps):,}"
-        add(name, predicted=step, replayed=f"{replay.step_ms:,.0f} ms")
-    for stage in range(len(plan.stages)):
-        add(
-            f"stage {stage} waits",
-            predicted=f"{predicted.stages[stage].wait_fraction:.1%}" if predicted else "",
-            replayed=f"{replay.wait_fractions[stage]:.1%}" if replay else "",
-            measured=f"{run.wait_fractions[stage]:.1%}" if run else "",
-        )
-    for stage, replayed in enumerate(replay.stages if replay else ()):
-        peak = replayed.predicted_gib(predicted.stages[stage].memory) if predicted else None
-        add(
-            f"stage {stage} peak",
-            predicted="" if peak is None else _size(peak),
-            replayed=_size(replayed.peak_gib),
-        )
-    for name, count in run.incidents().items() if run else ():
-        add(name, measured=f"{count:,}")
-    return _table(title.capitalize(), ("", *columns), rows)
+        step = f"step, mean of {len(replay.info.steps):,}"
+        columns["predicted"][step] = _with_error(replay.predicted_step_ms, replay.step_ms)
+        for stage, gib in enumerate(replayed_peaks_as_predicted(plan, replay)):
+            columns["predicted"][f"stage {stage} peak"] = gib_or_mib(gib)
+        columns["replayed"] = {
+            "provider of layers": replay.info.provider,
+            step: milliseconds(replay.step_ms),
+            **{f"stage {i} peak": gib_or_mib(one.peak_gib) for i, one in enumerate(replay.stages)},
+        }
+    for name, figures in sources.items():
+        waits = enumerate(figures.wait_fractions)
+        columns[name] |= {f"stage {stage} waits": percent(share) for stage, share in waits}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns.values())) for name in names]
+    title = "Replay and run" if run and replay else "Run" if run else "Replay"
+    return Table.of_rows(title, ("", *columns), rows)
+
+
+def _with_error(predicted_ms: float, taken_ms: float) -> str:
+    return f"{milliseconds(predicted_ms)} ({change(predicted_ms, taken_ms)})"
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
     """Measurements of the replayed stages, times per micro-batch."""
-    titles = ["stage", "packs", "forward ms", "backward ms", "recompute ms", "update ms", "peak"]
-    rows = [
-        [
-            f"{replay.stage}",
-            f"{len(replay.rows):,}",
-            f"{np.mean(replay.forward_ms):,.2f}",
-            f"{np.mean(replay.backward_ms):,.2f}",
-            f"{np.mean(replay.recompute_ms):,.2f}",
-            f"{replay.update_ms:,.2f}",
-            _size(replay.peak_gib),
-        ]
-        for replay in replays
-    ]
+    columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
+        "stage": lambda replay: f"{replay.stage}",
+        "packs": lambda replay: f"{len(replay.rows):,}",
+        "forward ms": lambda replay: f"{np.mean(replay.forward_ms):,.2f}",
+        "backward ms": lambda replay: f"{np.mean(replay.backward_ms):,.2f}",
+        "recompute ms": lambda replay: f"{np.mean(replay.recompute_ms):,.2f}",
+        "update ms": lambda replay: f"{replay.update_ms:,.2f}",
+        "peak": lambda replay: gib_or_mib(replay.peak_gib),
+    }
     if plan.prediction is not None:
-        titles.append("predicted")
-        for row, replay in zip(rows, replays, strict=True):
-            memory = plan.prediction.stages[replay.stage].memory
-            row.append(_size(replay.predicted_gib(memory)))
-    return Table(
-        title="Replayed stages, per micro-batch",
-        columns=[Column(title=title) for title in titles],
-        sections=[rows],
-        tight=True,
-    )
-
-
-def _size(gib: float) -> str:
-    """Format GiB with at least three digits."""
-    mib = 1024 * gib
-    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
-
-
-def _with_error(predicted_ms: float, taken_ms: float) -> str:
-    return f"{predicted_ms:,.0f} ms ({predicted_ms / taken_ms - 1:+.1%})"
-
-
-def _table(title: str, titles: Sequence[str], *sections: Sequence[Row]) -> Table:
-    columns = [Column(title=name) for name in titles]
-    return Table(title=title, columns=columns, sections=sections)
+        stages = plan.prediction.stages
+        columns["predicted"] = lambda replay: gib_or_mib(
+            replay.predicted_gib(stages[replay.stage].memory)
+        )
+    return Table.of_records("Replayed stages, per micro-batch", replays, columns)

@@ -7,17 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from omnibal.report.table import Facts, Table
 
@@ -41,9 +32,9 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
 _SECONDS_BETWEEN_LINES = 30.0
 
 
-class _RateColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
+class _RateColumn(bars.ProgressColumn):
+    def render(self, task: bars.Task) -> str:
+        return f"{task.finished_speed or task.speed or 0:,.0f}/s"
 
 
 @contextmanager
@@ -56,14 +47,9 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if not console.is_terminal:
         yield progress_lines(title, total)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    named = bars.TextColumn("{task.description}")
+    counts = bars.MofNCompleteColumn(), _RateColumn(), bars.TimeRemainingColumn()
+    with bars.Progress(named, bars.BarColumn(), *counts, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 

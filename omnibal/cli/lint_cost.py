@@ -200,7 +200,7 @@ def _facts(verdict: "Verdict") -> Facts:
         ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
         ("step", f"{verdict.line.step_ms:,.1f} ms"),
         ("memory", _memory_words(max(verdict.line.memory, key=lambda each: each.device_gib))),
-        ("stages wait", f"{verdict.line.bubble_fraction:.1%} of it"),
+        ("pipeline idle time", f"{verdict.line.bubble_fraction:.1%} of the step"),
         ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
     ]
     if prediction.samples_per_second_per_gpu is not None:

@@ -8,7 +8,6 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from omnibal import tables
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
     DEFAULT_MICRO_BATCHES,
@@ -101,7 +100,8 @@ def pack(
     from omnibal.data.bound import naive_lower_bound, packs_lower_bound
     from omnibal.job import JobSpec
     from omnibal.plan_data import SampleData
-    from omnibal.report.loads import LoadSetting, write_loads
+    from omnibal.report.loads import write_loads
+    from omnibal.report.tables import packing_facts
     from omnibal.search.caps import isf_note
 
     inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]
@@ -131,8 +131,7 @@ def pack(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
     if picture is not None:
-        setting = LoadSetting(job=job, request=data.draw_request(job))
-        write_loads(setting, packs, samples, picture)
+        write_loads(job, data.draw_request(job), packs, samples, picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:
@@ -149,7 +148,7 @@ def pack(
     print_notes(_ranks_without_packs(packs, steps.dp))
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
-    print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
+    print_result(as_json, result, packing_facts(metrics, f"{name}, {source}"))
 
 
 def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
+from omnibal.data.metrics import measure_packs
 from omnibal.data.packs import ScheduledPacks
 from omnibal.errors import UserError
-from omnibal.files import atomic
 from omnibal.job import JobSpec
 from omnibal.plan import Plan
 from omnibal.plan_files import PlanFiles
@@ -26,10 +27,10 @@ from omnibal.report.figures import (
     packs_figure,
     split_figure,
     time_figure,
-    waste_figures,
+    waste_figure,
 )
 from omnibal.report.sources import sources_table
-from omnibal.report.summary import RunSummary, summarise_run
+from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
 from omnibal.report.tables import (
     accuracy_table,
     answers_table,
@@ -38,7 +39,7 @@ from omnibal.report.tables import (
     provenance_facts,
     stage_table,
 )
-from omnibal.report.text import percent
+from omnibal.report.text import percent, write_ascii
 from omnibal.report.timeline import timeline_figure
 from omnibal.runlog import (
     RUN_FILE,
@@ -99,11 +100,7 @@ def write_report(
         UserError: a file is missing or broken, or the files do not belong together.
     """
     shown = _read(files, run_directory, replay_directory)
-    page = render(shown)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(output) as temporary:
-        # Pure ASCII survives every server, mail and editor; the rest becomes character references.
-        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
+    write_ascii(render(shown), output)
     return shown
 
 
@@ -185,6 +182,7 @@ def render(report: ReportInput) -> str:
 def _shown(report: ReportInput) -> dict[str, Any]:
     """What the page's template shows, by its names for it; what is not given is empty."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
+    sources = figures_by_source(plan, run, replay)
     shown = {
         "about_replay": _about(replay) if replay else "",
         "about_waits": _ABOUT_WAITS if run and plan.has_shared_packs else "",
@@ -192,23 +190,26 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),
         "stages": stage_table(plan, run, replay),
-        "waste": waste_figures(plan, replay),
+        "waste": waste_figure(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
         "memory": memory_table(plan, run, replay, report.pretended),
-        "times": time_figure(plan, run, replay),
-        "memories": memory_figure(plan, run, replay),
+        "times": time_figure(plan, sources),
+        "memories": memory_figure(plan, sources, replay),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
         "packs": None,
-        "provenance": provenance_facts(plan, replay, report.run, report.records),
+        "provenance": provenance_facts(plan, replay, run, report.records),
     }
     if plan.data is not None and report.data is not None:
         packs, lengths = report.data
+        caps, dp = plan.data.caps, plan.parallel.data
+        bound = naive_lower_bound(lengths, caps)
+        metrics = measure_packs(packs, lengths, caps, dp, packs.tokens, bound, plan.levels)
         shown |= {
-            "packs": packs_figure(packs, plan.data.caps),
-            "packing": packing_facts(packs, lengths, plan.data, plan),
+            "packs": packs_figure(packs, caps),
+            "packing": packing_facts(metrics, "tokens", plan.data),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return shown
@@ -233,35 +234,13 @@ def _about(replay: ReplaySummary) -> str:
 def _curves(report: ReportInput) -> list[Figure]:
     """Loss, step time, learning rate and gradient norm over the steps of the run."""
     records, prediction = report.records, report.plan.prediction
+    held_out = [(one.step - 1, one.loss) for one in report.validations]
+    losses, step_ms = [one.loss for one in records], [one.step_ms for one in records]
+    rates, norms = [one.learning_rate for one in records], [one.grad_norm for one in records]
+    expected = prediction.step_ms if prediction else None
     return [
-        curve_figure(
-            "Loss",
-            records,
-            [r.loss for r in records],
-            "loss per token",
-            held_out=[(one.step - 1, one.loss) for one in report.validations],
-        ),
-        curve_figure(
-            "Step time",
-            records,
-            [r.step_ms for r in records],
-            "ms",
-            predicted=prediction.step_ms if prediction else None,
-            from_zero=True,
-        ),
-        curve_figure(
-            "Learning rate",
-            records,
-            [r.learning_rate for r in records],
-            "rate",
-            smooth=False,
-            from_zero=True,
-        ),
-        curve_figure(
-            "Gradient norm",
-            records,
-            [r.grad_norm for r in records],
-            "norm before clipping",
-            from_zero=True,
-        ),
+        curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
+        curve_figure("Step time", records, step_ms, "ms", predicted=expected, from_zero=True),
+        curve_figure("Learning rate", records, rates, "rate", smooth=False, from_zero=True),
+        curve_figure("Gradient norm", records, norms, "norm before clipping", from_zero=True),
     ]

@@ -14,7 +14,7 @@ from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.plan import Plan
-from omnibal.report.table import Column, Table
+from omnibal.report.table import Table
 from omnibal.units import feature_names_at
 
 
@@ -57,20 +57,15 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
     """Table of all phases; None where there are none."""
     if not phases:
         return None
-    rows = [
-        (
-            each.phase,
-            f"{each.imbalance_before:.4f}",
-            "-" if each.imbalance_after is None else f"{each.imbalance_after:.4f}",
-            f"{each.bound:.4f}",
-        )
-        for each in phases
-    ]
-    return Table(
-        title="Phases: busiest rank over the mean",
-        columns=[
-            Column(title=title)
-            for title in ("phase", "own packs", "dealt to all ranks", "at least")
-        ],
-        sections=[rows],
+    return Table.of_records(
+        "Phases: busiest rank over the mean",
+        phases,
+        {
+            "phase": lambda one: one.phase,
+            "own packs": lambda one: f"{one.imbalance_before:.4f}",
+            "dealt to all ranks": lambda one: (
+                "-" if one.imbalance_after is None else f"{one.imbalance_after:.4f}"
+            ),
+            "at least": lambda one: f"{one.bound:.4f}",
+        },
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from omnibal.limits import memory_cap_gib
 from omnibal.plan import Plan
 from omnibal.pretended import PretendedStage, Roofline, step_ms_by_kind
-from omnibal.report.table import Cell, Column, Marked, Table
+from omnibal.report.table import Column, Marked, Table
 from omnibal.report.text import percent
 
 _SHOWN_CONTENTS = 14
@@ -14,38 +14,28 @@ _SHOWN_CONTENTS = 14
 def pretended_table(plan: Plan, stages: Sequence[PretendedStage]) -> Table:
     """Predicted and allocated peak of every stage that was counted, and their difference."""
     cap_gib = memory_cap_gib(plan.cluster)
-    rows: list[Sequence[Cell]] = [
-        [
-            f"{one.stage}",
-            *difference_cells(one),
-            Marked(
-                percent(one.allocated_gib / cap_gib),
-                "good" if one.allocated_gib <= cap_gib else "bad",
-            ),
-            f"{one.state_gib:.2f}",
-            f"{one.activations_gib:.2f}",
-            one.peak_phase,
-        ]
-        for one in stages
-    ]
-    titles = ("stage", "predicted", "allocated", "difference", "of usable", "state", "rest", "in")
-    caption = (
+    return Table.of_records(
+        f"Allocated on pretended devices, GiB of {cap_gib:.2f}",
+        stages,
+        {
+            "stage": lambda one: f"{one.stage}",
+            "predicted": lambda one: difference_cells(one)[0],
+            "allocated": lambda one: difference_cells(one)[1],
+            "difference": lambda one: difference_cells(one)[2],
+            "of usable": lambda one: Marked.share(one.allocated_gib / cap_gib),
+            "state": lambda one: f"{one.state_gib:.2f}",
+            "rest": lambda one: f"{one.activations_gib:.2f}",
+            "in": lambda one: one.peak_phase,
+        },
         "What the code would allocate on one device of each stage, counted without one, beside "
-        "what the plan predicts. A difference below zero: the plan predicts too little."
-    )
-    return Table(
-        title=f"Allocated on pretended devices, GiB of {cap_gib:.2f}",
-        columns=[Column(title=title) for title in titles],
-        sections=[rows],
-        caption=caption,
-        tight=True,
+        "what the plan predicts. A difference below zero: the plan predicts too little.",
     )
 
 
 def difference_cells(one: PretendedStage) -> list[str]:
     """Predicted and allocated peak, and how far the prediction is from it."""
     predicted = "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
-    deviation = "" if one.deviation is None else f"{one.deviation:+.1%}"
+    deviation = "" if one.deviation is None else f"{100 * one.deviation:+.1f} %"
     return [predicted, f"{one.allocated_gib:.2f}", deviation]
 
 
@@ -68,41 +58,24 @@ def pretended_launches_table(stages: Sequence[PretendedStage], rates: Roofline) 
             ]
         )
     titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
-    return Table(
-        title=(
-            f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
-            f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})"
-        ),
-        columns=[Column(title=title) for title in (*titles, "host reads", "unaligned")],
-        sections=[rows],
-        tight=True,
+    return Table.of_rows(
+        f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
+        f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})",
+        (*titles, "host reads", "unaligned"),
+        rows,
     )
 
 
 def contents_table(one: PretendedStage) -> Table:
     """What fills the peak of a stage, largest first."""
-    shown = one.contents[:_SHOWN_CONTENTS]
     rows = [
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
-        for part in shown
+        for part in one.contents[:_SHOWN_CONTENTS]
     ]
     rest = one.contents[_SHOWN_CONTENTS:]
     if rest:
-        rows.append(
-            [
-                f"{sum(part.gib for part in rest):.2f}",
-                f"{sum(p.tensors for p in rest):,}",
-                "",
-                "rest",
-                "",
-            ]
-        )
-    titles = ("GiB", "tensors", "made in", "by", "operation")
-    return Table(
-        title=f"Stage {one.stage} at its peak, {one.allocated_gib:.2f} GiB, in {one.peak_at}",
-        columns=[
-            Column(title=title, style="left" if i > 1 else "") for i, title in enumerate(titles)
-        ],
-        sections=[rows],
-        tight=True,
-    )
+        gib, tensors = sum(part.gib for part in rest), sum(part.tensors for part in rest)
+        rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
+    words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
+    title = f"Stage {one.stage} at its peak, {one.allocated_gib:.2f} GiB, in {one.peak_at}"
+    return Table.of_rows(title, ("GiB", "tensors", *words), rows)

@@ -53,14 +53,14 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
             cells.append(_bars(counts, css, f"{feature}: {name}"))
         return cells
 
-    columns = [Column(title="source", style="wrap"), Column(title="samples")]
+    columns: list[str | Column] = [Column(title="source", style="wrap"), "samples"]
     for feature, (_, title) in features.items():
-        columns += [Column(title=f"{feature} mean"), Column(title=f"{feature} max")]
-        columns.append(Column(title=title, style="drawing"))
-    return Table(
-        title="Sample lengths",
-        columns=tuple(columns),
-        sections=([row(*group) for group in groups], [row("all", codes)]),
+        columns += [f"{feature} mean", f"{feature} max", Column(title=title, style="drawing")]
+    return Table.of_rows(
+        "Sample lengths",
+        columns,
+        [row(*group) for group in groups],
+        [row("all", codes)],
         caption="Samples by source; bar heights are relative to the row's highest.",
     )
 

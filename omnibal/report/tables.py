@@ -1,33 +1,29 @@
 """Tables of the page, and those that commands print too: exact numbers under the figures."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
-from omnibal.data.bound import naive_lower_bound
-from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import measure_packs
-from omnibal.data.packs import ScheduledPacks
+from omnibal.data.metrics import PackMetrics
 from omnibal.limits import memory_cap_gib
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.plan import DataPlan, Plan
 from omnibal.pretended import PretendedStage
 from omnibal.replay import ReplaySummary
-from omnibal.report.figures import MEMORY_PARTS, memory_parts, meter
+from omnibal.report.figures import memory_parts, meter
 from omnibal.report.pretended import difference_cells
 from omnibal.report.summary import (
     RunSummary,
-    StageTime,
     accuracy_interval,
+    figures_by_source,
     is_right,
     micro_batches_per_step,
+    recomputed_layers,
     replayed_peaks_as_predicted,
-    stage_times_by_source,
     telling_examples,
 )
 from omnibal.report.table import Cell, Column, Drawing, Facts, Marked, Style, Table
 from omnibal.report.text import EN_DASH, aligned, number, percent, shorten
-from omnibal.runlog import Evaluation, StepRecord
+from omnibal.runlog import Evaluation, KindAccuracy, StepRecord
 
 _EXAMPLES_SHOWN = 12
 _TEXT_LIMIT = 160
@@ -40,14 +36,13 @@ def _column(
 
 
 def _beside(
-    group: str, series: Mapping[str, Sequence[float]]
+    group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
 ) -> list[tuple[Column, Sequence[Cell]]]:
     """A column of each named series, all with equal decimals; an empty one is left out."""
-    cells = iter(aligned([value for values in series.values() for value in values]))
+    cells = iter(aligned([value for values in series.values() for value in values], at_least))
+    bold = ("peak", "replayed", "measured")
     return [
-        _column(
-            name, list(islice(cells, len(values))), "" if name == "predicted" else "bold", group
-        )
+        _column(name, list(islice(cells, len(values))), "bold" if name in bold else "", group)
         for name, values in series.items()
         if values
     ]
@@ -55,48 +50,29 @@ def _beside(
 
 def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
-    stages, times = plan.stages, stage_times_by_source(plan, run, replay)
-    counts = {
-        **{
-            tower: [str(len(s.layers(tower))) for s in stages]
-            for tower in plan.pipeline_model.towers
-        },
-        "recomputed by level" if plan.levels else "recomputed": [
-            " / ".join(str(stage.recomputed_layers) for stage in at_levels)
-            for at_levels in zip(*plan.stages_at_levels, strict=True)
-        ],
-    }
-    waits = {
-        "predicted": [s.wait_fraction for s in plan.prediction.stages] if plan.prediction else (),
-        "replayed": replay.wait_fractions.tolist() if replay else (),
-        "measured": run.wait_fractions if run else (),
-    }
+    stages, sources = plan.stages, figures_by_source(plan, run, replay)
+    towers = plan.pipeline_model.towers
+    counts = {tower: [str(len(stage.layers(tower))) for stage in stages] for tower in towers}
+    counts["recomputed by level" if plan.levels else "recomputed"] = recomputed_layers(plan)
+
+    def times(group: str, field: str) -> list[tuple[Column, Sequence[Cell]]]:
+        of = {k: [getattr(time, field) for time in one.stages] for k, one in sources.items()}
+        return _beside(group, of)
+
     columns = [
         _column("stage", [str(i) for i in range(len(stages))], "left"),
         *(_column(name, of, group="layers") for name, of in counts.items()),
-        *_beside("forward, ms", {k: [time.forward_ms for time in v] for k, v in times.items()}),
-        *_beside("backward, ms", {k: [time.backward_ms for time in v] for k, v in times.items()}),
-        *_encoder_columns(times),
-        *_beside("waiting, %", {k: [100 * share for share in v] for k, v in waits.items()}),
+        *times("forward, ms", "forward_ms"),
+        *times("backward, ms", "backward_ms"),
     ]
+    if any(time.encoder_ms for one in sources.values() for time in one.stages):
+        columns += times("encoders, ms", "encoder_ms") + times("exchange, ms", "exchange_ms")
+    waits = {k: [100 * share for share in one.wait_fractions] for k, one in sources.items()}
     count = micro_batches_per_step(plan)
     per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
-    return Table.of_columns("Stages", columns, f"{per}backward includes recomputation.{mean}")
-
-
-def _encoder_columns(
-    times: Mapping[str, Sequence[StageTime]],
-) -> Iterator[tuple[Column, Sequence[Cell]]]:
-    """Times of encoders beside the pipeline, where there are any."""
-    encoder = {source: [time.encoder_ms for time in stages] for source, stages in times.items()}
-    exchange = {source: [time.exchange_ms for time in stages] for source, stages in times.items()}
-    if any(map(any, encoder.values())):
-        yield from _beside("encoders, ms", encoder)
-        yield from _beside("exchange, ms", exchange)
-
-
-_BESIDE = "encoders"
+    caption = f"{per}backward includes recomputation.{mean}"
+    return Table.of_columns("Stages", columns + _beside("waiting, %", waits), caption)
 
 
 def memory_table(
@@ -108,22 +84,22 @@ def memory_table(
     """Predicted memory by kind, the sum against the device's, and the peak by other sources.
 
     The replayed peak is shown beside its predicted value, and that allocated on a pretended device
-    with the prediction's difference from it. None where there is nothing to show.
+    beside its own; the last row is of encoders beside the pipeline, if there are any. None if there
+    is nothing to show.
     """
     cap_gib = memory_cap_gib(plan.cluster)
     beside = plan.prediction.beside if plan.prediction else None
     names = [str(stage) for stage in range(len(plan.stages))]
     memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
-    if beside is not None:
-        names.append(_BESIDE)
-        memories.append(beside.memory)
-    columns = [_column("stage", names, "left")]
-    if memories:
-        columns += _predicted_memory(memories, cap_gib)
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
     if beside is not None:
+        names.append("encoders")
+        memories.append(beside.memory)
         caption += " Encoders beside the pipeline: their part of a device that embeds tokens."
+    columns = [_column("stage", names, "left")]
+    if memories:
+        columns += _predicted_memory(memories, cap_gib)
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
@@ -135,63 +111,57 @@ def memory_table(
             caption += "the rest."
     if pretended:
         by_stage = {one.stage: difference_cells(one) for one in pretended}
-        cells = [by_stage.get(stage, [""] * 3) for stage in range(len(plan.stages))]
-        for index, title in enumerate(("predicted", "allocated", "difference")):
+        cells = zip(*(by_stage.get(i, [""] * 3) for i in range(len(plan.stages))), strict=True)
+        for title, column in zip(("predicted", "allocated", "difference"), cells, strict=True):
             style: Style = "bold" if title == "allocated" else ""
-            column = [each[index] for each in cells]
             columns.append(_column(title, column, style, "pretended, GiB"))
         caption += " Pretended: what the code would allocate, counted without a device."
     if run:
-        measured = [*aligned(run.peak_gib), *[""] * (len(names) - len(plan.stages))]
-        columns.append(_column("peak", measured, "bold", "measured, GiB"))
+        columns += _beside("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
-    table = Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)
-    return replace(table, tight=True)
+    filled = [(one, [*cells, *[""] * (len(names) - len(cells))]) for one, cells in columns]
+    return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", filled, caption)
 
 
 def _predicted_memory(
     memories: Sequence[StageMemory], cap_gib: float
 ) -> list[tuple[Column, Sequence[Cell]]]:
-    # Aligned together and dealt out again, so that all columns get the same decimals.
-    rows = [(*memory_parts(memory), memory.peak_gib) for memory in memories]
-    cells, group = aligned([size for row in rows for size in row], at_least=2), "predicted, GiB"
-    titles = (*MEMORY_PARTS, "peak")
+    parts = [memory_parts(memory) | {"peak": memory.peak_gib} for memory in memories]
+    sizes = {kind: [part[kind] for part in parts] for kind in parts[0]}
     shares = [memory.peak_gib / cap_gib for memory in memories]
-    verdicts = [Marked(percent(share), "good" if share <= 1 else "bad") for share in shares]
     return [
-        *(
-            _column(title, cells[i :: len(titles)], "bold" if title == "peak" else "", group)
-            for i, title in enumerate(titles)
-        ),
-        _column("of usable", verdicts, group=group),
+        *_beside("predicted, GiB", sizes, at_least=2),
+        _column("of usable", [Marked.share(share) for share in shares], group="predicted, GiB"),
     ]
 
 
 def accuracy_table(evaluation: Evaluation) -> Table | None:
     """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
-    kinds = evaluation.kinds
-    if not kinds:
+    if not evaluation.kinds:
         return None
-    intervals = [accuracy_interval(kind) for kind in kinds]
-    columns = [
-        _column("kind of question", [kind.kind for kind in kinds], "left"),
-        _column("questions", [f"{kind.questions:,}" for kind in kinds]),
-        _column("correct", [f"{kind.correct:,}" for kind in kinds]),
-        _column("accuracy", [percent(kind.accuracy) for kind in kinds], "bold"),
-        _column(
-            "95 % interval",
-            [f"{100 * low:.1f} {EN_DASH} {100 * high:.1f} %" for low, high in intervals],
-        ),
-        _column("chance", [percent(kind.chance) for kind in kinds]),
-        _column("", [Drawing(meter(kind.accuracy, kind.chance)) for kind in kinds], "drawing"),
-    ]
-    return Table.of_columns(
+    return Table.of_records(
         "Held-out answers, exact",
-        columns,
+        evaluation.kinds,
+        {
+            Column(title="kind of question", style="left"): lambda kind: kind.kind,
+            "questions": lambda kind: f"{kind.questions:,}",
+            "correct": lambda kind: f"{kind.correct:,}",
+            Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
+            "95 % interval": _interval,
+            "chance": lambda kind: percent(kind.chance),
+            Column(title="", style="drawing"): lambda kind: Drawing(
+                meter(kind.accuracy, kind.chance)
+            ),
+        },
         f"Exact matches after step {evaluation.step:,}. Chance, the mark on the bar, is the best "
         "that one constant answer reaches.",
     )
+
+
+def _interval(kind: KindAccuracy) -> str:
+    low, high = accuracy_interval(kind)
+    return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:
@@ -201,53 +171,46 @@ def answers_table(evaluation: Evaluation) -> Table | None:
         return None
     right = Marked("\N{CHECK MARK}", "good", "right")
     wrong = Marked("\N{BALLOT X}", "bad", "wrong")
-    texts = {
-        "kind": [e.kind for e in examples],
-        "question": [e.question for e in examples],
-        "expected": [e.expected for e in examples],
-        "answered": [e.answered for e in examples],
-        "sample": [e.sample for e in examples],
-    }
-    columns = [
-        _column("", [right if is_right(example) else wrong for example in examples], "mark"),
-        *(
-            _column(name, [shorten(value, _TEXT_LIMIT) for value in values], "wrap")
-            for name, values in texts.items()
-        ),
-    ]
+    rows: list[list[Cell]] = []
+    for one in examples:
+        texts = (one.kind, one.question, one.expected, one.answered, one.sample)
+        sign = right if is_right(one) else wrong
+        rows.append([sign, *(shorten(text, _TEXT_LIMIT) for text in texts)])
+    titles = ("kind", "question", "expected", "answered", "sample")
+    wide = (Column(title=title, style="wrap") for title in titles)
     caption = "Examples, right and wrong ones of every kind; not in proportion."
-    return Table.of_columns("Examples", columns, caption)
+    return Table.of_rows("Examples", (Column(title="", style="mark"), *wide), rows, caption=caption)
 
 
-def packing_facts(packs: ScheduledPacks, lengths: Lengths, data: DataPlan, plan: Plan) -> Facts:
-    """Facts about the micro-batches of all ranks: fill and balance, and what ranks exchange."""
-    bound, dp = naive_lower_bound(lengths, data.caps), plan.parallel.data
-    m = measure_packs(packs, lengths, data.caps, dp, packs.tokens, bound, plan.levels)
+def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
+    """Figures of packs: how full they are, how even over ranks, and what ranks exchange.
+
+    Args:
+        load: by which the straggler factor is measured.
+        data: of the plan that the packs are of, whose steps and method are said too.
+    """
+    samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [
-        ("Samples", f"{len(lengths):,}, {m.samples_per_pack:.3g} per pack"),
-        ("Packs", f"{m.packs:,} (at least {m.packs_lower_bound:,} are needed)"),
-        *(
-            (f"{name.capitalize()} filled", f"{percent(m.fill[name])} of the cap")
-            for name in m.fill
-        ),
+        ("samples packed", samples),
+        ("packs", f"{metrics.packs:,}"),
+        ("packs needed at least", f"{metrics.packs_lower_bound:,}"),
+        ("gap to bound", f"{100 * metrics.gap:.2f} %"),
+        *((f"fill of {name}", percent(share)) for name, share in metrics.fill.items()),
+        ("pad ratio", f"{metrics.pad_ratio:.4f}"),
+        *((f"dist ratio of {name}", f"{ratio:.4f}") for name, ratio in metrics.dist_ratio.items()),
+        ("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}"),
+        ("ABR lower bound", f"{metrics.least_attention_balance_ratio:.4f}"),
+        ("communication ratio", f"{metrics.communication_ratio:.4f}"),
+        ("exchanged ratio", f"{metrics.exchanged_ratio:.4f}"),
+        ("tokens of a rank in a step", f"{metrics.tokens_per_rank:,.0f}"),
+        ("straggler factor", f"{metrics.straggler_factor:.4f}"),
+        ("straggler factor measured in", load),
+        ("steps", f"{metrics.steps:,}"),
     ]
-    if dp > 1:
-        entries += [
-            (f"Uneven {name}", f"{percent(ratio)} below the busiest of {dp} ranks")
-            for name, ratio in m.dist_ratio.items()
-        ]
-        uneven = f"{percent(m.attention_balance_ratio)} below the busiest of {dp} ranks"
-        entries.append(("Uneven attention", uneven))
-    if plan.levels:
-        divided = f"{percent(m.exchanged_ratio)} in samples that are divided"
-        shared = f"{percent(m.communication_ratio)} of tokens, {divided}"
-        entries.append(("In shared packs", shared))
-    count = data.micro_batches_per_step
-    entries += [
-        ("Steps", f"{m.steps:,} of {_at_most(data)}{count} micro-batches on each of {dp} ranks"),
-        ("Method", _packed_by(data)),
-    ]
-    return Facts("Packing", entries)
+    if data is not None:
+        count = f"{'' if data.window is None else 'at most '}{data.micro_batches_per_step}"
+        entries += [("micro-batches of a rank in a step", count), ("method", _packed_by(data))]
+    return Facts("Packs", entries)
 
 
 def provenance_facts(
@@ -257,36 +220,29 @@ def provenance_facts(
     records: Sequence[StepRecord],
 ) -> Facts:
     """Facts about the page's inputs."""
-    entries: list[tuple[str, str | Marked]] = [
-        ("Plan schema", f"version {plan.schema_version}"),
-        ("Cluster", f"{plan.cluster.name}, {plan.cluster.memory_gib:g} GiB a device"),
-    ]
+    entries: dict[str, str | Marked] = {
+        "Plan schema": f"version {plan.schema_version}",
+        "Cluster": f"{plan.cluster.name}, {plan.cluster.memory_gib:g} GiB a device",
+    }
     if plan.prediction:
-        entries += [("Costs from", plan.prediction.cost_source)]
+        entries["Costs from"] = plan.prediction.cost_source
     if plan.data:
-        entries += [
-            ("Packs made by", _packed_by(plan.data)),
-            ("Lengths", _sha256(plan.data.lengths_sha256)),
-            ("Packs", _sha256(plan.data.packs_sha256)),
-        ]
+        entries["Packs made by"] = _packed_by(plan.data)
+        entries["Lengths"] = _sha256(plan.data.lengths_sha256)
+        entries["Packs"] = _sha256(plan.data.packs_sha256)
     if plan.data and plan.data.origin:
-        origin = plan.data.origin
-        entries += [("Data", _sha256(origin.data_sha256))]
-        entries += [("Tokenizer", _sha256(origin.tokenizer_sha256))]
+        entries["Data"] = _sha256(plan.data.origin.data_sha256)
+        entries["Tokenizer"] = _sha256(plan.data.origin.tokenizer_sha256)
     if replay:
         steps = ", ".join(f"{step:,}" for step in replay.info.steps)
         about = f"on {replay.info.device}, provider {replay.info.provider}"
-        entries += [("Replayed steps", f"{steps}, {about}")]
+        entries["Replayed steps"] = f"{steps}, {about}"
     if run:
-        entries += [("Provider of the run's layers", run.provider or "not recorded")]
+        entries["Provider of the run's layers"] = run.provider or "not recorded"
     if records:
-        seen = f"{len(records):,} steps, {records[0].step:,} to {records[-1].step:,}"
-        entries += [("Run log", seen)]
-    return Facts("", entries)
-
-
-def _at_most(data: DataPlan) -> str:
-    return "" if data.window is None else "at most "
+        first, last = records[0].step, records[-1].step
+        entries["Run log"] = f"{len(records):,} steps, {first:,} to {last:,}"
+    return Facts("", [*entries.items()])
 
 
 def _packed_by(data: DataPlan) -> str:

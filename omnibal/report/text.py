@@ -3,6 +3,9 @@
 import html
 import math
 from collections.abc import Sequence
+from pathlib import Path
+
+from omnibal.files import atomic
 
 EN_DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -45,9 +48,22 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def milliseconds(value: float) -> str:
+def change(value: float, base: float) -> str:
+    """Format how far a value is above a base, with its sign."""
+    # Without the sign of a difference that rounds to nothing.
+    return f"{round(100 * (value / base - 1), 1) + 0.0:+.1f} %"
+
+
+def milliseconds(value: float, digits: int = 3) -> str:
     """Format a time in ms, or in s from a second on."""
-    return f"{number(value / 1000)} s" if value >= 1000 else f"{number(value)} ms"
+    unit, of = ("s", value / 1000) if value >= 1000 else ("ms", value)
+    return f"{number(of, digits)} {unit}"
+
+
+def gib_or_mib(gib: float) -> str:
+    """Format memory with at least three digits."""
+    mib = 1024 * gib
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
@@ -82,3 +98,13 @@ def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
     return [f"{value:,.{decimals}f}" for value in values]
+
+
+def write_ascii(page: str, path: Path) -> None:
+    """Write a page or picture and the directories that it lies in.
+
+    Pure ASCII survives every server, mail and editor; the rest becomes character references.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
