@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,8 +53,6 @@ _START_SECONDS = 60
 """Allowed for starting pytest, beside what the tests take."""
 _SLOWER = 3
 """Times that tests of a mutant may take what they take unchanged."""
-_FIRST_FILES = 4
-"""Files of tests that are run before all others: most mutants end here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,22 +114,37 @@ class Workspace:
             without working; and what it printed.
         """
         limit = int(cpu_seconds) + 1
+        with self.started(arguments, limit) as process:
+            try:
+                printed, _ = process.communicate(timeout=10 * limit)
+            except subprocess.TimeoutExpired:
+                return None, ""
+        timed_out = process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        return None if timed_out else process.returncode, printed
+
+    @contextmanager
+    def started(
+        self, arguments: Sequence[str], cpu_seconds: int | None = None
+    ) -> Iterator[subprocess.Popen]:
+        """Python running there until the end of the block; its output is kept if its time is
+        limited."""
+
+        def limit() -> None:
+            if cpu_seconds is not None:
+                resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
+
         process = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.copy,
             env=self._environment,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if cpu_seconds is None else subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5)),
+            preexec_fn=limit,
         )
         try:
-            printed, _ = process.communicate(timeout=10 * limit)
-            timed_out = process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
-            return None if timed_out else process.returncode, printed
-        except subprocess.TimeoutExpired:
-            return None, ""
+            yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -267,26 +281,97 @@ def chosen_tests(
     return chosen, left_out
 
 
-def try_mutant(work: Workspace, mutant: Mutant, chosen: dict[str, dict[str, float]]) -> Verdict:
-    """Run tests, by file with their CPU seconds, on a mutant until one fails."""
-    if not chosen:
-        return Verdict(outcome="survived", by="no test runs it")
-    files = list(chosen)
-    with work.changed(mutant), tempfile.TemporaryDirectory() as temporary:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """A mutant with the tests to run on it."""
+
+    mutant: Mutant
+    chosen: dict[str, dict[str, float]]
+    """Tests and their CPU seconds, by file."""
+    left_out: int
+    """Tests besides that take too long."""
+    source: str
+    """Of the module as it is."""
+
+    @property
+    def tests(self) -> list[str]:
+        """All tests, file by file."""
+        return [test for tests in self.chosen.values() for test in tests]
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Most that they may take."""
+        taken = sum(sum(tests.values()) for tests in self.chosen.values())
+        return _START_SECONDS + _SLOWER * taken
+
+
+def tried(work: Workspace, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Verdict]]:
+    """Run the tests of every mutant until one fails."""
+    left = []
+    for trial in trials:
+        if trial.chosen:
+            left.append(trial)
+        else:
+            yield trial, Verdict(outcome="survived", by="no test runs it")
+    done = set()
+    for place, verdict in _tried_in_one_process(work, left):
+        done.add(place)
+        yield left[place], verdict
+    for place, trial in enumerate(left):
+        if place not in done:
+            yield trial, _tried_alone(work, trial)
+
+
+def _tried_in_one_process(
+    work: Workspace, trials: Sequence[Trial]
+) -> Iterator[tuple[int, Verdict]]:
+    """Verdicts of mutants that are one function's code, by their places."""
+    files = sorted({file for trial in trials for file in trial.chosen})
+    mutants = [
+        {
+            "tests": trial.tests,
+            "cpu_seconds": trial.cpu_seconds,
+            "place": {
+                "path": trial.mutant.path,
+                "function": trial.mutant.function,
+                "source": trial.mutant.applied(trial.source),
+            },
+        }
+        for trial in trials
+        if trial.mutant.function
+    ]
+    places = [place for place, trial in enumerate(trials) if trial.mutant.function]
+    if not mutants:
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        listed, verdicts = Path(temporary) / "mutants.json", Path(temporary) / "verdicts"
+        listed.write_text(json.dumps(mutants))
+        verdicts.touch()
+        options = ["--mutants", str(listed), "--verdicts", str(verdicts)]
+        with work.started([*_PYTEST, *options, *files]) as process, verdicts.open() as file:
+            while process.poll() is None or verdicts.stat().st_size > file.tell():
+                line = file.readline()
+                if line.endswith("\n"):
+                    number, outcome, by = json.loads(line)
+                    yield places[number], Verdict(outcome=outcome, by=by)
+                else:
+                    time.sleep(0.1)
+
+
+def _tried_alone(work: Workspace, trial: Trial) -> Verdict:
+    """Run the tests in a process of their own, with the changed module on the disk."""
+    limit = trial.cpu_seconds
+    with work.changed(trial.mutant), tempfile.TemporaryDirectory() as temporary:
         listed = Path(temporary) / "tests.json"
-        for some in filter(None, (files[:_FIRST_FILES], files[_FIRST_FILES:])):
-            tests = {test: taken for file in some for test, taken in chosen[file].items()}
-            listed.write_text(json.dumps(list(tests)))
-            options = ["-x", "--tb=no", "-rfE", "--chosen-tests", str(listed)]
-            limit = _START_SECONDS + _SLOWER * sum(tests.values())
-            status, printed = work.run([*_PYTEST, *options, *some], limit)
-            if status is None:
-                return Verdict(outcome="timed out", by=f"{limit:.0f} CPU seconds")
-            if status not in (0, _NONE_FOUND):
-                failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
-                return Verdict(outcome="killed", by=failed[1] if failed else f"status {status}")
-    tests_run = sum(map(len, chosen.values()))
-    return Verdict(outcome="survived", by=f"{tests_run} tests pass")
+        listed.write_text(json.dumps(trial.tests))
+        options = ["-x", "--tb=no", "-rfE", "--chosen-tests", str(listed)]
+        status, printed = work.run([*_PYTEST, *options, *trial.chosen], limit)
+    if status is None:
+        return Verdict(outcome="timed out", by=f"{limit:.0f} CPU seconds")
+    if status in (0, _NONE_FOUND):
+        return Verdict(outcome="survived", by=f"{len(trial.tests)} tests pass")
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+    return Verdict(outcome="killed", by=failed[1] if failed else f"status {status}")
 
 
 class Verdicts:
@@ -361,30 +446,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
             work = Workspace(root, Path(temporary).resolve())
             records = recorded(work, root / options.folder / "records", tests, modules)
             kept = Verdicts(root / options.folder / "verdicts.jsonl")
+            trials = [_trial(root, records, mutant, options.seconds) for mutant in mutants]
             verdicts = []
-            for place, mutant in enumerate(mutants, start=1):
-                verdict = _verdict(work, kept, records, mutant, options.seconds)
+            for mutant, verdict in _verdicts(work, kept, trials):
                 verdicts.append((mutant, verdict))
                 line = f"{_line(mutant, verdict)} ({verdict.by})"
-                print(f"[{place}/{len(mutants)}] {line}", flush=True)
+                print(f"[{len(verdicts)}/{len(mutants)}] {line}", flush=True)
         text, share = summary(verdicts)
         print(text)
     return 0 if share >= options.least else 1
 
 
-def _verdict(
-    work: Workspace, kept: Verdicts, records: list[Record], mutant: Mutant, seconds: float
-) -> Verdict:
+def _trial(root: Path, records: Sequence[Record], mutant: Mutant, seconds: float) -> Trial:
     chosen, left_out = chosen_tests(records, mutant, seconds)
-    of_mutant = _sha256(mutant, (work.root / mutant.path).read_text())
-    of_tests = _sha256(chosen, *(record.sha256 for record in records if record.file in chosen))
-    verdict = kept.get(of_mutant, of_tests)
-    if verdict is None:
-        verdict = try_mutant(work, mutant, chosen)
-        if verdict.outcome == "survived" and left_out:
-            verdict = replace(verdict, by=f"{verdict.by}, {left_out} not run")
-        kept.add(of_mutant, of_tests, verdict)
-    return verdict
+    source = (root / mutant.path).read_text()
+    return Trial(mutant=mutant, chosen=chosen, left_out=left_out, source=source)
+
+
+def _verdicts(
+    work: Workspace, kept: Verdicts, trials: Sequence[Trial]
+) -> Iterator[tuple[Mutant, Verdict]]:
+    """Verdicts, first those of earlier runs."""
+    new = []
+    for trial in trials:
+        if verdict := kept.get(*_keys(work, trial)):
+            yield trial.mutant, verdict
+        else:
+            new.append(trial)
+    for trial, verdict in tried(work, new):
+        if verdict.outcome == "survived" and trial.left_out:
+            verdict = replace(verdict, by=f"{verdict.by}, {trial.left_out} not run")
+        kept.add(*_keys(work, trial), verdict)
+        yield trial.mutant, verdict
+
+
+def _keys(work: Workspace, trial: Trial) -> tuple[str, str]:
+    """What a mutant's verdict is of, and which tests."""
+    files = ((work.copy / file).read_text() for file in trial.chosen)
+    return _sha256(trial.mutant, trial.source), _sha256(trial.tests, *files)
 
 
 def _sha256(*parts: object) -> str:

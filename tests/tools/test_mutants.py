@@ -78,14 +78,14 @@ def test_verdicts_are_kept_until_their_reason_changes(toy, capsys, monkeypatch):
     run(toy, "--count", "100")
     first = capsys.readouterr().out.splitlines()
     assert sum("recording" in line for line in first) == 1
-    tried = []
-    try_mutant = mutants.try_mutant
+    tried: list[str] = []
+    try_all = mutants.tried
 
-    def counted(work, mutant, chosen):
-        tried.append(mutant.function)
-        return try_mutant(work, mutant, chosen)
+    def counted(work, trials):
+        tried.extend(trial.mutant.function for trial in trials)
+        return try_all(work, trials)
 
-    monkeypatch.setattr(mutants, "try_mutant", counted)
+    monkeypatch.setattr(mutants, "tried", counted)
     run(toy, "--count", "100")
     again = capsys.readouterr().out.splitlines()
     assert again == [line for line in first if "recording" not in line] and not tried
@@ -96,8 +96,11 @@ def test_verdicts_are_kept_until_their_reason_changes(toy, capsys, monkeypatch):
     assert "no test runs it" not in capsys.readouterr().out
 
 
-def test_endless_mutants_are_stopped(toy, monkeypatch, capsys):
+@pytest.mark.parametrize("alone", [False, True])
+def test_endless_mutants_are_stopped(toy, monkeypatch, capsys, alone):
     """Prevents: a loop without an end that holds up all other mutants."""
+    if alone:
+        monkeypatch.setattr(mutants, "_tried_in_one_process", lambda *_: ())
     endless = "def count(most):\n    n = 0\n    while n < most:\n        n += 1\n    return n\n"
     (toy / "toy/sums.py").write_text(endless)
     test = "from toy.sums import count\n\n\ndef test_count():\n    assert count(3) == 3\n"
