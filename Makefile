@@ -1,12 +1,16 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check format quick test
+.PHONY: check format mutants quick test
 
 check:
 	./scripts/check.sh
 
 format:
 	. ./scripts/environment.sh && python -m ruff check --fix . && python -m ruff format .
+
+# Wrong changes of the planner's arithmetic that no test notices: make mutants MUTANTS='--seed 1'
+mutants:
+	. ./scripts/environment.sh && nice -n 10 python tools/mutants.py $(MUTANTS)
 
 quick:
 	./scripts/test.sh -m quick

@@ -31,10 +31,10 @@ TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 # transformers is what tests compare with: other implementations of models and tokenizers. Triton's
 # interpreter runs the kernels in tests; CUDA builds of torch bring it. tools/make_spoken_digits.py
-# speaks through espeakng-loader.
+# speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what.
 DEVELOPMENT = [
-    *("espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist", "ruff"),
-    *("scikit-learn", "tensorboard", "transformers", "triton", *WEBDATASET),
+    *("coverage", "espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist"),
+    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *WEBDATASET),
 ]
 
 setup(

@@ -9,7 +9,8 @@ from plan_cases import MODEL, example_profile, job_spec
 
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
-from omnibal.cost.model import pack_features
+from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, ShareMeasurement, model_sha256
 from omnibal.cost.shares import share_features
 from omnibal.cost.source import ANALYTIC
@@ -410,3 +411,124 @@ def test_operations_of_a_pack_count_once() -> None:
     levels = [level(1), level(2, CutRule.ZIGZAG), level(4, CutRule.WHOLE)]
     of_shares = (share_features(packs, lengths, levels, names)[:, 1:] @ flops[1:]).sum()
     assert of_shares == pytest.approx(of_packs, rel=1e-12)
+
+
+def by_name(cost: CostModel, **coefficients: float) -> list[float]:
+    """Coefficients of the features, 0 of those not given."""
+    return [coefficients.get(name, 0.0) for name in cost.features]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("exchange", ContextExchange)
+def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) -> None:
+    """Prevents: copies, kernels or latencies of an exchange's backward that are lost, and working
+    memory without the rank's own keys and values."""
+    cluster = assumed_h100().model_copy(update={"link_latency_us": 7, "kernel_us": 3})
+    job = text_job(tensor, cluster=cluster)
+    (cost,) = job.costs_at([level(4, exchange=exchange)])
+    q, kv = 6144 / tensor, 2 * 8 * 128 / tensor
+    sent_ms = 1 / (450e6 * cluster.link_efficiency)
+    copied_ms = 1 / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+
+    def times(collectives: int, kernels: int, sent: float, own: float, exchanged: float):
+        """Of bf16 elements that are sent, and that copies read and write."""
+        return by_name(
+            cost,
+            fixed=collectives * 0.007 + kernels * 0.003,
+            tokens=2 * own * copied_ms,
+            exchanged_tokens=2 * (sent * sent_ms + exchanged * copied_ms),
+        )
+
+    if exchange is ContextExchange.GATHER:
+        # Own keys beside values, and both beside the 4 ranks' (2 + 2); all in order (2).
+        forward = times(1, 6, 3 * kv, 4 * kv + 2 * kv, 2 * 4 * kv)
+        # Gathered again. Gradients of keys beside those of values (2), zeros that they are added
+        # to (1 + 1 + 2); own ones copied, and others' sums added to them (2 + 2).
+        gathered_and_scattered = (6 + 2 + 4 + 4) * kv, (2 + 2 + 4) * 4 * kv
+        backward = times(2, 12, 2 * 3 * kv, *gathered_and_scattered)
+        again = times(0, 0, 0, 0, 0)
+        working = 3 * kv, 3 * 4 * kv
+    else:
+        # A quarter of the heads stays. Queries, keys and values by rank, sent, by sample (6), the
+        # output by rank and back (4), beside that of whole samples (4).
+        forward = times(2, 12, (2 * q + kv) * 3 / 4, 4 * q, 10 * q + 6 * kv)
+        backward = again = forward
+        working = 0, 6 * q + 4 * kv
+    unit = cost.units["language_layer"]
+    np.testing.assert_allclose(unit.context_ms, [forward, backward, again], rtol=1e-9)
+    # Gradients of the residual, of attention's output, and of queries, keys and values.
+    own = 6144 + q + q + kv + working[0]
+    expected = by_name(cost, tokens=2 * own, exchanged_tokens=2 * working[1])
+    np.testing.assert_allclose(unit.transient_bytes[-1], expected, rtol=1e-9)
+
+
+def test_exchange_of_features_by_hand() -> None:
+    """Prevents: features of tiles that the ranks of a block need for nothing, or that take no
+    memory on their way."""
+    cluster = assumed_h100().model_copy(update={"link_latency_us": 7, "kernel_us": 3})
+    (cost,) = text_job(cluster=cluster).costs_at([level(4)])
+    unit, tile_bytes = cost.units["language_embed"], 256 * 6144 * 2
+    rate = 450e6 * cluster.link_efficiency
+    copies = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+    tile_ms = tile_bytes * 3 / 4 / rate + 2 * tile_bytes / copies
+    once = by_name(cost, fixed=0.007 + 2 * 0.003, tiles=tile_ms)
+    nothing = by_name(cost)
+    np.testing.assert_allclose(unit.context_ms, [once, once, nothing], rtol=1e-9)
+    np.testing.assert_allclose(unit.transient_bytes[-1], by_name(cost, tiles=2 * tile_bytes))
+
+
+def test_layers_without_a_backward_exchange_forward_alone() -> None:
+    """Prevents: gradients of frozen layers that are exchanged, layers that are recomputed for
+    nothing, and an exchange that has no room beside what its layer works with."""
+    job = text_job()
+    trained = job.cost.units["language_layer"]
+    nothing = 0 * trained.backward_ms
+    alone = replace(trained, backward_ms=nothing, recompute_ms=nothing)
+    frozen = replace(job.cost, units=job.cost.units | {"language_layer": alone})
+    given = job.model, job.cluster, job.parallel, job.precision, ()
+    for exchange in ContextExchange:
+        one = level(4, exchange=exchange)
+        (cost,), (with_backward,) = costs_at(frozen, *given, [one]), job.costs_at([one])
+        unit, other = cost.units["language_layer"], with_backward.units["language_layer"]
+        np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
+        assert not unit.context_ms[1:].any()
+        assert not unit.backward_ms.any() and not unit.recompute_ms.any()
+        beside = [*alone.transient_bytes.max(axis=0), 0]
+        expected = other.transient_bytes[-1] + beside
+        np.testing.assert_allclose(unit.transient_bytes[-1], expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("sample_tokens", [1024, 65_536])
+def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
+    """Prevents: keys and values that are waited for though attention takes longer, or that come
+    for nothing where it does not."""
+    cluster = assumed_h100().model_copy(update={"link_latency_us": 20, "kernel_us": 3})
+    job, context = text_job(2, cluster=cluster), 4
+    source = ExchangeSource(ring_tokens=sample_tokens)
+    given = job.model, cluster, job.parallel, job.precision, job.frozen
+    (cost,) = costs_at(job.cost, *given, [level(context)], source)
+    unit, alone = cost.units["language_layer"], job.cost.units["language_layer"]
+    own = sample_tokens / context
+    kv, q = 2 * 8 * 128 / 2, 6144 / 2
+    rate = 450e6 * cluster.link_efficiency
+    copies = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+    features = np.array(by_name(cost, fixed=1, tokens=own, exchanged_tokens=own))
+    square = cost.features.index("squared_tokens")
+    for place, name, sent, summed in ((0, "forward_ms", 1, 1), (1, "backward_ms", 2, 2)):
+        # Of the whole sample's pairs a rank has one in 4, in 4 parts.
+        part_ms = getattr(alone, name)[square] * sample_tokens**2 / context / context
+        expected_ms = 0.0
+        for _ in range(context - 1):
+            sent_ms = sent * 2 * own * kv / rate + 0.02
+            expected_ms += max(sent_ms - part_ms, 0)
+            # What is there and what is new are read, and their sum written.
+            expected_ms += summed * 3 * 2 * own * q / copies + 4 * 0.003
+        assert features @ unit.context_ms[place] == pytest.approx(expected_ms)
+        assert (sent_ms > part_ms) == (sample_tokens == 1024)
+    np.testing.assert_allclose(unit.context_ms[2], unit.context_ms[0])
+    # Two parts at a time, the one at hand and the next, with gradients of them and of both.
+    (gathered,) = job.costs_at([level(context)])
+    tokens, exchanged = (cost.features.index(name) for name in ("tokens", "exchanged_tokens"))
+    here, there = (each.units["language_layer"].transient_bytes[-1] for each in (cost, gathered))
+    assert here[exchanged] == 0 and there[exchanged] > 0
+    assert here[tokens] - there[tokens] == pytest.approx(3 * 2 * kv)

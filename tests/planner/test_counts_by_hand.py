@@ -1,0 +1,1116 @@
+"""Counts of every kind of unit, operation by operation and tensor by tensor.
+
+Each case lists what a unit's kernels read and write, what it keeps and what is there at each moment
+of its backward, in elements of bf16 (2 bytes) and of fp32. Sizes share no factors, and 3
+tensor-parallel ranks divide few of them, so that no wrong operator gives the same number.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.cost.adapters import with_adapters
+from omnibal.cost.counts import Counts, Device, Features
+from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
+from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
+from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
+from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
+from omnibal.units import unit_kinds
+
+pytestmark = pytest.mark.quick
+
+MICRO_BATCH = {
+    "fixed": 1.0,
+    "tiles": 3.0,
+    "clips": 5.0,
+    "image_tokens": 7.0,
+    "squared_image_tokens": 29.0,
+    "tokens": 11.0,
+    "squared_tokens": 61.0,
+    "squared_tokens_window4": 43.0,
+    "loss_tokens": 6.0,
+}
+FEATURES = Features(names=tuple(MICRO_BATCH))
+SIZES = np.array(list(MICRO_BATCH.values()))
+TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
+
+
+def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
+    """A device in bf16 whose rates do not matter."""
+    rates = ("flops_per_ms", "fp32_flops_per_ms", "bytes_per_ms", "streamed_bytes_per_ms")
+    rates += ("collective_bytes_per_ms", "pass_ms", "kernel_ms")
+    return Device(
+        **dict.fromkeys(rates, 1.0),
+        product_times=None,
+        tensor=tensor,
+        sequence_parallel=sequence_parallel,
+        element_bytes=2,
+        **changes,
+    )
+
+
+def of(value: np.ndarray | float) -> float:
+    """Of the micro-batch above."""
+    return float(np.sum(value * SIZES))
+
+
+def counted(counts: Counts) -> dict[str, Any]:
+    """All that is counted of the micro-batch; what is none is left out."""
+    found = {
+        "products": [
+            (of(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
+            for one in counts.products
+        ],
+        "attention": of(counts.attention_flops),
+        "forward": of(counts.moved_bytes),
+        "backward": of(counts.back_moved_bytes),
+        "sent": of(counts.collective_bytes),
+        "back sent": of(counts.back_collective_bytes),
+        "again sent": of(counts.gathered_again_bytes),
+        "passes": (counts.passes, counts.back_passes, counts.passes_again),
+        "exchanged": of(counts.exchanged_bytes),
+        "exchanges": (counts.exchanges, counts.back_exchanges),
+        "kernels": counts.kernels,
+        "kept": {line.what: of(line.bytes) for line in counts.kept},
+        "for weights": {line.what for line in counts.kept if line.for_weights},
+        "input": of(counts.boundary_bytes),
+        "output": of(counts.output_bytes),
+        "working": [
+            (of(counts.working_bytes(each, trained=True)), each.weight) for each in counts.working
+        ],
+        "forward working": [of(each.bytes) for each in counts.forward_working],
+        "passing": of(counts.passing_bytes),
+        "shared": of(counts.shared_bytes),
+        "parameters": counts.parameters,
+        "of experts": counts.expert_parameters,
+    }
+    nothing = (0, 0.0, [], (0, 0), (0, 0, 0), set())
+    return {name: value for name, value in found.items() if value not in nothing}
+
+
+def check(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Every number, to rounding."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, list):
+            assert len(found[name]) == len(value), name
+            for there, here in zip(found[name], value, strict=True):
+                assert there == pytest.approx(here), name
+        else:
+            assert found[name] == (value if isinstance(value, set) else pytest.approx(value)), name
+
+
+H, A, F = 40, 60, 70
+"""Hidden size, width of 4 heads padded to 6 (of 10 each) for 3 ranks, and feed-forward width."""
+ENCODER: dict[str, Any] = {
+    "layers": 2,
+    "hidden_size": H,
+    "heads": 4,
+    "ffn_hidden_size": F,
+    "normalization": "LayerNorm",
+    "qkv_bias": True,
+    "qk_norm": True,
+}
+PLAIN = {"normalization": "RMSNorm", "qkv_bias": False, "qk_norm": False}
+TILES_TOWER = TilesEncoder(**ENCODER, image_size=8, patch_size=2, layer_scale_init=0.1)
+CLIPS_TOWER = ClipsEncoder(**ENCODER | PLAIN, frames=14, mel_bins=9, positions_per_token=7)
+WIDTH = 50
+"""Of the language model."""
+LANGUAGE = LanguageConfig(
+    layers=2, hidden_size=WIDTH, heads=5, kv_heads=1, ffn_hidden_size=F, vocab_size=1000
+)
+
+
+def model_with(**encoders: Any) -> ModelConfig:
+    return ModelConfig(name="by hand", encoders=encoders, language=LANGUAGE)
+
+
+def test_embedding_of_tiles() -> None:
+    """Prevents: patches, positions or the class token that cost no time or no memory."""
+    pixels, out = TILES * 16 * 12, TILES * 17 * H
+    expected = {
+        "products": [(TILES * 16, 12, H)],
+        # Pixels read, patches written; read again with positions, and written.
+        "forward": 2 * (pixels + out + out + out),
+        # Gradients of positions and class token.
+        "backward": 2 * (out + out),
+        "kernels": 5,
+        "kept": {"pixels by patch": 2 * pixels},
+        "for weights": {"pixels by patch"},
+        "input": 2 * pixels,
+        "output": 2 * out,
+        "working": [(2 * out, 17 * H), (2 * out, 12 * H)],
+        # Pixels in bf16, and by patch; product, with the class token, sum.
+        "forward working": [2 * (pixels + pixels + out + out + out)],
+        "passing": 4 * pixels,
+        # Convolution and its bias; class token; positions.
+        "parameters": 12 * H + H + H + 17 * H,
+    }
+    check(counted(tiles_embed(TILES_TOWER, device(), FEATURES)), expected)
+
+
+def test_embedding_of_clips() -> None:
+    """Prevents: convolutions, their GELUs or the frames' fp32 that cost no time or no memory."""
+    read, middle, out = CLIPS * 14 * 9, CLIPS * 14 * H, CLIPS * 7 * H
+    expected = {
+        "products": [(CLIPS * 14, 3 * 9, H), (CLIPS * 7, 3 * H, H)],
+        # To bf16; GELU; GELU, laid out anew, positions added.
+        "forward": (4 + 2) * read + 2 * (2 * middle) + 2 * (2 * out + 2 * out + 2 * out),
+        # Each GELU reads its input and gradient and writes one.
+        "backward": 2 * (3 * middle + 3 * out),
+        "kernels": 7,
+        "kept": {
+            "frames": 2 * read,
+            "into GELU": 2 * middle,
+            "out of GELU": 2 * middle,
+            "into the second GELU": 2 * out,
+        },
+        "for weights": {"frames", "out of GELU"},
+        "input": 2 * read,
+        "output": 2 * out,
+        # The second convolution's input gradient and weight, GELU's input just let go; then both
+        # gradients of the first GELU, and its output let go.
+        "working": [(2 * (middle + out - out), 3 * H * H), (2 * (2 * middle - out - middle), 0)],
+        "forward working": [2 * (middle + middle), 2 * (read + middle)],
+        "passing": 4 * read,
+        "parameters": 3 * 9 * H + H + 3 * H * H + H,
+    }
+    check(counted(clips_embed(CLIPS_TOWER, device(), FEATURES)), expected)
+
+
+def test_layer_of_tiles_with_all_options() -> None:
+    """Prevents: padded heads, norms of q and k, or layer scales in some counts but not others."""
+    t, rows = 3, TILES * 17
+    kept = {
+        "input": 2 * H,
+        "first norm's output": 2 * H,
+        "first norm's moments": 4 * 2,
+        "q, k and v": 2 * 3 * A / t,
+        "attention's output and log-sum-exp": 2 * A / t + 4 * 6 / t,
+        "middle residual": 2 * H,
+        "second norm's output": 2 * H,
+        "second norm's moments": 4 * 2,
+        "into GELU": 2 * F / t,
+        "out of GELU": 2 * F / t,
+        "normed q and k": 2 * 2 * A / t + 4 * 2,
+        "attention's block, for its layer scale": 2 * H,
+        "feed-forward's, for its layer scale": 2 * H,
+    }
+    expected = {
+        "products": [
+            *((rows, H, 3 * A / t), (rows, A / t, H)),
+            *((rows, H, F / t), (rows, F / t, H)),
+        ],
+        "attention": 4 * TILES * 17**2 * A / t,
+        # A norm; the sum with the norm of it, which is kept beside the sum; the last sum. q and k
+        # normed, and read once more for their sums; GELU.
+        "forward": rows * 2 * ((2 + 4 + 3) * H + (4 + 2) * A / t + 2 * F / t),
+        # Twice a norm's input, its gradient, the residual's, and what comes of it; each scale's
+        # input, gradient and result. Norms of q and k read what each needs; GELU its input too.
+        "backward": rows * 2 * (2 * 4 * H + 2 * 3 * H + (8 + 4) * A / t + 3 * F / t),
+        # Two all-reduces, each two passes of two thirds.
+        "sent": 2 * 2 * rows * 2 * H * 2 / 3,
+        "back sent": 2 * 2 * rows * 2 * H * 2 / 3,
+        "passes": (4, 4, 0),
+        "kernels": 12,
+        "kept": {what: rows * each for what, each in kept.items()},
+        "for weights": {
+            *("first norm's output", "second norm's output", "out of GELU"),
+            *("attention's block, for its layer scale", "feed-forward's, for its layer scale"),
+        },
+        "input": rows * 2 * H,
+        "output": rows * 2 * H,
+        "working": [
+            # Gradients of the residual and of the block before its scale, which keeps its input
+            # until then; then as each operation lets go of what it kept.
+            (rows * 2 * (H + H), 0),
+            (rows * 2 * (H + H + F / t - H), H * F / t),
+            (rows * 2 * (H + 2 * F / t - H - F / t), 0),
+            (rows * 2 * (2 * H + F / t - H - 2 * F / t), H * F / t),
+        ],
+        "forward working": [
+            rows * 2 * 6 * H,
+            rows * 2 * (3 * H + 2 * 3 * A / t),
+            rows * 2 * (5 * H + 2 * F / t),
+        ],
+        # Norms, scales and two biases whole; the rest divided.
+        "parameters": 2 * 2 * H
+        + 2 * H
+        + 2 * H
+        + round_up(3 * H * A + 3 * A + 2 * A + A * H + 2 * H * F + F, t),
+    }
+    items = FEATURES.one("tiles")
+    check(counted(encoder_layer(TILES_TOWER, device(), items, 17)), expected)
+
+
+def round_up(number: int, parts: int) -> int:
+    """Of a number of parameters, those of the fullest part."""
+    return len(range(0, number, parts))
+
+
+def test_plain_layer_of_clips() -> None:
+    """Prevents: options that a tower does not have, counted all the same; heads that are padded
+    where that is not asked for; sums of q's and k's norms that one rank exchanges."""
+    rows = CLIPS * 7
+    kept = {
+        "input": 2 * H,
+        "first norm's output": 2 * H,
+        "first norm's moments": 4,
+        "q, k and v": 2 * 3 * H / 3,
+        "attention's output and log-sum-exp": 2 * H / 3 + 4 * 4 / 3,
+        "middle residual": 2 * H,
+        "second norm's output": 2 * H,
+        "second norm's moments": 4,
+        "into GELU": 2 * F / 3,
+        "out of GELU": 2 * F / 3,
+    }
+    found = counted(encoder_layer(CLIPS_TOWER, device(), FEATURES.one("clips"), 7, padded=False))
+    expected = {
+        "kept": {what: rows * each for what, each in kept.items()},
+        "attention": 4 * CLIPS * 7**2 * H / 3,
+        "forward": rows * 2 * (9 * H + 2 * F / 3),
+        # Gradients of q, k and v are put together.
+        "backward": rows * 2 * ((8 + 2) * H + (6 * H + 3 * F) / 3),
+        "working": [
+            (rows * 2 * H, 0),
+            (rows * 2 * (H + F / 3), H * F / 3),
+            (rows * 2 * (H + (2 - 1) * F / 3), 0),
+            (rows * 2 * (2 * H + (1 - 2) * F / 3), H * F / 3),
+        ],
+        "parameters": 2 * H + 2 * H + round_up(4 * H * H + 2 * H * F + F, 3),
+    }
+    check({name: found[name] for name in expected}, expected)
+    normed = ClipsEncoder(**ENCODER | {"qk_norm": True}, frames=14, positions_per_token=7)
+    alone = counted(encoder_layer(normed, device(1), FEATURES.one("clips"), 7))
+    assert alone["forward"] == rows * 2 * (9 * H + 4 * H + 2 * F)
+    assert alone["backward"] == rows * 2 * (10 * H + 8 * H + 3 * F)
+    assert "sent" not in alone
+
+
+@pytest.mark.parametrize("of_clips", [False, True])
+def test_projectors_of_tiles_and_clips(of_clips: bool) -> None:
+    """Prevents: a projector's norm over the wrong positions, or gradients of it that take none."""
+    tower, items = (CLIPS_TOWER, CLIPS) if of_clips else (TILES_TOWER, TILES)
+    # 7 positions make a token; or of 17 the 16 patches 4 tokens, the class token none.
+    positions, tokens, wide = (7, 1, 7 * H) if of_clips else (17, 4, 4 * H)
+    t, rows, read, folded = 3, items * tokens, items * positions * H, items * tokens * wide
+    inner, out = rows * WIDTH / t, rows * WIDTH
+    if of_clips:
+        before = {
+            "last layer's output": 2 * folded,
+            "stacked positions": 2 * folded,
+            "norm's moments": items * positions * 4,
+        }
+        normed, norm = "stacked positions", H
+    else:
+        before = {
+            "shuffled input": 2 * folded,
+            "norm's output": 2 * folded,
+            "norm's moments": rows * 2 * 4,
+        }
+        normed, norm = "norm's output", 2 * wide
+    expected = {
+        "products": [(rows, wide, WIDTH / t), (rows, WIDTH / t, WIDTH)],
+        # Folded, normed; GELU; the bias.
+        "forward": 2 * (2 * read + 2 * read + 2 * inner + 2 * out),
+        "backward": 2 * (2 * read + 3 * read + 3 * inner + out),
+        "sent": 2 * 2 / 3 * 2 * out,
+        "back sent": 2 * 2 / 3 * 2 * folded,
+        "passes": (2, 2, 0),
+        "kernels": 8,
+        "kept": {**before, "into GELU": 2 * inner, "out of GELU": 2 * inner},
+        "for weights": {normed, "out of GELU"},
+        "input": 2 * read,
+        "output": 2 * out,
+        "working": [
+            (2 * (out + inner), WIDTH * WIDTH / t),
+            (2 * (folded + inner - 2 * inner), wide * WIDTH / t),
+            (2 * (folded + read - 2 * inner - folded), 0),
+        ],
+        "forward working": [2 * (2 * read + 2 * folded + inner)],
+        "parameters": norm + WIDTH + round_up(wide * WIDTH + WIDTH + WIDTH * WIDTH, t),
+    }
+    model = model_with(**{"audio" if of_clips else "vision": tower})
+    check(counted(encoder_projector(tower, model, device(), FEATURES)), expected)
+
+
+def images_tower(**changes: Any) -> ImagesEncoder:
+    """Four patches of 5 x 5 pixels and 2 frames a cell."""
+    sizes = {"patch_size": 5, "frames_per_patch": 2, "learned_positions": 19}
+    return ImagesEncoder(**ENCODER | {"qk_norm": False} | sizes | changes)
+
+
+@pytest.mark.parametrize("learned", [0, 19])
+@pytest.mark.parametrize("normed", [False, True])
+def test_embedding_of_images(learned: int, normed: bool) -> None:
+    """Prevents: positions that are interpolated for nothing, and norms that keep nothing."""
+    tower = images_tower(
+        learned_positions=learned, embed_norm=normed, class_token=normed, patch_bias=not normed
+    )
+    rows, values = CELLS * 4, 3 * 2 * 5 * 5
+    pixels, out = rows * values, rows * H
+    positions = 5 * out if learned else 0
+    kept = {"pixels by patch": 2 * pixels}
+    if normed:
+        kept |= {"norm's input": 2 * out, "norm's moments": rows * 2 * 4}
+    expected = {
+        "products": [(rows, values, H)],
+        # Pixels, patches; four neighbours and their sum; a norm.
+        "forward": 2 * (pixels + out + positions + (2 * out if normed else 0)),
+        "backward": 2 * (positions + 3 * out + (out if normed else 0)),
+        "kernels": 5,
+        "kept": kept,
+        "for weights": {"pixels by patch"},
+        "input": 2 * pixels,
+        "output": 2 * out,
+        "working": [(2 * 2 * out, learned * H), (2 * out, values * H)],
+        "forward working": [2 * (pixels + 3 * out)],
+        "passing": 4 * pixels,
+        # A bias; a norm of two vectors, the class token and half a head's angles.
+        "parameters": H * values + H * learned + (2 * H + H + 5 if normed else H),
+    }
+    check(counted(images_embed(tower, device(), FEATURES)), expected)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_layer_of_images(gated: bool) -> None:
+    """Prevents: a gate, norms of q and k, or a window in some counts and not in others."""
+    options = {"gated": True, "qk_norm": True, "bias": False, "normalization": "RMSNorm"}
+    tower = images_tower(window_pixels=30, **(options if gated else {}))
+    kind = next(kind for kind in unit_kinds(model_with(vision=tower)) if kind.is_layer)
+    assert kind.is_windowed
+    t, rows, vectors = 3, CELLS * 4, 1 if gated else 2
+    into = (2 if gated else 1) * F
+    kept = {
+        "input": 2 * H,
+        "first norm's output": 2 * H,
+        "first norm's moments": 4 * vectors,
+        "rotated q and k, and v": 2 * 3 * A / t,
+        "attention's output and log-sum-exp": 2 * A / t + 4 * 6 / t,
+        "middle residual": 2 * H,
+        "second norm's output": 2 * H,
+        "second norm's moments": 4 * vectors,
+        "into the activation": 2 * into / t,
+        "out of the activation": 2 * F / t,
+    }
+    if gated:
+        kept["q and k before norms"] = 2 * 2 * A / t + 2 * 4
+    # Rotation, and norms before it, read and write q and k.
+    rotated = (8 if gated else 4) * A
+    expected = {
+        "products": [
+            *((rows, H, 3 * A / t), (rows, A / t, H)),
+            *((rows, H, into / t), (rows, F / t, H)),
+        ],
+        # Windows of 3 x 3 cells.
+        "attention": 4 * rows * 36 * A / t,
+        "forward": rows * 2 * (9 * H + (rotated + (into + F)) / t),
+        # Gradients of q, k and v are put together; those of what went into the activation and
+        # of what came out, beside what went in.
+        "backward": rows * 2 * (8 * H + (rotated + 2 * A + (2 * into + F)) / t),
+        "sent": 4 * rows * 2 * H * 2 / 3,
+        "back sent": 4 * rows * 2 * H * 2 / 3,
+        "passes": (4, 4, 0),
+        "kernels": 12,
+        "kept": {what: rows * each for what, each in kept.items()},
+        "for weights": {"first norm's output", "second norm's output", "out of the activation"},
+        "input": rows * 2 * H,
+        "output": rows * 2 * H,
+        "working": [
+            (rows * 2 * (H + F / t), H * F / t),
+            (rows * 2 * (H + (F + into - F) / t), 0),
+            (rows * 2 * (2 * H + (into - F - into) / t), H * into / t),
+        ],
+        "forward working": [
+            rows * 2 * 6 * H,
+            rows * 2 * (3 * H + 6 * A / t),
+            rows * 2 * (5 * H + (F + into) / t),
+        ],
+        "parameters": 2 * vectors * H
+        + (0 if gated else 2 * H)
+        + round_up(
+            4 * H * A + (into + F) * H + (2 * A + 3 * A if gated else 3 * A + into),
+            t,
+        ),
+    }
+    model = model_with(vision=tower)
+    check(counted(images_layer(model, tower, kind, device(), FEATURES)), expected)
+    whole = images_tower()
+    kind = next(kind for kind in unit_kinds(model_with(vision=whole)) if kind.is_layer)
+    unpadded = images_layer(model, whole, kind, device(), FEATURES, padded=False)
+    # All 4 positions of each cell see those of all cells of the image.
+    assert of(unpadded.attention_flops) == pytest.approx(4 * 29 * 4**2 * H / t)
+
+
+def two_products(t: int, inner: int, norm: int) -> dict[str, Any]:
+    """A norm of positions, cells folded, two products."""
+    wide = 4 * H
+    read, into, out = CELLS * wide, CELLS * inner / t, CELLS * WIDTH
+    return {
+        "products": [(CELLS, wide, inner / t), (CELLS, inner / t, WIDTH)],
+        "forward": 2 * (2 * read + 2 * into + 2 * out),
+        "backward": 2 * (3 * read + 3 * into + out),
+        "sent": 2 * 2 / 3 * 2 * out,
+        "back sent": 2 * 2 / 3 * 2 * read,
+        "passes": (2, 2, 0),
+        "kernels": 8,
+        "kept": {
+            "last layer's output": 2 * read,
+            "norm's output": 2 * read,
+            "norm's moments": CELLS * 4 * 2 * 4,
+            "into GELU": 2 * into,
+            "out of GELU": 2 * into,
+        },
+        "for weights": {"norm's output", "out of GELU"},
+        "input": 2 * read,
+        "output": 2 * out,
+        "working": [
+            (2 * (out + into), inner * WIDTH / t),
+            (2 * (read + into - 2 * into), wide * inner / t),
+            (2 * (2 * read - 2 * into - read), 0),
+        ],
+        "forward working": [2 * (2 * read + 2 * into)],
+        "parameters": norm + WIDTH + round_up(wide * inner + inner + inner * WIDTH, t),
+    }
+
+
+def test_projector_of_images() -> None:
+    """Prevents: a width inside the projector that is not the one given, and a norm's lost bytes."""
+    for given, inner in ((None, 4 * H), (17, 17)):
+        tower = images_tower(projector_hidden_size=given)
+        found = images_projector(tower, model_with(vision=tower), device(), FEATURES)
+        check(counted(found), two_products(3, inner, norm=2 * H))
+
+
+def test_last_norm_before_the_projector() -> None:
+    """Prevents: a norm after the last layer that costs no time, memory or parameters."""
+    tower = images_tower(final_norm=True)
+    without = images_tower()
+    more, less = (
+        counted(images_projector(each, model_with(vision=each), device(), FEATURES))
+        for each in (tower, without)
+    )
+    read = CELLS * 4 * H
+    assert more["forward"] - less["forward"] == 2 * 2 * read
+    assert more["backward"] - less["backward"] == 2 * 3 * read
+    assert more["kernels"] - less["kernels"] == 1
+    assert more["parameters"] - less["parameters"] == 2 * H
+    assert more["kept"] == less["kept"] | {
+        "input": 2 * read,
+        "last norm's moments": CELLS * 4 * 2 * 4,
+    }
+
+
+def test_pooled_projector() -> None:
+    """Prevents: averaged cells that take the memory, or the time, of all their patches."""
+    tower = images_tower(projector="pooled")
+    read, pooled, out = CELLS * 4 * H, CELLS * H, CELLS * WIDTH
+    expected = {
+        "products": [(CELLS, H, WIDTH)],
+        # Averaged, normed.
+        "forward": 2 * (read + pooled + 2 * pooled),
+        "backward": 2 * (3 * pooled + pooled + read),
+        "kernels": 4,
+        "kept": {
+            "averaged cells": 2 * pooled,
+            "norm's moments": CELLS * 4,
+            "norm's output": 2 * pooled,
+        },
+        "for weights": {"norm's output"},
+        "input": 2 * read,
+        "output": 2 * out,
+        "working": [(2 * (out + pooled + read), H * WIDTH)],
+        "forward working": [2 * (read + 2 * pooled)],
+        "parameters": H + H * WIDTH,
+    }
+    check(counted(images_projector(tower, model_with(vision=tower), device(), FEATURES)), expected)
+
+
+def test_gated_projector() -> None:
+    """Prevents: products that are divided where they are whole, and gradients that take none."""
+    tower = images_tower(projector="gated", projector_hidden_size=23)
+    t, wide, inner = 3, 4 * H, CELLS * 23 / 3
+    read, out = CELLS * wide, CELLS * WIDTH
+    expected = {
+        "products": [
+            *((CELLS, wide, WIDTH), (CELLS, WIDTH, WIDTH)),
+            *((CELLS, WIDTH, 2 * 23 / t), (CELLS, 23 / t, WIDTH)),
+        ],
+        # A norm, GELU, SwiGLU.
+        "forward": 2 * (2 * out + 2 * out + 3 * inner),
+        "backward": 2 * (3 * out + 3 * out + 5 * inner),
+        "sent": 2 * 2 / 3 * 2 * out,
+        "back sent": 2 * 2 / 3 * 2 * out,
+        "passes": (2, 2, 0),
+        "kernels": 10,
+        "kept": {
+            "last layer's output": 2 * read,
+            "folded cells": 2 * out,
+            "norm's input": 2 * out,
+            "norm's moments": CELLS * 2 * 4,
+            "into GELU": 2 * out,
+            "out of GELU": 2 * out,
+            "gate and value": 2 * 2 * inner,
+            "their product": 2 * inner,
+        },
+        "for weights": {"last layer's output", "folded cells", "out of GELU", "their product"},
+        "input": 2 * read,
+        "output": 2 * out,
+        "working": [
+            (2 * (out + inner), 23 * WIDTH / t),
+            (2 * (out + 3 * inner - inner), 0),
+            (2 * (read + 2 * out - 3 * inner), wide * WIDTH),
+        ],
+        "forward working": [2 * (read + 2 * out + 3 * inner)],
+        # A bias of the first; a norm of two vectors.
+        "parameters": wide * WIDTH + WIDTH + WIDTH**2 + 2 * WIDTH + round_up(3 * 23 * WIDTH, t),
+    }
+    check(counted(images_projector(tower, model_with(vision=tower), device(), FEATURES)), expected)
+
+
+def test_layer_with_a_deepstack_projector() -> None:
+    """Prevents: the projector of a layer's output, or the sum of both its gradients, left out."""
+    tower = images_tower(deepstack_layers=(0,))
+    model = model_with(vision=tower)
+    kinds = [kind for kind in unit_kinds(model) if kind.is_layer and kind.tower == "vision"]
+    (with_it,) = (kind for kind in kinds if kind.has_deepstack)
+    (plain,) = (kind for kind in kinds if not kind.has_deepstack)
+    layer = counted(images_layer(model, tower, plain, device(), FEATURES))
+    both = counted(images_layer(model, tower, with_it, device(), FEATURES))
+    # Its norm is of folded cells, of 4 H.
+    projector = two_products(3, 4 * H, norm=2 * 4 * H)
+    output = CELLS * 4 * 2 * H
+    # The layer keeps its output for it, as the next layer does, which is none of this unit's.
+    of_projector = {
+        f"deepstack: {what}": each
+        for what, each in projector["kept"].items()
+        if what != "last layer's output"
+    }
+    let_go = sum(of_projector.values())
+    names = ("forward", "sent", "back sent", "parameters", "products")
+    expected = {
+        **{name: layer[name] + projector[name] for name in names},
+        # Gradients from the next layer and from the projector are added.
+        "backward": layer["backward"] + projector["backward"] + 3 * output,
+        "kernels": layer["kernels"] + 8 + 1,
+        "passes": (6, 6, 0),
+        "kept": layer["kept"] | of_projector,
+        "working": [(each + output, weight) for each, weight in projector["working"]]
+        + [(each - let_go, weight) for each, weight in layer["working"]],
+    }
+    check({name: both[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_deepstack_features_on_their_way(sequence_parallel: bool) -> None:
+    """Prevents: features of several towers that are counted once, and parts that are whole."""
+    tower = images_tower(deepstack_layers=(0, 1))
+    model = model_with(vision=tower, plain=images_tower())
+    own = device(3, sequence_parallel)
+    for kind in unit_kinds(model):
+        whole = kind.carried * CELLS * WIDTH * 2
+        divided = kind.tower == "language" and sequence_parallel
+        found = of(deepstack_bytes(model, kind, own, FEATURES))
+        assert found == pytest.approx(whole / 3 if divided else whole), kind.name
+    assert {kind.carried for kind in unit_kinds(model)} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_embedding_of_words(sequence_parallel: bool) -> None:
+    """Prevents: features of encoders that are put in their places for nothing."""
+    model = model_with(vision=TILES_TOWER, audio=CLIPS_TOWER)
+    text, encoded = TOKENS * WIDTH, (TILES * 4 + CLIPS) * WIDTH
+    # 1,000 words in parts of a multiple of 128.
+    words = 384
+    expected = {
+        "products": [],
+        "forward": 2 * 2 * (encoded + text),
+        "backward": 2 * 3 * (encoded + text),
+        "sent": (1 if sequence_parallel else 2) * 2 / 3 * 2 * text,
+        "back sent": 2 / 3 * 2 * text,
+        "passes": (1, 1, 0) if sequence_parallel else (2, 0, 0),
+        "kernels": 6,
+        "kept": {"token ids": 8 * TOKENS},
+        "input": 8 * TOKENS,
+        "output": 2 * text / (3 if sequence_parallel else 1),
+        "working": [(2 * (text + encoded), words * WIDTH)],
+        "parameters": words * WIDTH,
+    }
+    del expected["products"]
+    if not sequence_parallel:
+        del expected["back sent"]
+    check(counted(language_embed(model, device(3, sequence_parallel), FEATURES)), expected)
+
+
+def language(**changes: Any) -> LanguageConfig:
+    """6 heads of 9 for q, 2 for k and v."""
+    sizes = {"heads": 6, "kv_heads": 2, "head_size": 9}
+    return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
+
+
+def dense_layer(
+    sequence_parallel: bool, *, qk_norm: bool = False, gate: bool = False, post_norms: bool = False
+) -> dict[str, Any]:
+    """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
+    t, q, k = 3, 54, 18
+    part = 1 / 3 if sequence_parallel else 1
+    hidden = TOKENS * WIDTH * part
+    block, inner = TOKENS * WIDTH, TOKENS * F / t
+    made = q + k + k + (q if gate else 0)
+    views = qk_norm or gate
+    kept = {
+        "input": 2 * hidden,
+        "first norm's output": 2 * hidden,
+        "first norm's moments": 4 * TOKENS * part,
+        "attention's output and log-sum-exp": TOKENS * (2 * q + 4 * 6) / t,
+        "middle residual": 2 * hidden,
+        "second norm's output": 2 * hidden,
+        "second norm's moments": 4 * TOKENS * part,
+        "gate and value": 2 * 2 * inner,
+        "their product": 2 * inner,
+    }
+    if views:
+        scales = 4 * (6 + 2) if qk_norm else 0
+        kept["product with q, k and v"] = TOKENS * 2 * made / t
+        kept["rotated q and k"] = TOKENS * (2 * (q + k) + scales) / t
+    else:
+        kept["rotated q and k, and v"] = TOKENS * 2 * (q + k + k) / t
+    if gate:
+        kept["gated output"] = TOKENS * 2 * q / t
+    if post_norms:
+        for name in ("self_attention", "mlp"):
+            kept[f"{name}'s output"] = 2 * hidden
+            kept[f"moments of {name}'s norm"] = 4 * TOKENS * part
+    # q and k, and v where it gets a place of its own, read and written; attention's output, the
+    # gate and their product. Backward: gradients of all three, and a norm's inputs; of a gate's
+    # two inputs, these, and of its output.
+    attention = 2 * (q + k) + (0 if views else 2 * k) + (3 * q if gate else 0)
+    back_attention = 2 * (q + k + k) + (q + k if qk_norm else 0) + (5 * q if gate else 0)
+    normed, back_normed = (9 + 2 * 2, 8 + 2 * 3) if post_norms else (9, 8)
+    gathered = block if sequence_parallel else 0
+    sent = 2 * 2 * 2 / 3 * 2 * block
+    return {
+        "products": [
+            *((TOKENS, WIDTH, made / t), (TOKENS, q / t, WIDTH)),
+            *((TOKENS, WIDTH, 2 * F / t), (TOKENS, F / t, WIDTH)),
+        ],
+        "attention": 61 / 2 * 4 * q / t,
+        "forward": 2 * (normed * hidden + TOKENS * attention / t + 3 * inner),
+        "backward": 2 * (back_normed * hidden + TOKENS * back_attention / t + 5 * inner),
+        "sent": sent,
+        "back sent": sent,
+        **({"again sent": sent / 2} if sequence_parallel else {}),
+        "passes": (4, 4, 2 if sequence_parallel else 0),
+        "kernels": 3 + 4 + 3 + (1 if gate else 0) + (2 if post_norms else 0),
+        "kept": kept,
+        "for weights": {
+            *("first norm's output", "second norm's output", "their product"),
+            *(["gated output"] if gate else []),
+        },
+        "input": 2 * hidden,
+        "output": 2 * hidden,
+        "working": [
+            (2 * (hidden + gathered + inner), WIDTH * F / t),
+            (2 * (hidden + 3 * inner - inner), 0),
+            (2 * (hidden + 2 * inner + block + gathered * part - 3 * inner), 2 * WIDTH * F / t),
+        ],
+        **({"shared": 2 * block} if sequence_parallel else {}),
+        "parameters": (4 if post_norms else 2) * WIDTH
+        + (2 * 9 if qk_norm else 0)
+        + round_up(WIDTH * made + q * WIDTH + 3 * WIDTH * F + made, t),
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"qk_norm": True}, {"gate": True}, {"qk_norm": True, "gate": True}, {"post_norms": True}],
+    ids="+".join,
+)
+def test_language_layer(options: dict[str, bool], sequence_parallel: bool) -> None:
+    """Prevents: norms of heads, output gates or sequence parallelism in some counts and not in
+    others."""
+    given = {{"gate": "output_gate"}.get(name, name): value for name, value in options.items()}
+    found = language_layer(
+        language(qkv_bias=True, **given), LayerKind(), device(3, sequence_parallel), FEATURES
+    )
+    check(counted(found), dense_layer(sequence_parallel, **options))
+
+
+def of_attention_alone(found: dict[str, Any], sequence_parallel: bool) -> dict[str, Any]:
+    """What a layer's attention adds to its feed-forward and norms."""
+    rest = dense_layer(sequence_parallel)
+    # Of those: attention's kernels and bytes as of grouped queries without anything.
+    hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
+    block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
+    names = ("rotated q and k, and v", "attention's output and log-sum-exp")
+    between = [what for what in rest["kept"] if what not in names]
+    return {
+        "products": found["products"][:-2],
+        "attention": found["attention"],
+        "forward": found["forward"] - 2 * (9 * hidden + 3 * inner),
+        "backward": found["backward"] - 2 * (8 * hidden + 5 * inner),
+        "sent": found["sent"] - block,
+        "back sent": found["back sent"] - block,
+        "again sent": found.get("again sent", 0) - (block / 2 if sequence_parallel else 0),
+        "passes": tuple(np.subtract(found["passes"], (2, 2, int(sequence_parallel)))),
+        "kernels": found["kernels"] - 3 - 3,
+        "kept": {what: each for what, each in found["kept"].items() if what not in between},
+        "for weights": found["for weights"] - rest["for weights"],
+        "working": found["working"][3:],
+        "shared": found.get("shared", 0),
+    }
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("query_rank", [None, 13])
+def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> None:
+    """Prevents: latents that are sent or kept whole where they are divided, and the reverse."""
+    latent = LatentAttention(
+        query_rank=query_rank, key_value_rank=17, head_size=8, rotary_head_size=4, value_head_size=7
+    )
+    own = device(3, sequence_parallel)
+    counts = language_layer(language(), LayerKind(latent=latent), own, FEATURES)
+    t, part, q, v = 3, 1 / 3 if sequence_parallel else 1, 6 * (8 + 4), 6 * 7
+    rows, ranks = TOKENS * part, 17 + (query_rank or 0)
+    up_from = query_rank or WIDTH
+    latents, block = TOKENS * (up_from + 17 + 4), TOKENS * WIDTH
+    down = [(rows, WIDTH, 17 + 4)]
+    if query_rank:
+        down = [(rows, WIDTH, 13), *down]
+    found = of_attention_alone(counted(counts), sequence_parallel)
+    copied = TOKENS * 2 * (q + q + v) / t
+    if sequence_parallel:
+        sent, back, again, passes = latents + block, latents + block, latents, (4, 4, 2)
+    else:
+        sent, back, again, passes = 2 * block, 2 * latents, 0, (2, 6, 0)
+    expected = {
+        "products": [
+            *down,
+            (TOKENS, up_from, q / t),
+            (TOKENS, 17, 6 * (8 + 7) / t),
+            (TOKENS, v / t, WIDTH),
+        ],
+        "attention": 61 / 2 * 2 * 6 * (8 + 4 + 7) / t,
+        "forward": 2 * (2 * rows * ranks + copied),
+        "backward": 2 * (3 * rows * ranks + copied),
+        "sent": 2 / 3 * 2 * sent,
+        "back sent": 2 / 3 * 2 * back,
+        "again sent": 2 / 3 * 2 * again,
+        "passes": passes,
+        "kernels": 9 if query_rank else 7,
+        "kept": {
+            "latents": 2 * rows * ranks,
+            "latents' moments": 4 * rows * (2 if query_rank else 1),
+            "normed latents": 2 * rows * ranks,
+            "q, k and v": TOKENS * 2 * (q + q + v) / t,
+            "attention's output and log-sum-exp": TOKENS * (2 * v + 4 * 6) / t,
+        },
+        "for weights": {"normed latents"},
+        "working": [],
+        "shared": 2 * max(latents, block) if sequence_parallel else 0,
+    }
+    check(found, expected)
+    weights = up_from * q + 17 * 6 * (8 + 7) + v * WIDTH + 3 * WIDTH * F
+    whole = WIDTH * (17 + 4) + 17 + (WIDTH * 13 + 13 if query_rank else 0)
+    assert counts.parameters == 2 * WIDTH + whole + round_up(weights, t)
+
+
+@pytest.mark.parametrize("key_heads", [2, 6])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
+    """Prevents: operations and bytes of the gated delta rule that grow with the square of tokens,
+    or that leave out one of its kernels."""
+    d, e, c = 5, 8, 64
+    linear = LinearAttention(
+        key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
+    )
+    own = device(3, sequence_parallel)
+    counts = language_layer(language(), LayerKind(linear=linear), own, FEATURES)
+    t, keys, values = 3, key_heads * d, 6 * e
+    mixed = keys + keys + values
+    made = mixed + values + 6 + 6
+    # A chunk's products of c tokens: k k^T; the triangle's inverse; w; u; then w S, q S, k^T v;
+    # q k^T, and that with v.
+    chunk = 2 * c * c * d + c**3 / 3 + 2 * c * c * d + 2 * c * c * e
+    chunk += 3 * 2 * c * d * e + 2 * c * c * d + 2 * c * c * e
+    # Elements that kernels of a chunk read and write, of k, q or w [c, d], u, v or new values
+    # [c, e], the state [d, e] and the triangle [c, c].
+    k, v, state, triangle = c * d, c * e, d * e, c * c
+    made_again = (k + v + triangle) + (k + v) + (k + k + v) + (state + v)
+    forward = k + triangle + made_again + (k + k + v + state + v)
+    backward = made_again
+    backward += 2 * k + 2 * v  # gradient of new values
+    backward += 3 * k + 3 * v + state  # of states
+    backward += 6 * k + 3 * v + 2 * state  # of q, k and w
+    backward += 6 * k + 3 * v + triangle  # of the inverse and what it is made of
+    fp32 = triangle + triangle  # the triangle written and read
+    per_token = TOKENS / c * 6
+    found = of_attention_alone(counted(counts), sequence_parallel)
+    block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
+    hidden = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1)
+    # Backward has q, k, v, w, u and new values, states twice, and gradients of all.
+    rule = 2 * d + 3 * e + 2 * d * e / c + (d + 2 * e) + e
+    # Copied by channel, convolved, copied back; norms of q and k; the gated norm.
+    around = 2 * mixed + 2 * mixed + 2 * mixed + 2 * 2 * keys + 3 * values
+    back_around = 2 * mixed + 3 * mixed + 2 * mixed + 2 * 3 * keys + 5 * values
+    expected = {
+        "products": [(TOKENS, WIDTH, made / t), (TOKENS, values / t, WIDTH)],
+        "attention": (per_token * chunk + TOKENS * 2 * 3 * mixed) / t,
+        "forward": (2 * TOKENS * around + per_token * (2 * forward + 4 * fp32)) / t,
+        "backward": (2 * TOKENS * back_around + per_token * 2 * backward) / t,
+        "sent": block,
+        "back sent": block,
+        "again sent": block / 2 if sequence_parallel else 0,
+        "passes": (2, 2, int(sequence_parallel)),
+        "kernels": 2 + 8 + 1 + 3 + 5 + 7,
+        "kept": {
+            what: TOKENS * each / t
+            for what, each in {
+                "into the convolution": 2 * mixed,
+                "normed q and k, and their scales": 2 * 2 * keys + 4 * 2 * key_heads,
+                "q and k of every head": 0 if key_heads == 6 else 2 * 2 * 6 * d,
+                "v": 2 * values,
+                "beta and decay": 6 * (2 + 2 + 4 + 4 + 4),
+                "inverse of a chunk's triangle": 2 * 6 * c,
+                "rule's output and its norm's moments": 2 * values + 4 * 6,
+                "output's gate": 2 * values,
+                "gated output": 2 * values,
+            }.items()
+        },
+        "for weights": {"gated output"},
+        "shared": 2 * TOKENS * WIDTH if sequence_parallel else 0,
+    }
+    (working,) = found.pop("working")
+    check(found, expected)
+    # By then the feed-forward, and the norm before it, have let go of what they kept.
+    let_go = 2 * (hidden + 3 * TOKENS * F / t)
+    assert working == pytest.approx((2 * (hidden + TOKENS * 6 * rule / t) - let_go, 0))
+    weights = WIDTH * made + 3 * mixed + 2 * 6 + values * WIDTH + 3 * WIDTH * F
+    assert counts.parameters == 2 * WIDTH + e + round_up(weights, t)
+
+
+@pytest.mark.parametrize("expert", [1, 2])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("shared", [None, 19])
+def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> None:
+    """Prevents: rows of the fullest rank, copies to experts and back, the router's fp32 or what all
+    tokens pass, in some counts and not in others."""
+    f = 21
+    experts = ExpertsConfig(
+        experts=5, experts_per_token=2, ffn_hidden_size=f, shared_ffn_hidden_size=shared,
+        shared_gate=shared is not None, imbalance=1.5, auxiliary_loss=0.1 if shared else 0,
+    )  # fmt: skip
+    own_device = device(3, sequence_parallel, expert=expert, permute_slowdown=1.25)
+    kind = LayerKind(experts=experts)
+    found = counted(language_layer(language(), kind, own_device, FEATURES))
+    dense = dense_layer(sequence_parallel)
+    t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
+    own = TOKENS * part
+    sent = own * 2
+    rows = sent * (1 if expert == 1 else 1.5)
+    hidden, inner = own * WIDTH, TOKENS * F / t
+    shared_inner = TOKENS * (shared or 0) / t
+    # Every token copied to each of its experts, and these summed: a read and a write, and a read
+    # and a write of fp32 sums; rows sorted by expert, and back.
+    copied = 1.25 * 2 * WIDTH * (5 * sent + own) + 1.25 * 2 * WIDTH * 2 * 2 * rows
+    weighted = 2 * 2 + 2 * 4
+    forward = copied + rows * f * (3 * 2 + weighted) + 12 * own * 5 * 4 + own * WIDTH * (2 + 4)
+    backward = copied + rows * f * (5 * 2 + 3 * 2 + 8 * 4 + 3 * 2 + weighted)
+    backward += 10 * own * 5 * 4 + 2 * own * WIDTH * (2 + 4)
+    block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
+    kept = {
+        "scores and choice": own * 5 * (4 + 1 + (4 if shared else 0)),
+        "chosen weights and places": own * 2 * (4 + 8 + 8),
+        "routed tokens": 2 * rows * WIDTH,
+        "gate and value": 2 * 2 * rows * f,
+        "weights of rows": 4 * rows,
+        "weighted product": 2 * rows * f,
+    }
+    products = [(own, WIDTH, 5), (rows, WIDTH, 2 * f, held), (rows, f, WIDTH, held)]
+    kernels, whole = 32, WIDTH * 5
+    for_weights = {"routed tokens", "weighted product"}
+    if shared:
+        kept |= {
+            "shared gate and value": 2 * 2 * shared_inner,
+            "shared product": 2 * shared_inner,
+            "shared output and its gate": 2 * own * (WIDTH + 1),
+        }
+        products += [
+            *((TOKENS, WIDTH, 2 * shared / t), (TOKENS, shared / t, WIDTH), (own, WIDTH, 1)),
+        ]
+        # SwiGLU; the gate's input, itself and its product; the sum of both parts.
+        forward += 2 * (3 * shared_inner + 3 * hidden + 3 * hidden)
+        backward += 2 * (5 * shared_inner + 2 * 3 * hidden)
+        kernels, whole = 32 + 4 + 3, WIDTH * 5 + WIDTH
+        for_weights |= {"shared product"}
+    of_dense = {"gate and value": 0, "their product": 0}
+    let_go = [
+        *(0, 0, 2 * rows * f, 2 * rows * f + 4 * rows),
+        *(6 * rows * f + 4 * rows, 6 * rows * f + 4 * rows + 2 * rows * WIDTH),
+    ]
+    there = [
+        2 * hidden + 2 * 2 * rows * WIDTH,
+        2 * hidden + 2 * rows * (WIDTH + f),
+        2 * hidden + 2 * rows * f + 2 * 4 * rows * f,
+        2 * hidden + 4 * rows + 3 * 2 * rows * f,
+        2 * hidden + 2 * 4 * rows + 2 * 2 * rows * f + 2 * rows * WIDTH,
+        2 * hidden + 2 * 2 * rows * WIDTH,
+    ]
+    weights = [0, held * WIDTH * f, 0, 0, held * 2 * WIDTH * f, 0]
+    of_experts = held * 3 * WIDTH * f
+    attention = WIDTH * 90 + 54 * WIDTH
+    expected = dense | {
+        "products": [*dense["products"][:2], *products],
+        "forward": dense["forward"] - 2 * 3 * inner + forward,
+        "backward": dense["backward"] - 2 * 5 * inner + backward,
+        "exchanged": rows * (2 * 2 * WIDTH + 4),
+        "exchanges": (4, 3),
+        "kernels": dense["kernels"] - 3 + kernels,
+        "kept": {what: each for what, each in dense["kept"].items() if what not in of_dense} | kept,
+        "for weights": dense["for weights"] - {"their product"} | for_weights,
+        "working": [
+            (moment - gone, weight)
+            for moment, gone, weight in zip(there, let_go, weights, strict=True)
+        ],
+        "parameters": 2 * WIDTH
+        + whole
+        + of_experts
+        + round_up(attention + 3 * WIDTH * (shared or 0), t),
+        "of experts": of_experts,
+    }
+    if not shared:
+        # Every rank has its own tokens, and sends none to tensor-parallel ones.
+        expected |= {"sent": block, "back sent": block}
+        expected["passes"] = (2, 2, 1 if sequence_parallel else 0)
+        if sequence_parallel:
+            expected["again sent"] = block / 2
+    check(found, expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_head(sequence_parallel: bool, fused: bool) -> None:
+    """Prevents: logits of tokens without loss, of padded words where none are asked for, or whole
+    inputs where ranks have parts."""
+    own_device = device(3, sequence_parallel, fused_loss=fused, loss_slowdown=1.5)
+    part = 1 / 3 if sequence_parallel else 1
+    hidden, whole, loss = TOKENS * WIDTH * part, TOKENS * WIDTH, LOSS * WIDTH
+    logits = LOSS * 384
+    # Read, and backward read with the gradient written; or in fp32, of which each pass counts
+    # twice: cast, the largest, less that, exponential, sum, division; times a gradient, cast.
+    moved, back_moved = (1, 2) if fused else ((1 + 2) + 2 + 4 + 4 + 2 + 4, 4 + (2 + 1))
+    expected = {
+        "products": [(LOSS, WIDTH, 384)],
+        "forward": 2 * (2 * hidden + moved * 1.5 * logits),
+        "backward": 2 * (3 * hidden + back_moved * 1.5 * logits),
+        "kernels": 10,
+        "kept": {
+            "input": 2 * hidden,
+            "norm's moments": 4 * TOKENS * part,
+            "what carries loss": 2 * loss,
+            "logits": 2 * logits,
+        },
+        "for weights": {"what carries loss"},
+        "input": 2 * hidden,
+        "working": [
+            (2 * logits, 0),
+            (2 * (logits + loss - logits), 384 * WIDTH),
+            (2 * (whole + loss - logits - loss), 0),
+        ],
+        "parameters": WIDTH + 384 * WIDTH,
+    }
+    found = counted(head(language(), own_device, FEATURES))
+    sent = 2 / 3 * 2 * whole
+    if sequence_parallel:
+        expected |= {"sent": sent, "back sent": sent, "again sent": sent, "passes": (1, 1, 1)}
+    else:
+        expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
+    check(found, expected)
+    unpadded = counted(head(language(), own_device, FEATURES, padded=False))
+    assert unpadded["products"] == [(LOSS, WIDTH, 334)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None:
+    """Prevents: predictions that hold the head's matrix again, that embed words for nothing, or
+    whose moments know nothing of what later parts have let go of."""
+    own_device, t, p = device(3, sequence_parallel), 3, 1 / 3 if sequence_parallel else 1
+    hidden, block, words = TOKENS * WIDTH * p, TOKENS * WIDTH, 384 * WIDTH
+    layer = counted(language_layer(language(qkv_bias=True), LayerKind(), own_device, FEATURES))
+    last = counted(head(language(), own_device, FEATURES))
+    model = language(prediction_layers=2, tied_head=tied, qkv_bias=True)
+    counts = head(model, own_device, FEATURES)
+    found = counted(counts)
+    sent = 2 / 3 * 2 * block
+    # Words are all-reduced or scattered; inputs of twice the width gathered, and the output.
+    joined = {
+        "forward": 2 * (2 * hidden + 2 * 2 * hidden + 2 * 2 * hidden),
+        "backward": 2 * (3 * hidden + 2 * 3 * hidden + 2 * 2 * hidden),
+        "sent": (1 + 2 + 1 if sequence_parallel else 2 + 1) * sent,
+        "back sent": (1 + 2 if sequence_parallel else 2 * 2) * sent,
+        "again sent": 2 * sent if sequence_parallel else 0,
+        "passes": np.array([3, 2, 1] if sequence_parallel else [3, 2, 0]),
+        "kernels": 6,
+        "attention": 0,
+    }
+    for name, value in joined.items():
+        of_layer, of_last = (np.array(each.get(name, 0)) for each in (layer, last))
+        assert found.get(name, 0) == pytest.approx(2 * (value + of_layer + of_last) + of_last), name
+    before = [(TOKENS, 2 * WIDTH, WIDTH / t)]
+    products = 2 * (before + layer["products"] + last["products"]) + last["products"]
+    check({"products": found["products"]}, {"products": products})
+    of_joined = {
+        "token ids": 8 * TOKENS,
+        "normed": 2 * (2 * hidden + 4 * TOKENS * p),
+        "joined": 2 * 2 * hidden,
+    }
+    parts = [of_joined, layer["kept"], last["kept"]] * 2 + [last["kept"]]
+    kept = {
+        f"{place}: {what}": each for place, part in enumerate(parts) for what, each in part.items()
+    }
+    assert found["kept"] == pytest.approx(kept)
+    # Backward from the last part: at each, all later ones have let go.
+    of_parts = [
+        [
+            (2 * (block + 2 * hidden), 2 * WIDTH * WIDTH / t),
+            (2 * hidden - of_joined["normed"] - of_joined["joined"], words),
+        ],
+        layer["working"],
+        last["working"],
+    ]
+    expected = []
+    for place, moments in enumerate(of_parts * 2 + [last["working"]]):
+        gone = sum(sum(part.values()) for part in parts[place + 1 :])
+        expected += [(there - gone, weight) for there, weight in moments]
+    check({"working": found["working"]}, {"working": expected})
+    of_prediction = 2 * WIDTH + round_up(2 * WIDTH * WIDTH, t) + layer["parameters"] + WIDTH
+    copy = 0 if tied else words
+    assert found["parameters"] == 2 * of_prediction + last["parameters"] + copy
+    assert found["input"] == 2 * hidden and "output" not in found
+    assert found.get("shared", 0) == (2 * 2 * block if sequence_parallel else 0)
+
+
+def test_adapters_beside_products() -> None:
+    """Prevents: adapters of the router, or whose inputs and outputs are not read again."""
+    experts = ExpertsConfig(experts=5, experts_per_token=2, ffn_hidden_size=21)
+    layer = language_layer(language(), LayerKind(experts=experts), device(), FEATURES)
+    plain, adapted = counted(layer), counted(with_adapters(layer, device()))
+    forward = backward = 0
+    for rows, inner, outer, *_ in plain["products"]:
+        if outer != 5:
+            # A reads x; B writes its output, which is read with y, and the sum written.
+            forward += rows * (inner + outer + outer + outer + outer)
+            # For both of B's gradients y's is read; for A's, x, which is then summed: read with
+            # what comes of A, written, read and written again.
+            backward += rows * (2 * outer + inner + 4 * inner)
+    assert adapted["forward"] - plain["forward"] == pytest.approx(2 * forward)
+    assert adapted["backward"] - plain["backward"] == pytest.approx(2 * backward)
+    assert adapted["kernels"] - plain["kernels"] == 3 * 4
+    same = plain.keys() - {"forward", "backward", "kernels"}
+    check({name: adapted[name] for name in same}, {name: plain[name] for name in same})
