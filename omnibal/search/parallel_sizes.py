@@ -25,53 +25,29 @@ depend neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig
-from omnibal.data.scan_pool import map_unordered
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
-from omnibal.search.engine import try_all
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
-    Bound,
-    Choice,
-    Estimate,
-    Evaluate,
-    FindBound,
-    Need,
-    PackSamples,
     Setting,
     Sizing,
     Strategy,
+    StrategyProblem,
     StrategyRequest,
+    StrategyTrials,
 )
 
-CLEARLY_WORSE = 1.15
-"""Factor over the best time per sample; a choice whose bound is above it is not planned
-and not in the ranking."""
-
-_SHOWN = 8
-"""Strategies that are planned although their bounds say that they are not the best."""
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Choices of sizes and caps that are planned; of more, estimates tell which."""
-_ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
-"""Factors over the least estimate of one choice of every tensor, pipeline and data size; another
-one whose bound is above the first, or whose likely time is above the second, is not estimated."""
-_PLACEMENT_SLACK = 1.04
-"""Factor over the least estimate; a placement of encoders whose least estimate is above it is given
-up: one choice of every size was estimated with it."""
-_MOST_ESTIMATED = 48
-"""Choices that are estimated besides, of those that fit."""
-_NEAR = 1.1
-"""Factor over the least estimate; a choice whose estimate is above it is not planned."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
 _MOVE = 2**0.25
@@ -203,7 +179,8 @@ def search_strategies(
         left -= done
         on_progress(done)
 
-    trials = _StrategyTrials(setting=setting, processes=processes, advance=advance)
+    problem = StrategyProblem(setting=setting)
+    trials = StrategyTrials(problem=problem, processes=processes, advance=advance)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
@@ -343,239 +320,13 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _StrategyTrials:
-    """Strategies at caps, evaluated on the same samples."""
-
-    setting: Setting
-    processes: int
-    advance: Callable[[int], None]
-    least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank; 0 where none is
-    known."""
-    bounds: dict[Choice, Bound] = field(default_factory=dict)
-    """What bounds say of those whose state may fit."""
-    planned: dict[Choice, Strategy] = field(default_factory=dict)
-    need_gib: dict[Choice, float] = field(default_factory=dict)
-    """Memory of one device, at least, of choices that do not fit."""
-    estimated_ms: dict[Choice, float] = field(default_factory=dict)
-    """Estimated times per sample of choices that fit, where there are more than are planned."""
-
-    def run(self, choices: Iterable[Choice], most: int) -> None:
-        """Plan those of the new choices that fit and may be among the best; of more than `most`,
-        those of the least estimates."""
-        new = [choice for choice in choices if choice not in self.least_ms]
-        packs = self.setting.packs
-        caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
-        if self.setting.request.given is None:
-            work = PackSamples(setting=self.setting)
-            packs |= try_all(work, caps, self.processes, lambda done: None)
-        full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
-        self.advance(len(new) - len(full))
-        in_order = sorted(self._bound(full), key=self._order)
-        if len(full) > most:
-            fastest = self._of_least_estimates(in_order, most)
-            self._plan(fastest, Evaluate(setting=self.setting, fits=True), len(fastest))
-            return
-        # More processes may look at more, which are left out of the result.
-        self._plan(self._promising(in_order), Evaluate(setting=self.setting), len(full))
-
-    def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Find the bounds of choices; those whose state may fit."""
-        find = FindBound(setting=self.setting)
-        found = try_all(find, choices, self.processes, lambda done: None)
-        for choice, each in found.items():
-            if isinstance(each, Need):
-                self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
-                self.advance(1)
-            else:
-                self.least_ms[choice], self.bounds[choice] = each.least_ms, each
-        return [choice for choice in choices if choice in self.bounds]
-
-    def _plan(self, choices: Iterable[Choice], work: Evaluate, most: int) -> None:
-        for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
-            if isinstance(found, Strategy):
-                self.planned[choice] = found
-            else:
-                self.need_gib[choice] = found.gib
-            self.advance(1)
-
-    def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """Of choices in the order of their bounds, those to plan by their estimates: one of each
-        of the fastest sizes, then the fastest whatever their sizes.
-
-        First one choice of every tensor, pipeline and data size is estimated. How far it is above
-        its bound says what the others, of other expert sizes and caps, may take.
-        """
-        by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
-        first = {_without_experts(choice): choice for choice in by_bound}
-        self._estimate(list(first.values()), len(first))
-        choices = self._of_fast_placements(choices)
-        above = {
-            sizes: self.estimated_ms[choice] / self.bounds[choice].about_ms
-            for sizes, choice in first.items()
-            if choice in self.estimated_ms
-        }
-        # What is short of memory recomputes much, which is less with other expert sizes.
-        usual = median(above.values()) if above else 1.0
-        likely_ms = {
-            choice: self.bounds[choice].about_ms
-            * min(above.get(_without_experts(choice), usual), usual)
-            for choice in choices
-            if choice not in first.values()
-        }
-        best_ms = min((self.estimated_ms.get(each, math.inf) for each in choices), default=math.inf)
-        others = [
-            choice
-            for choice, ms in likely_ms.items()
-            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
-        ]
-        others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
-        self.advance(len(likely_ms) - len(others))
-        self._estimate(others, _MOST_ESTIMATED)
-        by_ms = [choice for choice in choices if choice in self.estimated_ms]
-        by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
-        limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
-        near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
-        return _some_of_each(near, most)
-
-    def _of_fast_placements(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Choices without those of a placement of encoders whose best estimate is clearly above the
-        other's."""
-        best_ms: dict[EncoderPlacement, float] = {}
-        for (sizing, _), ms in self.estimated_ms.items():
-            best_ms[sizing.placement] = min(best_ms.get(sizing.placement, math.inf), ms)
-        limit_ms = _PLACEMENT_SLACK * min(best_ms.values(), default=math.inf)
-        slow = {placement for placement, ms in best_ms.items() if ms > limit_ms}
-        fast = [choice for choice in choices if choice[0].placement not in slow]
-        self.advance(
-            sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
-        )
-        return fast
-
-    def _estimate(self, choices: Sequence[Choice], most: int) -> None:
-        """Estimate choices in this order until so many that fit are estimated."""
-        found = dict[Choice, float | Need]()
-
-        def until_enough() -> Iterator[Choice]:
-            for choice in choices:
-                if sum(not isinstance(each, Need) for each in found.values()) < most:
-                    yield choice
-                else:
-                    self.advance(1)
-
-        work = Estimate(setting=self.setting)
-        for choice, each in map_unordered(work, until_enough(), self._useful(choices)):
-            found[choice] = each
-            self.advance(1)
-        fitting = 0
-        for choice in choices:
-            # More processes may have looked at more.
-            if fitting == most:
-                return
-            each, bound = found[choice], self.bounds[choice]
-            if isinstance(each, Need):
-                self.need_gib[choice] = each.gib
-            else:
-                self.estimated_ms[choice] = each * bound.about_ms / bound.of_nearest_ms
-                fitting += 1
-
-    def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether its bound alone says that a choice is none of the best."""
-        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
-
-    def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy that may have been the best of all by its bound, and of a few
-        more.
-
-        More processes may have planned more, which are left out.
-        """
-        best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
-        for choice in sorted(self.planned, key=self._order):
-            found, (sizing, _) = self.planned[choice], choice
-            may_win = self.least_ms[choice] <= best_ms
-            if sizing in best:
-                if may_win:
-                    best[sizing] = min(best[sizing], found, key=_rank)
-            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
-                best[sizing] = found
-        return sorted(best.values(), key=_rank)
-
-    def best_ms(self) -> float:
-        """Least time per sample planned; infinite without any."""
-        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
-
-    def estimate_beside(self, best: Strategy, choices: Sequence[Choice]) -> float | None:
-        """Least estimate of choices of which none was planned, on the scale of the best plan's
-        time; None where none was estimated."""
-        known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
-        if not known or any(choice in self.planned for choice in choices):
-            return None
-        of_best = self.estimated_ms.get((best.sizing, best.caps), best.ms_per_sample)
-        return min(known) / of_best * best.ms_per_sample
-
-    def planned_open(self) -> int:
-        """Choices that were planned and may have been the best by their bounds."""
-        best_ms = self.best_ms()
-        return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
-
-    def gap(self) -> float:
-        """Share of the best time by which a choice that is not planned may be faster."""
-        known = self.planned.keys() | self.need_gib.keys()
-        bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
-        return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
-
-    def _order(self, choice: Choice) -> tuple:
-        """Key by which choices are looked at: their bounds."""
-        sizing, caps = choice
-        return self.least_ms[choice], str(sizing.parallel), *caps.values.tolist(), sizing.placement
-
-    def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of all, and the first that fits of a few more strategies
-        that are not clearly slower than the best."""
-        for choice in choices:
-            strategies = {sizing for sizing, _ in self.planned}
-            is_shown = choice[0] not in strategies and len(strategies) < _SHOWN
-            is_near = is_shown and not self.is_clearly_slower(choice)
-            if self.least_ms[choice] <= self.best_ms() or is_near:
-                yield choice
-            else:
-                self.advance(1)
-
-    def _useful(self, tasks: Sequence) -> int:
-        """Number of processes to use, no more than there are tasks."""
-        return max(min(self.processes, len(tasks)), 1)
-
-
-def _without_experts(choice: Choice) -> tuple[int, int, int, EncoderPlacement]:
-    """Tensor, pipeline and data size of a choice, and its placement of encoders."""
-    parallel = choice[0].parallel
-    return parallel.tensor, parallel.pipeline, parallel.data, choice[0].placement
-
-
-def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:
-    """`most` of the choices, the fastest first: half of them of different sizes."""
-    first = dict[Sizing, Choice]()
-    for choice in choices:
-        first.setdefault(choice[0], choice)
-    some = list(first.values())[: most - most // 2]
-    others = [choice for choice in choices if choice not in some]
-    return some + others[: most - len(some)]
-
-
-def _rank(strategy: Strategy) -> tuple:
-    parallel, caps = strategy.parallel, strategy.caps
-    sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
-    return strategy.ms_per_sample, *sizes, strategy.placement
-
-
-def _result(trials: _StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearch:
+def _result(trials: StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     ranked = trials.ranked()
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
     out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
     return StrategySearch.of(
-        trials.setting.request,
+        _setting_of(trials).request,
         ranked,
         sorted(out, key=_order_of_ruled_out),
         choices=len(trials.least_ms),
@@ -634,7 +385,7 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     return ", ".join(named) or "about as fast"
 
 
-def _ruled_out(trials: _StrategyTrials, sizing: Sizing, best: Strategy) -> RuledOut:
+def _ruled_out(trials: StrategyTrials, sizing: Sizing, best: Strategy) -> RuledOut:
     choices = [choice for choice in trials.least_ms if choice[0] == sizing]
     if not choices:
         return RuledOut(
@@ -650,7 +401,8 @@ def _ruled_out(trials: _StrategyTrials, sizing: Sizing, best: Strategy) -> Ruled
         if least_ms[choice] > best_ms or choice not in trials.need_gib
     ]
     if may_fit:
-        slower_ms, bound_ms = trials.estimate_beside(best, choices), min(may_fit)
+        slower_ms = trials.estimate_beside((best.sizing, best.caps), choices)
+        bound_ms = min(may_fit)
         return RuledOut(
             sizing=sizing,
             need_gib=None,
@@ -659,23 +411,30 @@ def _ruled_out(trials: _StrategyTrials, sizing: Sizing, best: Strategy) -> Ruled
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)
-    cap_gib = trials.setting.request.job.memory_cap_gib
+    cap_gib = _setting_of(trials).request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
     return RuledOut(sizing=sizing, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 
-def _most_packs(trials: _StrategyTrials) -> str:
+def _setting_of(trials: StrategyTrials) -> Setting:
+    assert isinstance(trials.problem, StrategyProblem)
+    return trials.problem.setting
+
+
+def _most_packs(trials: StrategyTrials) -> str:
     """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
-    if trials.setting.request.given is not None:
+    if _setting_of(trials).request.given is not None:
         return "too few"
     alone = Sizing(Parallel(pipeline=1))
-    packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
+    packs = max(
+        _setting_of(trials).micro_batches((alone, caps)) for caps in trials.problem.setting.packs
+    )
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: _StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
-    request = trials.setting.request
+def _unusable(trials: StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
+    request = _setting_of(trials).request
     if not trials.least_ms:
         fewest = min(sizing.parallel.data for sizing in sizings)
         samples = min(request.samples_per_step, len(request.lengths))

@@ -21,6 +21,7 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.plan_data import SampleData, StreamData
 from omnibal.planner import PlanRequest
+from omnibal.search.engine import Bound, BoundedTrials, Need, try_all
 from omnibal.search.feasible import least_state_gib, need_beside_cap_gib
 from omnibal.search.trial import (
     MIN_STEPS,
@@ -197,25 +198,6 @@ class Setting:
         return min(self.step_sizes(choice), key=lambda size: abs(size.micro_batches - wanted))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
-    """Memory in GiB that a choice needs at least, and does not fit."""
-
-    gib: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """What bounds on steps of whole numbers of micro-batches say of a choice."""
-
-    least_ms: float
-    """Lower bound on its time per sample; 0 where none is known."""
-    about_ms: float
-    """The time per sample if steps took as long as their bounds."""
-    of_nearest_ms: float
-    """The same in steps of the nearest number of micro-batches alone."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackSamples:
     """Packing of the samples under given caps."""
@@ -313,6 +295,60 @@ class Evaluate:
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return Need(gib=need_gib)
         return planned_strategy(setting, sizing, setting.trial(choice), caps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrategyProblem:
+    """Sizes at caps, as the engine asks of them."""
+
+    setting: Setting
+
+    def possible(self, choices: Sequence[Choice], processes: int) -> list[Choice]:
+        """Choices with a pack for every rank; their packs are made here."""
+        packs = self.setting.packs
+        if self.setting.request.given is None:
+            caps = list(dict.fromkeys(caps for _, caps in choices if caps not in packs))
+            packs |= try_all(PackSamples(setting=self.setting), caps, processes, lambda done: None)
+        return [choice for choice in choices if self.setting.micro_batches(choice) >= 1]
+
+    def bound(self) -> "FindBound":
+        """The task that bounds a choice from below."""
+        return FindBound(setting=self.setting)
+
+    def estimate(self) -> "Estimate":
+        """The task that estimates a choice's time."""
+        return Estimate(setting=self.setting)
+
+    def evaluate(self, *, fits: bool) -> "Evaluate":
+        """The task that plans a choice."""
+        return Evaluate(setting=self.setting, fits=fits)
+
+    def member(self, choice: Choice) -> Sizing:
+        """Sizes and placement, whatever the caps."""
+        return choice[0]
+
+    def group(self, choice: Choice) -> tuple[int, int, int, EncoderPlacement]:
+        """Tensor, pipeline and data size, and the placement, whatever the expert size and caps."""
+        parallel = choice[0].parallel
+        return parallel.tensor, parallel.pipeline, parallel.data, choice[0].placement
+
+    def kind(self, choice: Choice) -> EncoderPlacement:
+        """The placement of encoders."""
+        return choice[0].placement
+
+    def order(self, choice: Choice) -> tuple:
+        """Sizes, then caps."""
+        sizing, caps = choice
+        return str(sizing.parallel), *caps.values.tolist(), sizing.placement
+
+    def rank(self, found: Strategy) -> tuple:
+        """The time, then the smallest sizes."""
+        parallel, caps = found.parallel, found.caps
+        sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
+        return found.ms_per_sample, *sizes, found.placement
+
+
+StrategyTrials = BoundedTrials[Choice, Strategy]
 
 
 def planned_strategy(
