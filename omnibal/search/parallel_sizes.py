@@ -36,6 +36,7 @@ from omnibal.parallel import Parallel, expert_sizes
 from omnibal.plan_data import limited_features
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
+from omnibal.search.engine import BoundedTrials
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
     Setting,
@@ -180,7 +181,7 @@ def search_strategies(
         on_progress(done)
 
     problem = StrategyProblem(setting=setting)
-    trials = StrategyTrials(problem=problem, processes=processes, advance=advance)
+    trials: StrategyTrials = BoundedTrials(problem=problem, processes=processes, advance=advance)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
@@ -425,10 +426,8 @@ def _most_packs(trials: StrategyTrials) -> str:
     """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
     if _setting_of(trials).request.given is not None:
         return "too few"
-    alone = Sizing(Parallel(pipeline=1))
-    packs = max(
-        _setting_of(trials).micro_batches((alone, caps)) for caps in trials.problem.setting.packs
-    )
+    alone, setting = Sizing(Parallel(pipeline=1)), _setting_of(trials)
+    packs = max(setting.micro_batches((alone, caps)) for caps in setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 

@@ -244,7 +244,7 @@ def _search_sets(
     """
     levels.pack()
     estimated, bound_ms = _estimates(levels, sizings, advance, processes)
-    trials = Trials[LevelChoice, LevelTrial](
+    trials: Trials[LevelChoice, LevelTrial] = Trials(
         work=SimulateSet(levels=levels), processes=processes, on_done=advance
     )
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
@@ -254,7 +254,7 @@ def _search_sets(
         if trials.found:
             trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
     finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]][:_FINALISTS]
-    planned = Trials[LevelChoice, Strategy](
+    planned: Trials[LevelChoice, Strategy] = Trials(
         work=PlanSet(levels=levels), processes=processes, on_done=advance
     )
     planned.run(finalists)
