@@ -3,33 +3,36 @@
 One table, which the command line, `Goal` and the docs have in common (docs/planning.md prints it).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from omnibal.errors import UserError
+from omnibal.limits import words
 
 
 class Feature(StrEnum):
-    """What a plan may have that does not go with everything, by its option."""
+    """What a plan may have that does not go with everything, by its option; conflicts of the first
+    are told first."""
 
+    EARLIER = "--steps-of"
+    TRAINER = "--for"
+    WINDOW = "--window"
     SIZES = "--gpus"
-    MICRO_BATCHES = "--micro-batches"
-    SAMPLES_PER_STEP = "--samples-per-step"
     LEVELS = "--levels"
     CURRICULUM = "--curriculum-steps"
+    BESIDE = "--encoder beside"
+    SPLIT = "--method or --recompute"
+    SAMPLES_PER_STEP = "--samples-per-step"
+    MICRO_BATCHES = "--micro-batches"
     SAMPLES = "--lengths"
-    WINDOW = "--window"
     PACKING = "--packing"
     SEED = "--seed"
     EPOCHS = "--epochs"
     LIMITS = "--max-tokens or --limit"
-    EARLIER = "--steps-of"
-    SPLIT = "--method or --recompute"
-    BESIDE = "--encoder beside"
-    TRAINER = "--for"
-    COMPARE = "--compare or --no-compare"
-    DISPATCH = "--dispatch"
     IMAGE_SHARE = "--image-share"
+    DISPATCH = "--dispatch"
+    COMPARE = "--compare"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +104,23 @@ CONFLICTS = (
 """All pairs that are refused; every other combination is planned."""
 
 
-def check_together(features: set[Feature]) -> None:
+def check_together(given: Mapping[Feature, str]) -> None:
     """Refuse features that do not go together.
 
+    Args:
+        given: features, and the words that they were given in.
+
     Raises:
-        UserError: with the first pair, and why.
+        UserError: with those that do not go with one of them, and why.
     """
-    for conflict in CONFLICTS:
-        if conflict.one in features and conflict.other in features:
+    for one in Feature:
+        against = [each for each in CONFLICTS if each.one is one and each.other in given]
+        if one in given and against:
+            others = words([given[conflict.other] for conflict in against])
+            whys = dict.fromkeys(conflict.why for conflict in against)
             raise UserError(
-                f"{conflict.other} cannot be given with {conflict.one}: {conflict.why}; leave one "
-                "of them out"
+                f"{others} cannot be given with {given[one]}: {'; '.join(whys)}; leave "
+                f"{'one of both' if len(against) == 1 else 'these, or that one,'} out"
             )
 
 
@@ -125,14 +134,15 @@ NEEDS = (
 """Features that need another one, and why."""
 
 
-def check_complete(features: set[Feature]) -> None:
-    """Refuse features without those that they need.
+def check_complete(given: Mapping[Feature, str]) -> None:
+    """Refuse features without those that they need; arguments are as of `check_together`.
 
     Raises:
         UserError: with the first of them, and why.
     """
     for one, needed, why in NEEDS:
-        if one in features and needed not in features:
+        if one in given and needed not in given:
             raise UserError(
-                f"{one} was given without {needed}: {why}; give {needed}, or leave {one} out"
+                f"{given[one]} was given without {needed}: {why}; give {needed}, or leave "
+                f"{given[one]} out"
             )

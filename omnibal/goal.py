@@ -111,7 +111,7 @@ class Goal:
     free: Free = field(default_factory=Free)
 
     def __post_init__(self) -> None:
-        check_together(self.features)
+        check_together({feature: feature.value for feature in self.features})
 
     @property
     def features(self) -> set[Feature]:

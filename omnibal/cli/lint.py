@@ -16,7 +16,7 @@ from omnibal.lint.launch import Finding, Launcher
 from omnibal.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
-"""Largest script that is read."""
+"""Largest script that is read: launch scripts have some KiB, and data is none."""
 LineArgument = Annotated[
     str,
     typer.Argument(
@@ -71,7 +71,7 @@ def lint(
     starts = not any(finding.is_refusal for finding in findings)
     checked = line_of(launch, sizes)
     layers = layers_by_chunk(checked) if starts else None
-    costed = cost.told(checked, sizes) if starts else NO_COST
+    costed = cost.line_cost(checked, sizes) if starts else NO_COST
     findings = [*findings, *costed.findings]
     result = {
         "starts": starts,

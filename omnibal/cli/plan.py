@@ -64,6 +64,7 @@ _FEATURES = {
     "gpus": Feature.SIZES,
     "micro_batches": Feature.MICRO_BATCHES,
     "samples_per_step": Feature.SAMPLES_PER_STEP,
+    "levels": Feature.LEVELS,
     "curriculum_steps": Feature.CURRICULUM,
     "lengths": Feature.SAMPLES,
     "window": Feature.WINDOW,
@@ -312,7 +313,7 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    _check_options(context, data, partition, sizes)
+    _check_options(context, data, partition.encoder)
     goal = _goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
     save_plan(planned.result, output)
@@ -323,20 +324,30 @@ def plan(
     _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
 
 
-def _check_options(
-    context: typer.Context, data: DataOptions, partition: PlacementOptions, sizes: SizeOptions
-) -> None:
+def _check_options(context: typer.Context, data: DataOptions, encoder: str | None) -> None:
     """Refuse options that do not go together."""
-    sources = {name: context.get_parameter_source(name) for name in _FEATURES}
-    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
-    features = {_FEATURES[name] for name in given}
-    if data.levels not in ("auto", "1"):
-        features.add(Feature.LEVELS)
-    if partition.encoder is EncoderChoice.BESIDE:
-        features.add(Feature.BESIDE)
-    check_together(features)
-    has_samples = features | ({Feature.SAMPLES} if Feature.EARLIER in features else set())
-    check_complete(has_samples)
+    given: dict[Feature, str] = {}
+    for name, feature in _FEATURES.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            text = _option_text(name, context.params[name])
+            given[feature] = f"{given[feature]}, {text}" if feature in given else text
+    if data.levels in ("auto", "1"):
+        given.pop(Feature.LEVELS, None)
+    if encoder == EncoderChoice.BESIDE:
+        given[Feature.BESIDE] = Feature.BESIDE.value
+    check_together(given)
+    has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
+    check_complete({**given, **has_samples})
+
+
+def _option_text(name: str, value: object) -> str:
+    """An option as it was given."""
+    if value is False:
+        return f"--no-{name}"
+    option = {"made_for": "for"}.get(name, name.replace("_", "-"))
+    is_named_alone = value is True or isinstance(value, list)
+    return f"--{option}" if is_named_alone else f"--{option} {value}"
 
 
 def _goal(

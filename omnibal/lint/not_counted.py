@@ -38,8 +38,7 @@ def accumulates_in_products(line: Line) -> bool:
     """Whether products of weights' gradients add them to what is there, as they do where a line
     does not say otherwise."""
     fusion = "gradient-accumulation-fusion"
-    is_off = line.on(f"no-{fusion}") or (fusion in line.flags and not line.on(fusion))
-    return has_engine(line) and not is_off
+    return has_engine(line) and line.on(fusion, default=True) and not line.on(f"no-{fusion}")
 
 
 def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
@@ -88,7 +87,7 @@ def _on_sizes(line: Line) -> Iterator[str]:
     elif launch.context > 1:
         yield (
             f"{launch.context} context-parallel ranks exchange as --cp-comm-type "
-            f"{line.text('cp-comm-type') or 'p2p'} says, a2a+p2p as a ring alone. Encoders are "
+            f"{' '.join(line.exchanges)} says, a2a+p2p as a ring alone. Encoders are "
             "divided over them too, which not every trainer does"
         )
     if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
@@ -112,8 +111,8 @@ def _on_state(line: Line) -> Iterator[str]:
     moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
     if moved:
         yield f"--{moved[0]} is not counted: state and activations are predicted on the device"
-    optimizer, is_argparse = "use-distributed-optimizer", line.launch.launcher in ARGPARSE
-    if not line.on(optimizer) and (is_argparse or optimizer in line.flags):
+    is_default = line.launch.launcher not in ARGPARSE
+    if not line.on("use-distributed-optimizer", default=is_default):
         yield (
             "without --use-distributed-optimizer every rank holds all optimizer state; the "
             "prediction divides it over data-parallel ranks"

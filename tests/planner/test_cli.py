@@ -188,7 +188,7 @@ def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, lengths_file):
     message = failure(
         capsys, options, tmp_path / "plan", "--seed", 1, "--epochs", 2, "-o", tmp_path / "x"
     )
-    assert "--epochs, --seed cannot be given" in message
+    assert "--seed 1 and --epochs 2 cannot be given with --steps-of" in message
     run(PLAN, "-o", tmp_path / "shapes")
     capsys.readouterr()
     message = failure(capsys, options, tmp_path / "shapes", "-o", tmp_path / "x")
@@ -414,8 +414,8 @@ def test_lengths_scan(capsys, tmp_path, digits):
         (PLAN + " --max-tokens 9000 --memory-gib 0.01 -o p", "what would fit: --"),
         (PLAN + " --image-share 0.3 -o p", "which decide it: leave it"),
         (PLAN + " --gpus 3 --lengths {lengths} -o p", "3 GPUs are no multiple of --pp 2"),
-        (PLAN + " --gpus 4 --micro-batches 2 -o p", "--micro-batches cannot be given"),
-        (PLAN + " --samples-per-step 4 -o p", "--samples-per-step cannot be given"),
+        (PLAN + " --gpus 4 --micro-batches 2 -o p", "cannot be given with --gpus 4"),
+        (PLAN + " --samples-per-step 4 --micro-batches 2 -o p", "both say how large a step is"),
         (PLAN + " --memory-gib inf -o p", "--memory-gib inf: must be a finite number"),
         (PLAN + " --network-gb-per-s inf -o p", "--network-gb-per-s inf: must be a finite"),
         (PLAN + " --max-tokens 99999999999 -o p", "less than or equal to 2147483647"),

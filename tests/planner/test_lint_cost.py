@@ -105,7 +105,7 @@ def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
     mine = replace(told, job=shape.job, workload=shape.workload)
     line = predicted(mine, told.stages)
     assert line.prediction.step_ms == pytest.approx(cut.step_ms)
-    whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.besides, strict=True)]
+    whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.overheads, strict=True)]
     assert tuple(whole) == pytest.approx(cut.peaks_gib)
     held = predicted(told, told.stages).prediction
     assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)

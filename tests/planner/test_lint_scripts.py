@@ -62,6 +62,12 @@ def test_a_script_is_read_to_its_launch():
     assert launch.flags["name"] == 'single $TP "quoted"'
 
 
+def test_environment_has_one_order():
+    """Prevents: output of one script that differs from run to run, as a set's order does."""
+    exports = "".join(f"export {name}=1\n" for name in "DBFACE")
+    assert list(read_launch(f"{exports}run --micro-batch-size 1", {}).environment) == [*"ABCDEF"]
+
+
 def test_set_stands_above_the_script():
     """Prevents: a variable that the user gives, and the script's own value wins."""
     launch = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})

@@ -134,7 +134,7 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
         seed=0,
         levels=levels,
     )
-    monkeypatch.setattr("omnibal.cli.plan._plan_data", lambda *_: data)
+    monkeypatch.setattr("omnibal.planning._Search._data", lambda *_: data)
     options = "plan --model llama3.1-8b --cluster h200-141g --dp 2 --lengths"
     run(options, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
     assert "the level of 16,384 tokens: it is left out" in capsys.readouterr().err
@@ -191,9 +191,9 @@ def test_few_uneven_steps_are_told_of():
         ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 5", "auto, hbp, or a number"),
         ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels two", "auto, hbp, or a number"),
         ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 4", "may have"),
-        ("--max-tiles 8 --max-tokens 512 --levels 2", "the plan is of shapes only"),
-        ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "the plan is of shapes only"),
-        ("--lengths FILE --gpus 4 --levels 2", "--gpus compares plans of one level"),
+        ("--max-tiles 8 --max-tokens 512 --levels 2", "levels are of samples"),
+        ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "levels are of samples"),
+        ("--lengths FILE --gpus 4 --levels 2", "no levels of packs can be trained on 4 GPUs"),
         (
             "--lengths FILE --max-tiles 8 --max-tokens 1024 --levels 2 --method layer",
             "only the joint search",

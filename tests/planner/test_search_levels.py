@@ -1,6 +1,5 @@
 """Search for levels: as good as trying all, never above its bound, and silent on short data."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -10,7 +9,7 @@ from length_cases import long_tailed, texts
 
 from omnibal.config import load_cluster, load_model
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
+from omnibal.data.packing import PackingMethod, pack_samples
 from omnibal.errors import DoesNotFit, UserError
 from omnibal.job import JobSpec
 from omnibal.levels import MAX_CONTEXT, Level
@@ -22,7 +21,7 @@ from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import (
     WholeModel,
-    best_of_rising,
+    good_forms,
     level_forms,
     possible_contexts,
 )
@@ -165,18 +164,14 @@ def test_no_context_size_is_looked_at_in_vain():
     assert possible_contexts(job_of(8_192), caps) == [1, 2, 4, 8, 16, 32, 64, 128]
     assert max(possible_contexts(job_of(8_192))) == MAX_CONTEXT
     assert possible_contexts(job_of(6), caps) == [1, 2]
-    looked_at = []
-
-    def timed() -> Iterator[tuple[float, Level]]:
-        for power, taken_ms in enumerate((np.inf, 9.0, 10.0, 8.0, 9.0, 9.5, 7.0)):
-            looked_at.append(1 << power)
-            yield taken_ms, Level(caps=caps, context=1 << power)
-
-    assert best_of_rising(timed()) == (8.0, Level(caps=caps, context=8))
-    assert looked_at == [1, 2, 4, 8, 16, 32]
-    small = [(9.0, Level(caps=Caps.of(tokens=4_096))), (1.0, Level(caps=caps, context=64))]
-    assert best_of_rising(small)[0] == 9.0
-    assert best_of_rising([(np.inf, small[0][1]), small[1]])[0] == 1.0
+    lengths = texts(np.full(64, 16_000))
+    packs = pack_samples(lengths, caps, PackingMethod.ISF, 0)
+    forms = good_forms(job_of(64), caps, packs, lengths, 1e6)
+    contexts, times = [f.level.context for f in forms], [f.rows_ms for f in forms]
+    assert contexts == sorted(set(contexts)) and contexts[-1] < 64
+    # The search ends after two context sizes that are slower than the best one before them.
+    best = int(np.argmin(times))
+    assert len(times) - 1 - best <= 2
 
 
 def test_like_samples_are_shared_where_that_saves_recomputation():

@@ -488,7 +488,10 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
     given = job.model, job.cluster, job.parallel, job.precision, ()
     for exchange in ContextExchange:
         one = level(4, exchange=exchange)
-        (cost,), (with_backward,) = costs_at(frozen, *given, [one]), job.costs_at([one])
+        (cost,), (with_backward,) = (
+            costs_at(frozen, *given, [one], ExchangeSource()),
+            job.costs_at([one]),
+        )
         unit, other = cost.units["language_layer"], with_backward.units["language_layer"]
         np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
         assert not unit.context_ms[1:].any()

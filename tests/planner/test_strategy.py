@@ -1,6 +1,7 @@
 """Strategies: all sizes that are possible, ranked as the planner alone predicts them."""
 
 import contextlib
+import dataclasses
 import json
 from dataclasses import replace
 from io import StringIO
@@ -30,18 +31,25 @@ from omnibal.pipeline.units import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import read_plan
 from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search import parallel_sizes
+from omnibal.search import engine, parallel_sizes
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
+from omnibal.search.engine import CLEARLY_WORSE, Bound
 from omnibal.search.parallel_sizes import (
-    CLEARLY_WORSE,
     StrategySearch,
-    possible_parallels,
+    possible_sizings,
     progress_total,
     search_strategies,
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.strategy import Bound, FindBound, PackSamples, Setting, StrategyRequest
+from omnibal.search.strategy import (
+    FindBound,
+    FreeSizes,
+    PackSamples,
+    Setting,
+    Sizing,
+    StrategyRequest,
+)
 from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
@@ -51,10 +59,12 @@ CAPS = Caps.of(tiles=8, tokens=320)
 def strategy_request(**changes) -> StrategyRequest:
     fields = {"cluster": CLUSTER}
     fields |= {name: changes.pop(name) for name in JOB if name in changes}
+    own = {field.name for field in dataclasses.fields(FreeSizes)}
+    sizes = {"gpus": 4} | {name: changes.pop(name) for name in own if name in changes}
     alone = Parallel(tensor=fields.get("cost_source", ANALYTIC).tensor or 1, pipeline=1)
     defaults = {
         "job": job_spec(**fields, parallel=alone),
-        "gpus": 4,
+        "sizes": FreeSizes(**sizes),
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
         "samples_per_step": 50,
@@ -63,6 +73,14 @@ def strategy_request(**changes) -> StrategyRequest:
         "caps": CAPS,
     }
     return StrategyRequest(**(defaults | changes))
+
+
+def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
+    return [sizing.parallel for sizing in possible_sizings(searched)]
+
+
+def with_sizes(searched: StrategyRequest, **changes: int) -> StrategyRequest:
+    return replace(searched, sizes=replace(searched.sizes, **changes))
 
 
 def search(**changes) -> StrategySearch:
@@ -157,12 +175,12 @@ def test_ranking_with_experts_is_the_planners_own():
         assert planned[each.parallel] >= 1e3 / each.most_samples_per_second * (1 - 1e-9)
         assert planned[each.parallel] > best_ms
     assert {each.parallel.expert for each in found.ranking} == {1, 2, 4}
-    fixed = possible_parallels(replace(searched, expert=4))
+    fixed = possible_parallels(with_sizes(searched, expert=4))
     assert fixed == [each for each in every if each.expert == 4]
     with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
-        possible_parallels(replace(searched, expert=3))
+        possible_parallels(with_sizes(searched, expert=3))
     with pytest.raises(UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"):
-        possible_parallels(replace(searched, pipeline=4, expert=2))
+        possible_parallels(with_sizes(searched, pipeline=4, expert=2))
 
 
 def test_ranking_is_the_planners_own():
@@ -198,7 +216,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
-        monkeypatch.setattr(parallel_sizes, slack, 10)
+        monkeypatch.setattr(engine, slack, 10)
     done: list[int] = []
     few = search_strategies(searched, done.append)
     assert min(done) >= 0
@@ -233,7 +251,7 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
     setting.packs.update([PackSamples(setting=setting)(CAPS)])
     bounds = []
     for parallel in possible_parallels(searched):
-        _, bound = FindBound(setting=setting)((parallel, CAPS))
+        _, bound = FindBound(setting=setting)((Sizing(parallel), CAPS))
         assert isinstance(bound, Bound)
         bounds.append(bound.least_ms)
         assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
@@ -304,7 +322,11 @@ def test_caps_and_strategies_are_timed_alike(samples_per_step):
     assert len(by_caps.candidates) > 5
     for candidate in by_caps.candidates[::5]:
         found = search_strategies(
-            StrategyRequest(**shared, gpus=4, tensor=1, pipeline=2, caps=candidate.caps),
+            StrategyRequest(
+                **shared,
+                sizes=FreeSizes(gpus=4, tensor=1, pipeline=2),
+                caps=candidate.caps,
+            ),
             lambda done: None,
         )
         assert found.best.ms_per_sample == pytest.approx(candidate.ms_per_sample, rel=1e-12)
@@ -426,7 +448,10 @@ def test_profile_decides_the_tensor_size():
         search(cost_source=Measured(of_two), gpus=3)
 
 
-PLAN = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4"
+PLAN = (
+    "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4 "
+    "--encoder pipeline"
+)
 
 
 def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list[Parallel]]:
@@ -442,7 +467,9 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list
             )
         return make_plan(planned)
 
-    monkeypatch.setattr("omnibal.planner.make_plan", scarcely)
+    monkeypatch.setattr("omnibal.planning.make_plan", scarcely)
+    # The best alone is planned at a time, here and not in other processes.
+    monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
     files = ["--lengths", str(directory / "lengths.parquet"), "-o", str(directory / "plan")]
     with pytest.raises(SystemExit) as ended:
         cli.main([*PLAN.split(), "--samples-per-step", "40", "--json", *files])
