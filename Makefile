@@ -1,6 +1,6 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check format quick test
+.PHONY: check format planner-quick quick test
 
 check:
 	./scripts/check.sh
@@ -10,6 +10,9 @@ format:
 
 quick:
 	./scripts/test.sh -m quick
+
+planner-quick:
+	./scripts/test.sh -m quick tests/planner
 
 test:
 	./scripts/test.sh
