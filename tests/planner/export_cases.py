@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from length_cases import lengths_of
 
 from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
@@ -90,14 +91,7 @@ def export_case(
 def drawn_lengths(seed: int, samples: int) -> Lengths:
     rng = np.random.default_rng(seed)
     tokens = np.clip(rng.lognormal(6, 1, samples), 16, 4_000).astype(np.int32)
-    return Lengths(
-        items={"tiles": np.zeros(samples, np.int32)},
-        tokens=tokens,
-        loss_tokens=(tokens // 2).astype(np.int32),
-        source=np.zeros(samples, np.int32),
-        source_names=("data",),
-        origin=None,
-    )
+    return lengths_of(tiles=0 * tokens, tokens=tokens, loss_tokens=tokens // 2)
 
 
 def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:

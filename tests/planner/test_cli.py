@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from cli_cases import PLAN, failure, run
+from cli_cases import PLAN, failure, run, status
 from plan_cases import example_lengths, example_profile
 from rate_cases import tiled_rates
 from replay_cases import write_replay
@@ -20,7 +20,7 @@ from replay_cases import write_replay
 import omnibal
 from omnibal import cli
 from omnibal.config import load_cluster, load_model, preset_names
-from omnibal.cost.profile import write_profile
+from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.metrics import rank_sums
 from omnibal.data.packs import read_packs
@@ -626,18 +626,25 @@ def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
     assert 'pip install ".[train]" in its repository' in error
 
 
-def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
-    """Prevents options that the profiler never sees, and its output from mixing with the JSON."""
-    output, commands = tmp_path / "new/profile.json", []
+def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
+    """Have a profile written where the profiler would be started; returns its command lines."""
+    commands = []
 
     def run_profiler(command, check, stdout):
         commands.append(command)
         assert stdout is sys.__stderr__
-        write_profile(example_profile(), Path(command[-1]))
+        write_profile(profile, Path(command[-1]))
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     monkeypatch.setattr(subprocess, "run", run_profiler)
+    return commands
+
+
+def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
+    """Prevents options that the profiler never sees, and its output from mixing with the JSON."""
+    output = tmp_path / "new/profile.json"
+    commands = start_no_profiler(monkeypatch, example_profile())
     run(PROFILE + " --processes 2 --layers 3 --precision fp32 --provider te --json -o", output)
     printed = json.loads(capsys.readouterr().out)
     assert printed["profile"] == str(output)
@@ -662,13 +669,7 @@ def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
 def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch, lengths_file):
     """Prevents measured rates that no plan can be made with, or that replace another file."""
     profile = example_profile().model_copy(update={"rates": tiled_rates()})
-
-    def run_profiler(command, check, stdout):
-        write_profile(profile, Path(command[-1]))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
-    monkeypatch.setattr(subprocess, "run", run_profiler)
+    start_no_profiler(monkeypatch, profile)
     output, mine = tmp_path / "profile.json", tmp_path / "mine.toml"
     command = f"{PROFILE} --precision fp32 -o {output} --cluster"
     assert "give both or none" in failure(capsys, f"{PROFILE} -o {output} --cluster h100-80g")
@@ -682,22 +683,15 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     assert printed["cost_source"] == "analytic:laptop-cpu, measured rates of tiled device"
     run("check", tmp_path / "plan")
     assert "costs are of analytic:laptop-cpu, measured rates of" in capsys.readouterr().out
-    profile = profile.model_copy(update={"rates": None})
+    start_no_profiler(monkeypatch, profile.model_copy(update={"rates": None}))
     error = failure(capsys, f"{command} laptop-cpu --cluster-output", mine)
     assert "has no rates by shape" in error and load_cluster(str(mine)).rates
 
 
 def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, lengths_file):
     """Prevents a profile of other samples than those that are trained."""
-    output, commands = tmp_path / "profile.json", []
-
-    def run_profiler(command, check, stdout):
-        commands.append(command)
-        write_profile(example_profile(), Path(command[-1]))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
-    monkeypatch.setattr(subprocess, "run", run_profiler)
+    output = tmp_path / "profile.json"
+    commands = start_no_profiler(monkeypatch, example_profile())
     command = PROFILE.replace(" --tokens-per-sample 64", "")
     assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
     run(command, "--lengths", lengths_file, "-o", output)
@@ -707,12 +701,10 @@ def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, length
 
 def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     """Prevents success from being reported when nothing was measured."""
-    monkeypatch.setattr("omnibal.cli.profile._is_installed", lambda module: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
     failed = subprocess.CompletedProcess([], 3)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*PROFILE.split(), "-o", str(tmp_path / "profile.json")])
-    assert ended.value.code == 3
+    assert status(PROFILE, "-o", tmp_path / "profile.json") == 3
 
 
 @pytest.mark.parametrize("sizes", [["--pp", "2", "--dp", "2"], ["--gpus", "4"]])

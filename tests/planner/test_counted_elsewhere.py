@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from cli_cases import failure, printed
 from PIL import Image
 
-from omnibal import cli
 from omnibal.config import load_model
 from omnibal.data.counted_elsewhere import counted_lengths, counted_tokens, is_counted
 from omnibal.data.lengths import read_lengths
@@ -124,26 +124,15 @@ def test_samples_of_a_manifest_are_in_its_order_with_their_images(tmp_path):
 def test_the_command_reads_both_without_a_tokenizer(tmp_path, capsys):
     """Prevents a command that asks for what it does not use, or ignores what it was given."""
     path, output = manifest(tmp_path, ["text"] * 3), tmp_path / "lengths.parquet"
-    assert run(f"lengths {path} --model qwen3-vl-8b -o {output} --json", capsys)[0] == 0
+    counted = f"lengths {path} --model qwen3-vl-8b -o"
+    printed(capsys, counted, output, "--json")
     assert read_lengths([output]).tokens.tolist() == [2_000, 2_001, 2_002]
-    status, _, error = run(
-        f"lengths {path} --model qwen3-vl-8b -o {output} --tokenizer-model t.json", capsys
-    )
-    assert status == 2 and "leave it out" in error
+    error = failure(capsys, counted, output, "--tokenizer-model", "t.json")
+    assert "leave it out" in error
     (tmp_path / "a.jsonl").write_text("{}\n")
-    status, _, error = run(
-        f"lengths {tmp_path / 'a.jsonl'} --model qwen3-vl-8b -o {output}", capsys
-    )
-    assert status == 2 and "--tokenizer-model" in error
-    status, _, error = run(f"lengths {path} --model qwen3-vl-8b -o {path}", capsys)
-    assert status == 2 and path.stat().st_size
-
-
-def run(command: str, capsys) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command.split())
-    printed = capsys.readouterr()
-    return int(ended.value.code or 0), printed.out, printed.err
+    error = failure(capsys, "lengths --model qwen3-vl-8b", tmp_path / "a.jsonl", "-o", output)
+    assert "--tokenizer-model" in error
+    assert failure(capsys, counted, path) and path.stat().st_size
 
 
 @pytest.mark.parametrize(

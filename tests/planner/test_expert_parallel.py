@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cli_cases import printed
 from expert_cases import DIGITS, expert_model
 from plan_cases import MODEL, example_lengths, job_spec, request
 from pydantic import ValidationError
 
-from omnibal import cli
 from omnibal.check import open_plan
 from omnibal.cli.options import JobOptions, SizeOptions
 from omnibal.config import load_cluster, with_imbalance
@@ -218,12 +218,12 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     sizes = {"--pp": "1", "--dp": "4", "--ep": "4", "--max-tiles": "8", "--max-tokens": "512"}
     given = {"--model": "internvl-digits-moe", "--cluster": "laptop-cpu", "-o": str(out)}
     given |= {"--lengths": str(lengths), "--precision": "fp32"} | sizes | options
-    assert main_of(capsys, "plan", *(word for pair in given.items() for word in pair))
+    assert printed(capsys, "plan", *(word for pair in given.items() for word in pair))
     plan, packs = read_plan(out), read_packs(out / "packs.parquet")
     assert plan.parallel.expert == 4
     assert plan.prediction is not None
     assert plan.prediction.lost.expert_wait_ms > 0
-    assert "is predicted to need" in main_of(capsys, "check", str(out))
+    assert "is predicted to need" in printed(capsys, "check", str(out))
     counts = np.bincount(packs.step * 4 + packs.dp_rank, minlength=4 * packs.steps).reshape(-1, 4)
     missing = int((counts.max(axis=1, keepdims=True) - counts).sum())
     opened = open_plan(out)
@@ -232,10 +232,3 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     assert missing
     if "--encoder" in options:
         assert plan.beside is not None
-
-
-def main_of(capsys, *command: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command])
-    assert ended.value.code in (0, None), capsys.readouterr().err
-    return capsys.readouterr().out

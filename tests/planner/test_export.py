@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import failure, printed, run
 from export_cases import drawn_lengths, export_case, plan_files, scheduled, write_data
 from plan_cases import example_lengths, origin_of, request
 
-from omnibal import cli
 from omnibal.beside import EncodersBeside
 from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
@@ -256,19 +256,12 @@ def plan(tmp_path) -> Path:
     return tmp_path / "plan"
 
 
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["export", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
-
-
 def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
     """Prevents: figures of RUN.md that are not the plan's, and a result that no script can read."""
     folder = tmp_path / "export"
-    status, out, _ = run(capsys, plan, "--to", folder, "--data", tmp_path / "data.jsonl", "--json")
-    assert status == 0
-    result, page = json.loads(out), (folder / "RUN.md").read_text()
+    given = (plan, "--to", folder, "--data", tmp_path / "data.jsonl")
+    result = json.loads(printed(capsys, "export", *given, "--json"))
+    page = (folder / "RUN.md").read_text()
     expected = result["expected"]
     case = small_case()
     full = int((np.bincount(case.packs.step) == 4).sum())
@@ -281,8 +274,9 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
         assert told in page
     assert sorted(result["files"]) == sorted(path.name for path in folder.iterdir())
     assert {"target", "settings", "given_up", "notes", "folder"} <= set(result)
-    status, out, err = run(capsys, plan, "--to", tmp_path / "other", "--for", "xtuner")
-    assert status == 0 and "what to run:" in out and "ITS IMAGES ARE LOST" in err
+    run("export", plan, "--to", tmp_path / "other", "--for", "xtuner")
+    said = capsys.readouterr()
+    assert "what to run:" in said.out and "ITS IMAGES ARE LOST" in said.err
 
 
 def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
@@ -312,8 +306,8 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),
         ((tmp_path, "--to", folder), "plan.json: no such file"),
     ):
-        status, out, err = run(capsys, *arguments)
-        assert (status, out) == (2, "") and told in err and err.count("\n") == 1, arguments
+        error = failure(capsys, "export", *arguments)
+        assert told in error and error.count("\n") == 1, arguments
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before
 
@@ -361,9 +355,8 @@ def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     stages = {"stages": (ALONE,), "parallel": parallel, "made_for": target}
     planned = planned.model_copy(update=stages)
     save_plan(PlanResult(plan=planned, data=None, search=None), tmp_path / "plan")
-    status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
-    assert status == 0, err
-    result = json.loads(out)
+    command = ("export", tmp_path / "plan", "--to", tmp_path / "export", "--json")
+    result = json.loads(printed(capsys, *command))
     expected = result["expected"]
     assert "train.jsonl" not in result["command"]
     assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0

@@ -9,11 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import run
+from length_cases import lengths_of
 from plan_cases import request
 from pydantic import ValidationError
 from scipy.optimize import LinearConstraint, linprog, milp
 
-from omnibal import cli
 from omnibal.check import check_plan
 from omnibal.data.all_sizes import SizeMix, Sizes
 from omnibal.data.best_fit import pack_best_fit
@@ -37,19 +38,6 @@ from omnibal.search.caps import CapSpace
 
 FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", "tokens"))
 KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)
-
-
-def lengths_of(**columns: Sequence[int] | np.ndarray) -> Lengths:
-    counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
-    tokens = counts.pop("tokens")
-    return Lengths(
-        loss_tokens=counts.pop("loss_tokens", 0 * tokens),
-        items=counts,
-        tokens=tokens,
-        source=0 * tokens,
-        source_names=("docs",),
-        origin=None,
-    )
 
 
 def drawn(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0) -> Lengths:
@@ -537,12 +525,6 @@ def test_caps_to_search_hold_every_sample(names):
     assert len(space.moves(level[-1], 2**0.25)) == 2 * len(names) + 2
     fixed = CapSpace.of(lengths, names, {"tokens": 600})
     assert {each["tokens"] for each in [*fixed.level(2.0), *fixed.moves(fixed.least, 2)]} == {600}
-
-
-def run(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(argument) for argument in arguments])
-    assert ended.value.code in (0, None)
 
 
 def test_commands_take_any_features(capsys, tmp_path):

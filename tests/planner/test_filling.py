@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
+from length_cases import texts
 
 from omnibal.config import load_cluster, load_model
 from omnibal.cost.shares import part_features
-from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.job import JobSpec
 from omnibal.levels import CutRule, Level
@@ -23,18 +22,6 @@ JOB = JobSpec(
     parallel=Parallel(pipeline=1, data=8),
     precision="bf16",
 )
-
-
-def texts(tokens: Sequence[int]) -> Lengths:
-    count = np.array(tokens, np.int32)
-    return Lengths(
-        items={},
-        tokens=count,
-        loss_tokens=count,
-        source=np.zeros(len(count), np.int32),
-        source_names=("texts",),
-        origin=None,
-    )
 
 
 def device_ms(tokens: Sequence[int], level: Level) -> float:

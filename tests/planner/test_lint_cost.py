@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import run
 from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
+from length_cases import lengths_of, texts
 
-from omnibal import cli
 from omnibal.config import ModelConfig, Precision, load_model, with_imbalance
-from omnibal.data.lengths import Lengths
 from omnibal.errors import UserError
 from omnibal.export.directory import given_plan
 from omnibal.export.trainers import EXPORTS
@@ -227,14 +227,7 @@ def test_a_data_set_is_packed_to_the_line():
     """Prevents: samples per second of made-up samples, or of packs longer than the line's."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
-    lengths = Lengths(
-        loss_tokens=tokens // 2,
-        items={"tiles": (tokens // 600).astype(np.int32)},
-        tokens=tokens,
-        source=np.zeros(600, np.int32),
-        source_names=("data",),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
     line = "run_recipe.py -ng 4 -tp 1 -pp 2 -mb 1 -gb 16 -sl 8192"
     told = of_line(line, "internvl3.5-8b", Samples(lengths=lengths, image_share=0, image_tokens=1))
     assert int(told.packs.tokens.max()) <= 8192
@@ -263,11 +256,7 @@ def test_ranks_that_share_samples_share_a_datasets_packs(line):
     them."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 800).astype(np.int32)
-    lengths = Lengths(
-        loss_tokens=tokens // 2, items={}, tokens=tokens, source=np.zeros(800, np.int32),
-        source_names=("data",), origin=None,
-    )  # fmt: skip
-    samples = Samples(lengths=lengths, image_share=0, image_tokens=1)
+    samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
     steps = {}
     for context in (1, 2, 4):
         told = of_line(line.format(context), "llama3.1-8b", samples)
@@ -333,9 +322,7 @@ def test_what_is_missing_is_asked_for(line, told):
 
 
 def lint(line: str, *options: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["lint", line, "--model", "internvl3.5-8b", *options])
-    assert not ended.value.code
+    run("lint --model internvl3.5-8b", line, *options)
 
 
 def test_command_tells_cost(capsys):

@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from cli_cases import failure, run
 from plan_cases import MODEL, example_lengths
 
-from omnibal import cli
 from omnibal.config import load_cluster
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
@@ -419,9 +419,7 @@ def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
     """Prevents a picture of other packs than those written, and an option that does nothing."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     picture, packs = tmp_path / "new/l.svg", tmp_path / "packs.parquet"
-    run_pack(
-        f"{PACK} --cluster laptop-cpu", tmp_path / "l.parquet", "-o", packs, "--picture", picture
-    )
+    run(f"{PACK} --cluster laptop-cpu", tmp_path / "l.parquet", "-o", packs, "--picture", picture)
     scheduled = read_packs(packs)
     drawn = picture.read_text("ascii")
     assert f"300 samples in {len(scheduled)} packs" in drawn
@@ -443,14 +441,5 @@ def test_picture_that_cannot_be_written_is_found_first(
     """Prevents packing for minutes towards a picture that has no place."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     monkeypatch.setattr("omnibal.cli.pack.read_lengths", lambda paths: pytest.fail("worked first"))
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*PACK.split(), str(tmp_path / "l.parquet"), "--picture", str(tmp_path / name)])
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
+    assert expected in failure(capsys, PACK, tmp_path / "l.parquet", "--picture", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["l.parquet"]
-
-
-def run_pack(command: str, *arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), *map(str, arguments)])
-    assert ended.value.code in (0, None)

@@ -4,6 +4,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 
 from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
@@ -138,11 +139,4 @@ def test_least_dist_ratio_is_below_every_grouping():
 
 
 def four_samples() -> Lengths:
-    return Lengths(
-        items={"tiles": np.array([1, 2, 4, 0], np.int32)},
-        tokens=np.array([10, 20, 30, 40], np.int32),
-        loss_tokens=np.zeros(4, np.int32),
-        source=np.zeros(4, np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
+    return lengths_of(tiles=[1, 2, 4, 0], tokens=[10, 20, 30, 40])

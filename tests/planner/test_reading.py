@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from cli_cases import run
 from plan_cases import MODEL, changed, example_lengths, request
 from profile_cases import measured
 
-from omnibal import cli
 from omnibal.check import check_plan
 from omnibal.cost.profile import Measured, write_profile
 from omnibal.cost.source import ReadingMeasurement
@@ -145,8 +145,7 @@ def test_plan_and_check_say_that_reading_binds(capsys, tmp_path):
             f"-o {tmp_path}/plan"
         )
         for command in (asked, f"check {tmp_path}/plan"):
-            with pytest.raises(SystemExit):
-                cli.main(command.split())
+            run(command)
             printed = capsys.readouterr()
             said = printed.err if command is asked else printed.out
             assert ("note: data cannot be read as fast as it is trained" in said) == is_told

@@ -74,7 +74,7 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
             sets = list(product(*(range(number + 1) for number in counts[stage, layers])))
             recomputed = np.zeros((len(sets), len(cost.kinds)), np.int64)
             recomputed[:, layers] = sets
-            peaks = [table.peak_bytes(counts[stage], again) for again in recomputed]
+            peaks = table.peak_bytes(np.tile(counts[stage], (len(sets), 1)), recomputed).tolist()
             feasible = [each for each, peak in zip(sets, peaks, strict=True) if peak <= cap]
             chosen = list(map(tuple, useful.layers[useful.stage == stage].tolist()))
             assert set(chosen) <= set(feasible)

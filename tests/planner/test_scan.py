@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import status
 from PIL import Image
 
-from omnibal import cli
 from omnibal.config import ModelConfig, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
@@ -683,12 +683,10 @@ def test_interrupt_while_workers_start(tmp_path, digits):
     assert "Traceback" not in errors
 
 
-def run_lengths(folder: Path, digits: Path, output: Path, *options: str) -> int | str | None:
-    arguments = ["lengths", folder / "meta.json", "--model", "internvl-digits"]
-    arguments += ["--tokenizer-model", digits / "tokenizer.model", "-o", output, *options]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(map(str, arguments)))
-    return ended.value.code
+def run_lengths(folder: Path, digits: Path, output: Path, *options: str) -> int:
+    tokenizer = ("--tokenizer-model", digits / "tokenizer.model")
+    files = (folder / "meta.json", *tokenizer, "-o", output)
+    return status("lengths --model internvl-digits", *files, *options)
 
 
 def test_command_stops_or_skips(broken, digits, tmp_path, capsys):
@@ -701,7 +699,7 @@ def test_command_stops_or_skips(broken, digits, tmp_path, capsys):
     assert printed.out == ""
     assert "error: the scan stopped at the first 5 bad samples" in printed.err
     assert [path.name for path in tmp_path.iterdir()] == ["L.parquet.partial"]
-    assert run_lengths(folder, digits, output, "--json", "--on-error", "skip") in (0, None)
+    assert run_lengths(folder, digits, output, "--json", "--on-error", "skip") == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     assert "resumed: " in printed.err
@@ -717,7 +715,7 @@ def test_command_removes_a_list_that_is_out_of_date(digits, tmp_path, capsys):
     output = tmp_path / "new/L.parquet"
     output.parent.mkdir()
     output.with_name("L.parquet.skipped.txt").write_text("0\tx\ty\n")
-    assert run_lengths(digits / "train", digits, output, "--json") in (0, None)
+    assert run_lengths(digits / "train", digits, output, "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["skipped"], result["skipped_list"]) == (0, None)
     assert [path.name for path in output.parent.iterdir()] == [output.name]

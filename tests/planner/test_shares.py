@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
+from length_cases import lengths_of
 from plan_cases import MODEL, example_profile, job_spec
 
 from omnibal.config import load_cluster, load_model
@@ -56,14 +57,8 @@ def random_schedule(
     samples = int(sizes.sum())
     packs = Packs(samples=rng.permutation(samples), offsets=np.append(0, np.cumsum(sizes)))
     tokens = (rng.pareto(1.0, samples) * 20).astype(np.int32).clip(0, 400) + 1
-    lengths = Lengths(
-        items={"tiles": rng.integers(0, 5, samples).astype(np.int32)},
-        tokens=tokens,
-        loss_tokens=rng.integers(0, tokens + 1).astype(np.int32),
-        source=np.zeros(samples, np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
+    tiles = rng.integers(0, 5, samples)
+    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=rng.integers(0, tokens + 1))
     return ScheduledPacks(
         packs=packs,
         step=step,

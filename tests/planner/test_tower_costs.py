@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
+from length_cases import lengths_of
 
 from omnibal.config import (
     LanguageConfig,
@@ -19,7 +20,6 @@ from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.context import exchange_mistake
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs
 from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, TilesEncoder
 from omnibal.errors import UserError
@@ -199,14 +199,7 @@ def test_a_window_costs_the_pairs_within_it():
         name="windowed",
         language=dense.model_copy(update={"runs": (LayerRun(layers=1, window=window),)}),
     )
-    lengths = Lengths(
-        items={},
-        tokens=np.array(tokens, np.int32),
-        loss_tokens=np.array(tokens, np.int32),
-        source=np.zeros(len(tokens), np.int32),
-        source_names=("s",),
-        origin=None,
-    )
+    lengths = lengths_of(tokens=tokens, loss_tokens=tokens)
     packs = Packs.from_lists([[0, 4], [1, 2, 3]])
     names = feature_names(model)
     found = pack_features(packs, lengths, names)

@@ -72,17 +72,6 @@ def scheduled(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
     )
 
 
-def lengths_of(tokens: np.ndarray, tiles: np.ndarray) -> Lengths:
-    return Lengths(
-        items={"tiles": tiles.astype(np.int32)},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=(tokens // 4).astype(np.int32),
-        source=np.zeros(len(tokens), np.int32),
-        source_names=("a",),
-        origin=None,
-    )
-
-
 def plan_files(
     packs: Packs,
     lengths: Lengths,
