@@ -7,9 +7,41 @@ import pytest
 
 from omnibal.dispatch.balance import balance
 from omnibal.dispatch.bounds import load_bound
+from omnibal.dispatch.differencing import differenced
 from tests.planner.assignment_cases import assignments, check_assignment, random_cases
 
 pytestmark = pytest.mark.quick
+
+
+def joined_sets(weight: np.ndarray, ranks: int) -> list[float]:
+    """Sums of sets by largest differencing, with the sets written out; ascending.
+
+    Every partial assignment is a list of sets; the two with the widest spread of sums are joined,
+    the heaviest set of one with the lightest of the other.
+    """
+
+    def spread(sets: list[list[float]]) -> float:
+        sums = [sum(each) for each in sets]
+        return max(sums) - min(sums)
+
+    partial = [[[float(each)], *([] for _ in range(ranks - 1))] for each in weight]
+    while len(partial) > 1:
+        partial.sort(key=spread)
+        first, second = partial.pop(), partial.pop()
+        first.sort(key=sum, reverse=True)
+        second.sort(key=sum)
+        partial.append([heavy + light for heavy, light in zip(first, second, strict=True)])
+    return sorted(map(sum, partial[0]))
+
+
+def test_differencing_against_sets_written_out() -> None:
+    """Prevents: joins in another order than by spread, which end with busier ranks unnoticed."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        weight, ranks = rng.lognormal(0, 1, int(rng.integers(1, 12))), int(rng.integers(2, 5))
+        rank = differenced(weight, ranks, equal_counts=False)
+        found = np.bincount(rank, weight, ranks)
+        np.testing.assert_allclose(np.sort(found), joined_sets(weight, ranks), rtol=1e-9)
 
 
 def test_sums_against_all_assignments() -> None:

@@ -175,7 +175,7 @@ def test_other_ways_to_plan(capsys, tmp_path, plan_command):
     ("options", "expected"),
     [
         ("--model qwen2.5-32b --memory-gib 500 --limit tokens=512 --encoder beside", "no encoder"),
-        ("--model internvl-digits --encoder beside --method layer", "cannot be given with --encoder beside"),
+        ("--model internvl-digits --encoder beside --method layer", "cannot be given with --enc"),
         ("--model internvl-digits --encoder beside --memory-gib 0.01", "GiB"),
     ],
 )

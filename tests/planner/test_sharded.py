@@ -85,6 +85,24 @@ def slow_cluster(gb_per_s: float) -> ClusterConfig:
     return cluster.model_copy(update={"intra_node_gb_per_s": gb_per_s})
 
 
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_weights_go_round_a_ring(ranks: int) -> None:
+    """Prevents: a rank that sends its own share too, frozen units whose gradients are exchanged,
+    and units without a backward that are gathered for one."""
+    cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
+    frozen = ("vision", "projector")
+    cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=ranks), "bf16", frozen)
+    exchange = ShardedExchange.of(cost, MODEL, cluster, ranks, "bf16")
+    for place, kind in enumerate(cost.kinds):
+        parameters, ring_ms = cost.units[kind.name].parameters, 0.0
+        for step in range(1, ranks):
+            ring_ms += 2 * parameters / ranks / (5e6 * 0.5) + (0.03 if step == 1 else 0)
+        is_trained = kind.tower == "language"
+        found = exchange.gather_ms, exchange.gather_back_ms, exchange.reduce_ms
+        expected = [ring_ms, is_trained * ring_ms, is_trained * ring_ms]
+        assert [each[place] for each in found] == pytest.approx(expected), kind.name
+
+
 def job(ranks: int, **changes: object) -> JobSpec:
     """A job whose ranks divide all."""
     whole = JobSpec(
