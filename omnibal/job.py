@@ -76,17 +76,8 @@ class JobSpec:
         mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise UserError(mistake)
-        if self.is_beside and not self.model.encoders:
-            raise UserError(
-                f"{self.model.name} has no encoder to stand beside its pipeline; give --encoder "
-                "pipeline, or a model with encoders"
-            )
-        if self.is_beside and self.model.images is not None:
-            raise UserError(
-                f"{self.model.name} takes images at their native resolution, which cannot be dealt "
-                "to encoders beside the pipeline: a rank would have to take whole images, and "
-                "lengths count tokens alone; give --encoder pipeline"
-            )
+        if self.is_beside:
+            _check_encoders_beside(self.model)
         self._check_limits()
         self.check_sizes(self.parallel)
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
@@ -247,3 +238,25 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def _check_encoders_beside(model: ModelConfig) -> None:
+    """Refuse encoders whose items cannot be dealt to ranks beside the pipeline."""
+    if not model.encoders:
+        raise UserError(
+            f"{model.name} has no encoder to stand beside its pipeline; give --encoder pipeline, "
+            "or a model with encoders"
+        )
+    if model.images is not None:
+        raise UserError(
+            f"{model.name} takes images at their native resolution, which cannot be dealt to "
+            "encoders beside the pipeline: a rank would have to take whole images, and lengths "
+            "count tokens alone; give --encoder pipeline"
+        )
+    for name, tower in model.encoders.items():
+        if tower.values_per_item is None:
+            raise UserError(
+                f"the encoder {name} of {model.name} takes {tower.feature}, which cannot be dealt "
+                "to encoders beside the pipeline: its kind does not say how many numbers one is "
+                "read as; give --encoder pipeline"
+            )
