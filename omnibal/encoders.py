@@ -21,6 +21,8 @@ class EncoderLayers(Frozen):
 
     feature: ClassVar[str]
     """Name of the items that the encoder takes, and of their column in a lengths file."""
+    of_images: ClassVar[bool] = False
+    """Whether items are of images, which packs of shapes have a share of."""
 
     layers: Layers
     hidden_size: Width
@@ -41,6 +43,18 @@ class EncoderLayers(Frozen):
                 f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
             )
         return self
+
+    @property
+    def squares(self) -> str | None:
+        """Feature of items that attend to others than those of an item: sum of their numbers
+        squared, input by input; None where all attend within their item."""
+        return None
+
+    @property
+    def values_per_item(self) -> int | None:
+        """Numbers that an item is read as, where items can be dealt to ranks one by one; None
+        where they cannot, and the encoder cannot stand beside the pipeline."""
+        return None
 
 
 class TilingConfig(Frozen):
@@ -65,6 +79,7 @@ class TilesEncoder(EncoderLayers):
     """InternViT or EVA-CLIP over square image tiles, with pixel shuffle and an MLP projector."""
 
     feature: ClassVar[str] = "tiles"
+    of_images: ClassVar[bool] = True
 
     kind: Literal["tiles"] = "tiles"
     image_size: Annotated[int, Field(ge=1, le=65_536)]
@@ -113,6 +128,11 @@ class TilesEncoder(EncoderLayers):
     def projector_input_size(self) -> int:
         """Width of a token before the projector's first product."""
         return self.hidden_size * self.pixel_shuffle_factor**2
+
+    @property
+    def values_per_item(self) -> int:
+        """Colours of a tile's pixels."""
+        return 3 * self.image_size**2
 
 
 class ClipsEncoder(EncoderLayers):
@@ -163,6 +183,11 @@ class ClipsEncoder(EncoderLayers):
     def projector_input_size(self) -> int:
         """Width of a token before the projector's first product."""
         return self.hidden_size * self.positions_per_token
+
+    @property
+    def values_per_item(self) -> int:
+        """Mel bins of a clip's frames."""
+        return self.frames * self.mel_bins
 
 
 class ImageText(Frozen):
@@ -256,6 +281,7 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     """
 
     feature: ClassVar[str] = "image_tokens"
+    of_images: ClassVar[bool] = True
 
     kind: Literal["images"] = "images"
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")

@@ -6,6 +6,7 @@ and has its costs, so nobody checks or counts again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -21,7 +22,6 @@ from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns
 from omnibal.cost.shares import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
-from omnibal.cost.whole_encoders import with_whole_encoders
 from omnibal.data.by_level import levels_of_packs
 from omnibal.data.lengths import Lengths
 from omnibal.data.packs import Packs, ScheduledPacks
@@ -38,7 +38,7 @@ from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
 from omnibal.plan import Plan
 from omnibal.targets import FREE, OWN, Sharding, TrainerConstraints, trainer_of
-from omnibal.units import feature_names_at, frozen_mistake
+from omnibal.units import LANGUAGE, feature_names_at, frozen_mistake
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,25 +76,14 @@ class JobSpec:
         mistake = frozen_mistake(self.model, self.frozen)
         if mistake is not None:
             raise UserError(mistake)
-        if self.is_beside and not self.model.encoders:
-            raise UserError(
-                f"{self.model.name} has no encoder to stand beside its pipeline; give --encoder "
-                "pipeline, or a model with encoders"
-            )
-        if self.is_beside and self.model.images is not None:
-            raise UserError(
-                f"{self.model.name} takes images at their native resolution, which cannot be dealt "
-                "to encoders beside the pipeline: a rank would have to take whole images, and "
-                "lengths count tokens alone; give --encoder pipeline"
-            )
+        if self.is_beside:
+            _check_encoders_beside(self.model)
         self._check_limits()
         self.check_sizes(self.parallel)
-        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
-        encoders = encoders_cost(*sizes, self.cost_source) if self.is_beside else None
-        cost = self.cost_source.costs(*sizes, runtime=self.trainer.runtime)
-        if self.trainer.stages.encoders_whole:
-            cost = with_whole_encoders(cost, *sizes, self.cost_source)
-        exchange = None
+        cost, encoders, exchange = self._unit_costs(), None, None
+        if self.is_beside:
+            sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+            encoders = encoders_cost(*sizes, self.cost_source)
         if self.trainer.sharding is Sharding.ALL:
             check_sharded(self.parallel)
             ranks = self.parallel.data
@@ -104,10 +93,25 @@ class JobSpec:
         object.__setattr__(self, "encoders_cost", encoders)
         object.__setattr__(self, "exchange", exchange)
 
+    def _unit_costs(self) -> CostModel:
+        """Costs of all units with whole weights, of encoders as the trainer divides them."""
+        costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
+        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
+        is_shared_out = self.model.encoders and self.parallel.tensor > 1
+        if not (is_shared_out and self.trainer.stages.encoders_whole):
+            return cost
+        # Every tensor-parallel rank computes all of them, from the same inputs, so that gradients
+        # need no exchange among these. Data-parallel ranks exchange as ever.
+        whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
+        encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
+        return replace(cost, units=cost.units | encoders)
+
     def _check_limits(self) -> None:
         """Refuse what goes with no limits of stages, whatever the sizes."""
         trainer = self.trainer
-        if self.precision == "fp8" and not (trainer.is_own or trainer.runtime.transformer_engine):
+        if self.precision == "fp8" and not (
+            trainer.name is None or trainer.runtime.transformer_engine
+        ):
             raise UserError(
                 f"--precision fp8 was given for {trainer.title}, which has no linears of "
                 "Transformer Engine: plan in bf16"
@@ -218,6 +222,16 @@ class JobSpec:
             trainer=trainer_of(plan.made_for),
         )
 
+    def allows(self, parallel: Parallel) -> bool:
+        """Whether it could have these parallel sizes, and its source costs of them."""
+        if self.cost_source.tensor not in (None, parallel.tensor):
+            return False
+        try:
+            self.check_sizes(parallel)
+        except UserError:
+            return False
+        return True
+
     def sized(self, parallel: Parallel) -> Self:
         """Return the same job with other parallel sizes."""
         return replace(self, parallel=parallel)
@@ -247,3 +261,19 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def _check_encoders_beside(model: ModelConfig) -> None:
+    """Refuse encoders whose items cannot be dealt to ranks beside the pipeline."""
+    if not model.encoders:
+        raise UserError(
+            f"{model.name} has no encoder to stand beside its pipeline; give --encoder pipeline, "
+            "or a model with encoders"
+        )
+    for name, tower in model.encoders.items():
+        if tower.values_per_item is None:
+            raise UserError(
+                f"{model.name} takes {tower.feature}, which cannot be dealt to encoders beside the "
+                f"pipeline: a rank would have to take whole inputs of {name}, and lengths count "
+                "their parts alone; give --encoder pipeline"
+            )

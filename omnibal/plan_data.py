@@ -32,7 +32,7 @@ from omnibal.data.steps import (
     steps_of,
 )
 from omnibal.dispatch.windows import WindowRequest, schedule_windows
-from omnibal.encoders import ClipsEncoder, ImageRule, ImagesEncoder
+from omnibal.encoders import ImageRule, ImagesEncoder
 from omnibal.errors import UserError
 from omnibal.job import JobSpec
 from omnibal.levels import FillRule, Level
@@ -439,7 +439,7 @@ def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float)
     """
     caps = dict(given)
     for tower in model.encoders.values():
-        if tower.feature not in caps and not isinstance(tower, ClipsEncoder):
+        if tower.feature not in caps and tower.of_images:
             wanted = image_share * given["tokens"] / tower.tokens_per_item
             caps[tower.feature] = max(round(wanted), 1)
     return caps

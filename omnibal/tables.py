@@ -7,7 +7,7 @@ import numpy as np
 
 from omnibal.beside import EncoderPlacement
 from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
-from omnibal.encoders import ClipsEncoder, EncoderLayers
+from omnibal.encoders import EncoderLayers
 from omnibal.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.plan import Plan
@@ -221,7 +221,7 @@ def share_of_images(plan: Plan) -> float | None:
     """Share of the tokens of a pack of shapes that are images'; None where there are none."""
     assert plan.shapes is not None
     caps, towers = plan.shapes.caps, plan.model.encoders.values()
-    images = [tower for tower in towers if not isinstance(tower, ClipsEncoder)]
+    images = [tower for tower in towers if tower.of_images]
     if not images:
         return None
     return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]

@@ -133,11 +133,6 @@ class TrainerConstraints(Frozen):
     """Whether ranks can share out experts."""
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is this project's trainer."""
-        return self.name is None
-
-    @property
     def has_data_parallelism_alone(self) -> bool:
         """Whether all ranks hold whole models."""
         return self.most_pipeline == self.most_tensor == 1

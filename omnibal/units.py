@@ -222,9 +222,7 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
     sum over samples of tokens squared; for every width of attention window, what of the square is
     within it; and tokens that carry loss.
     """
-    squares = dict.fromkeys(
-        tower.squares for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)
-    )
+    squares = dict.fromkeys(tower.squares for tower in model.encoders.values() if tower.squares)
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
     windowed = (attended_feature(LayerKind(window=window)) for window in windows)
     return ("fixed", *model.item_features, *squares, "tokens", _SQUARED, *windowed, "loss_tokens")

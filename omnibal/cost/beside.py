@@ -23,7 +23,6 @@ import numpy as np
 from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
-from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
@@ -193,6 +192,7 @@ def _encoder_cost(
     tower, columns = model.encoders[name], _columns(cost.features, model.encoders[name].feature)
     held = _held(model, cost, name)
     is_trained = any(unit.has_backward for _, unit in held)
+    assert tower.values_per_item is not None
 
     def total(value: Callable[[UnitCost], np.ndarray]) -> np.ndarray:
         return np.sum([number * value(unit)[columns] for number, unit in held], axis=0)
@@ -207,7 +207,7 @@ def _encoder_cost(
         working_bytes=np.concatenate(
             [unit.transient_bytes[:, columns] + unit.shared_bytes[columns] for _, unit in held]
         ),
-        input_bytes=FP32_BYTES * counts_of_kind(tower).values_of_item(tower),
+        input_bytes=FP32_BYTES * tower.values_per_item,
         feature_bytes=float(feature_bytes),
         is_trained=is_trained,
     )

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from omnibal.config import ModelConfig
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.image_counts import images_embed, images_layer, images_projector, patch_values
+from omnibal.cost.image_counts import images_embed, images_layer, images_projector
 from omnibal.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.errors import UserError
 from omnibal.limits import words
 from omnibal.units import UnitKind
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EncoderCounts:
-    """Counts of an encoder's units and items, each of an encoder of one kind."""
+    """Counts of the units of an encoder of one kind."""
 
     embed: Callable[..., Counts]
     """Of the input embedding: (encoder, device, features)."""
@@ -24,8 +24,6 @@ class EncoderCounts:
     padded for kernels or without."""
     projector: Callable[..., Counts]
     """Of the projector: (encoder, model, device, features)."""
-    values_of_item: Callable[..., int]
-    """Numbers that an item is read as: (encoder)."""
 
 
 def _layer_of_items(
@@ -42,37 +40,10 @@ def _layer_of_items(
     return encoder_layer(tower, device, items, tower.positions_per_item, padded=padded)
 
 
-def _values_of_tile(tower: TilesEncoder) -> int:
-    return 3 * tower.image_size**2
-
-
-def _values_of_clip(tower: ClipsEncoder) -> int:
-    return tower.frames * tower.mel_bins
-
-
-def _values_of_cell(tower: ImagesEncoder) -> int:
-    return tower.positions_per_item * patch_values(tower)
-
-
 _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {
-    TilesEncoder: EncoderCounts(
-        embed=tiles_embed,
-        layer=_layer_of_items,
-        projector=encoder_projector,
-        values_of_item=_values_of_tile,
-    ),
-    ClipsEncoder: EncoderCounts(
-        embed=clips_embed,
-        layer=_layer_of_items,
-        projector=encoder_projector,
-        values_of_item=_values_of_clip,
-    ),
-    ImagesEncoder: EncoderCounts(
-        embed=images_embed,
-        layer=images_layer,
-        projector=images_projector,
-        values_of_item=_values_of_cell,
-    ),
+    TilesEncoder: EncoderCounts(tiles_embed, _layer_of_items, encoder_projector),
+    ClipsEncoder: EncoderCounts(clips_embed, _layer_of_items, encoder_projector),
+    ImagesEncoder: EncoderCounts(images_embed, images_layer, images_projector),
 }
 
 

@@ -501,13 +501,7 @@ def _series(
     """
     rows, measured = [], []
     for m in profile.measurements:
-        values: dict[Quantity, float | None] = {
-            "forward_ms": m.forward_ms,
-            "backward_ms": m.backward_ms,
-            "recompute_ms": m.recompute_ms,
-            "activation_bytes": m.activation_bytes,
-        }
-        value = values[quantity]
+        value: float | None = getattr(m, quantity)
         if m.unit == unit and value is not None:
             if m.features.keys() != set(features):
                 raise UserError(

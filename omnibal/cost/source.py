@@ -3,9 +3,7 @@
 `JobSpec` has one source and asks it alone; nothing else tells one kind from another.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -42,10 +40,12 @@ class ReadingMeasurement(Frozen):
     """Whether the model computes on these cores too."""
 
 
-class CostSource(ABC):
-    """A source of costs; but for `costs`, what it does not have is counted."""
+class CostSource:
+    """Costs as counted: operations and bytes, against the cluster's rates.
 
-    @abstractmethod
+    A source that has measured some of them is a subclass, which overrides what it has.
+    """
+
     def costs(
         self,
         model: ModelConfig,
@@ -61,6 +61,7 @@ class CostSource(ABC):
         Raises:
             UserError: it has none of such a model, of these sizes or in this precision.
         """
+        return analytic_cost(model, cluster, parallel, precision, frozen, runtime=runtime)
 
     @property
     def tensor(self) -> int | None:
@@ -93,30 +94,9 @@ class CostSource(ABC):
         [features at levels]; None to count it."""
         return None
 
-    @abstractmethod
     def save(self, path: Path) -> None:
         """Write what a plan's directory keeps of it; nothing where all is counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class Analytic(CostSource):
-    """Operations and bytes, counted against the cluster's rates."""
-
-    def costs(
-        self,
-        model: ModelConfig,
-        cluster: ClusterConfig,
-        parallel: Parallel,
-        precision: Precision,
-        frozen: Collection[str] = (),
-        *,
-        runtime: RuntimeOptions = OWN_RUNTIME,
-    ) -> CostModel:
-        """Costs as `analytic_cost` counts them."""
-        return analytic_cost(model, cluster, parallel, precision, frozen, runtime=runtime)
-
-    def save(self, path: Path) -> None:
-        """Write nothing."""
-
-
-ANALYTIC = Analytic()
+ANALYTIC = CostSource()
+"""Nothing is measured."""

@@ -53,6 +53,7 @@ from omnibal.data.tokenizer import Tokenizer
 from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
 from omnibal.errors import UserError
 from omnibal.files import atomic, real_path
+from omnibal.limits import words
 
 Before = TypeVar("Before")
 After = TypeVar("After")
@@ -118,6 +119,7 @@ def scan_lengths(
             that lacks what the model's chat template writes or is larger than its vocabulary, or a
             process that was ended from outside.
     """
+    _check_counted(model)
     check_tokenizer(model, tokenizer)
     parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
     bad: list[BadSample] = []
@@ -339,6 +341,17 @@ def _each(
         except UserError as error:
             mistakes[place] = str(error)
     return found
+
+
+def _check_counted(model: ModelConfig) -> None:
+    """Refuse a model with items that no scan counts."""
+    assert COUNTED.names is not None
+    others = [name for name in model.item_features if name not in COUNTED.names]
+    if others:
+        raise UserError(
+            f"{model.name} takes {words(others)}, which no scan counts: plan with lengths of your "
+            "own, in Parquet or JSON files with a column of each"
+        )
 
 
 def _lengths(

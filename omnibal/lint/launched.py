@@ -14,12 +14,11 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.steps import Steps, deal_steps, size_load
-from omnibal.encoders import ClipsEncoder
 from omnibal.errors import UserError
 from omnibal.fp8 import TRAINED_FP8, Fp8
 from omnibal.job import JobSpec
 from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
+from omnibal.limits import Caps, words
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import precision_of
@@ -285,7 +284,7 @@ def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
     """Limits of a made-up sample, or of a dataset's micro-batch.
 
     Raises:
-        UserError: the model takes recordings, which made-up samples have none of.
+        UserError: the model takes other items than images, which made-up samples have none of.
     """
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
@@ -298,11 +297,11 @@ def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
             )
         names = limited_features(model)
         return caps_of_tokens(samples.lengths, names, tokens * line.launch.micro_batch)
-    clips = [name for name, each in model.encoders.items() if isinstance(each, ClipsEncoder)]
-    if clips:
+    others = [each.feature for each in model.encoders.values() if not each.of_images]
+    if others:
         raise UserError(
-            f"{model.name} takes recordings ({', '.join(clips)}), of which made-up samples have "
-            "none; give --lengths"
+            f"{model.name} takes {words(others)}, of which made-up samples have none; give "
+            "--lengths"
         )
     return Caps.of(**shape_caps(model, {"tokens": tokens}, samples.image_share))
 

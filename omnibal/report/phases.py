@@ -24,9 +24,6 @@ def phases_of_plan(
     """Balance of every phase over the plan's ranks; none for a model without encoders.
 
     Of long runs it is that of the steps that a prediction simulates.
-
-    Args:
-        cost_source: of the plan.
     """
     if not plan.model.encoders:
         return []

@@ -247,11 +247,7 @@ def _larger_tensors(job: JobSpec) -> list[int]:
 
 
 def _allows_tensor(job: JobSpec, size: int) -> bool:
-    if job.cost_source.tensor not in (None, size):
-        return False
-    try:
-        job.check_sizes(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
-    except UserError:
+    if not job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)):
         return False
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
 

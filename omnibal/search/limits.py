@@ -27,6 +27,7 @@ from omnibal.targets import (
     Padding,
     RecomputeFreedom,
     Sharding,
+    StageRules,
     TrainerConstraints,
 )
 
@@ -73,6 +74,15 @@ _RECOMPUTE_WORDS = {
 }
 
 
+_OFF: dict[LimitName, dict[str, object]] = {
+    LimitName.ENCODERS_ON_FIRST: {"encoders_on_first": False, "language_everywhere": False},
+    LimitName.RECOMPUTE: {"recompute": RecomputeFreedom.LAYERS},
+    LimitName.PADDED: {"padded": Padding.NOWHERE},
+    LimitName.ORDER: {"next_fit": False, "full_steps": False},
+}
+"""Fields that are changed to lift a limit, where it is not one switch of its own name."""
+
+
 def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     """Return a trainer's constraints without one of its limits.
 
@@ -80,36 +90,12 @@ def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     these go together. So do packs that the trainer forms in its own way and steps of equally many,
     and weights that are divided over all ranks and the trainer's limits of sizes.
     """
-    stages: dict[str, object] = {}
-    packs: dict[str, object] = {}
-    match limit:
-        case LimitName.SHARDING:
-            return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
-        case LimitName.ENCODERS_ON_FIRST:
-            stages = {"encoders_on_first": False, "language_everywhere": False}
-        case LimitName.RECOMPUTE:
-            stages = {"recompute": RecomputeFreedom.LAYERS}
-        case LimitName.ENCODERS_WHOLE | LimitName.HEAD:
-            stages = {limit.value: False}
-        case LimitName.PADDED:
-            packs = {"padded": Padding.NOWHERE}
-        case LimitName.ORDER:
-            packs = {"next_fit": False, "full_steps": False}
-        case _:
-            packs = {limit.value: False}
-    return trainer.model_copy(
-        update={
-            "stages": trainer.stages.model_copy(update=stages),
-            "packs": trainer.packs.model_copy(update=packs),
-        }
-    )
-
-
-def limit_words(trainer: TrainerConstraints, limit: LimitName) -> str:
-    """Say a trainer's limit, for a sentence that begins with "because"."""
-    if limit is LimitName.RECOMPUTE:
-        return _RECOMPUTE_WORDS[trainer.stages.recompute]
-    return _WORDS[limit]
+    if limit is LimitName.SHARDING:
+        return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
+    off = _OFF.get(limit, {limit.value: False})
+    if off.keys() <= StageRules.model_fields.keys():
+        return trainer.model_copy(update={"stages": trainer.stages.model_copy(update=off)})
+    return trainer.model_copy(update={"packs": trainer.packs.model_copy(update=off)})
 
 
 def binding_limits(
@@ -169,8 +155,11 @@ class CostOfLimits:
         gap: float,
     ) -> Self:
         """Compare rates: of the plan, without any limit, and without each alone."""
+        words_of = _WORDS | {
+            LimitName.RECOMPUTE: _RECOMPUTE_WORDS.get(trainer.stages.recompute, "")
+        }
         costs = tuple(
-            Cost(limit=limit, words=limit_words(trainer, limit), slower=1 - rate / max(rate, each))
+            Cost(limit=limit, words=words_of[limit], slower=1 - rate / max(rate, each))
             for limit, each in lifted.items()
         )
         return cls(

@@ -239,7 +239,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
         return possible
-    raise UserError(_impossible(request, [each for each in found if _suits_model(request, each)]))
+    raise UserError(_impossible(request, list(filter(request.job.allows, found))))
 
 
 def _check_given(request: StrategyRequest) -> None:
@@ -274,17 +274,7 @@ def _check_given(request: StrategyRequest) -> None:
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
-    return request.sizes.are(parallel) and _suits_model(request, parallel)
-
-
-def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
-    if request.job.cost_source.tensor not in (None, parallel.tensor):
-        return False
-    try:
-        request.job.check_sizes(parallel)
-    except UserError:
-        return False
-    return True
+    return request.sizes.are(parallel) and request.job.allows(parallel)
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:

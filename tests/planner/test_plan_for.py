@@ -26,7 +26,7 @@ from omnibal.search.limits import (
     rates_lifted,
     requests_lifted,
 )
-from omnibal.targets import ANY_PACKS, FREE, TARGETS, Sharding, TargetName
+from omnibal.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
 
@@ -298,7 +298,7 @@ def test_a_job_keeps_its_limits_when_it_is_sized():
     """Prevents a search for sizes on jobs without the limits."""
     target = TARGETS[TargetName.LOONGFORGE]
     assert job_spec(trainer=target).sized(Parallel(pipeline=2)).trainer == target
-    assert job_spec().trainer.is_own
+    assert job_spec().trainer == OWN
     assert SampleData.__dataclass_fields__["rules"].default == ANY_PACKS
 
 

@@ -81,6 +81,15 @@ def written(lengths: Lengths, folder: Path) -> bytes:
     return (folder / "written.parquet").read_bytes()
 
 
+def test_a_model_with_items_that_no_scan_counts_is_refused(tmp_path, tokenizer):
+    """Prevents: a kind of encoder that is new ending a scan in a traceback after hours."""
+    tower = next(iter(MODEL.encoders.values()))
+    points = type("PointsEncoder", (type(tower),), {"feature": "points"})(**dict(tower))
+    model = MODEL.model_copy(update={"encoders": MODEL.encoders | {"points": points}})
+    with pytest.raises(UserError, match="takes points, which no scan counts"):
+        scan_lengths(make_data(tmp_path, 2), model, tokenizer, lambda _: None)
+
+
 def open_journal(annotations: Annotations, tokenizer, folder: Path) -> ScanJournal:
     return ScanJournal.open(folder / "journal", scan_key(annotations, MODEL, tokenizer))
 
