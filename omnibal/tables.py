@@ -1,6 +1,6 @@
 """Results of commands as tables; those that the page shows too are in `report/tables.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,13 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
     ]
     titles = ("name", "10^9", "active", "encoders", "language", "experts")
     return _table("Models, with billions of parameters", titles, rows)
+
+
+def hub_ids_table(ids: Mapping[str, Sequence[str]]) -> Table:
+    """Ids on a hub that name a model preset, by preset."""
+    rows = [(name, "\n".join(ids[name])) for name in sorted(ids)]
+    columns = [Column(title="name"), Column(title="id on Hugging Face's hub", style="left")]
+    return Table(title="Models by their ids on a hub", columns=columns, sections=[rows])
 
 
 def _billions(parameters: int) -> str:

@@ -167,8 +167,12 @@ def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
         (original(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
         (in_transformers(PHI3), "is Phi3ForCausalLM"),
         (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
-        (original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}), "vision_config: hidden_act 'silu' must be 'gelu'"),
+        (
+            original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}),
+            "vision_config: hidden_act 'silu' must be 'gelu'",
+        ),
         (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
+        (original(QWEN3_8B) | {"min_dynamic_patch": 0}, "min_dynamic_patch: .* .given: 0"),
         ({"model_type": "internvl2"}, "'internvl2' is not known; it must be one of"),
     ],
 )

@@ -339,7 +339,10 @@ def edited(folder: Path, **changes: object) -> Path:
         ({"rope_parameters": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' lacks factor"),
         ({"rope_parameters": {"rope_type": "linear", "type": "default"}}, "RoPE of type 'linear'"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "'sliding_attention' must be 'full_attention'"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "'sliding_attention' must be 'full_attention'",
+        ),
         ({"quantization_config": {"bits": 4}}, "must be unquantized"),
         ({"rms_norm_eps": -1}, "norm_eps: Input should be greater than 0"),
         ({"attention_bias": True}, "attention_bias true must be false"),
