@@ -48,7 +48,7 @@ setup(
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
     package_data={
-        "omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"],
+        "omnibal": ["presets/*.toml", "presets/*/*.toml", "report/*.css", "report/*.jinja"],
         "megatron.vlm.measure.pretended": ["device.cpp"],
     },
     install_requires=PLANNER,

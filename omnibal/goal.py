@@ -122,7 +122,7 @@ class Goal:
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
             Feature.BESIDE: free.placements == (EncoderPlacement.BESIDE,),
-            Feature.TRAINER: not self.job.trainer.is_own,
+            Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),
             Feature.EARLIER: isinstance(data, Earlier),
         }

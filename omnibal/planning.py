@@ -223,7 +223,7 @@ class _Search:
 
     def _sample_data(self, job: JobSpec, data: Samples) -> SampleData:
         caps = data.caps
-        if job.trainer.is_own:
+        if job.trainer.name is None:
             top = caps or top_caps(data.lengths, limited_features(job.model))
             whole = self._at_step(job, data, top)
             leveled = self._leveled(job, data, whole)
@@ -349,7 +349,7 @@ class _Search:
         """The plan of the fastest sizes, placement and packs."""
         request = self._strategy_request(sizes)
         rule = self.goal.free.levels
-        may_have_levels = self.goal.job.trainer.is_own and need_levels(request, rule)
+        may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
         total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
         with self.listener.progress("trying strategies", total) as advance:
             found = search_with_levels(
@@ -363,7 +363,7 @@ class _Search:
         given: StreamData | SampleData | None = None
         of_samples: Samples
         caps: Caps | None
-        has_choice = bool(job.model.encoders) and job.trainer.is_own
+        has_choice = bool(job.model.encoders) and job.trainer.name is None
         if isinstance(data, Stream):
             caps = self._caps_of_stream(job, data)
             given, samples_per_step = _streamed(data, caps), data.window

@@ -1,6 +1,6 @@
 """Results of commands as tables; those that the page shows too are in `report/tables.py`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +48,13 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
 
 def _size(tower: EncoderLayers | LanguageConfig) -> str:
     return f"{tower.layers} x {tower.hidden_size}"
+
+
+def hub_ids_table(ids: Mapping[str, Sequence[str]]) -> Table:
+    """Ids on a hub that name a model preset, by preset."""
+    rows = [(name, "\n".join(ids[name])) for name in sorted(ids)]
+    columns = [Column(title="name"), Column(title="id on Hugging Face's hub", style="left")]
+    return Table(title="Models by their ids on a hub", columns=columns, sections=[rows])
 
 
 def _billions(parameters: int) -> str:

@@ -57,7 +57,10 @@ TokenizerOption = Annotated[
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", help=f"{preset_help('model')}, or a model hub's config.json or folder"),
+    typer.Option(
+        "--model",
+        help=f"{preset_help('model')}, its id on a model hub, or a hub's config.json or folder",
+    ),
 ]
 ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
 ImbalanceOption = Annotated[

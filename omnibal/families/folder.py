@@ -9,7 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from omnibal.errors import UserError
-from omnibal.files import complaint, read_json_model, read_text
+from omnibal.families.hub_table import what_is_wrong
+from omnibal.files import read_json_model, read_text
 
 CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -46,7 +47,7 @@ def naming(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except ValidationError as error:
-        raise UserError(f"{path}: {complaint(error.errors()[0])}") from error
+        raise UserError(f"{path}{what_is_wrong(error)}") from error
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
 

@@ -18,7 +18,6 @@ from pydantic import (
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from omnibal.errors import UserError
 from omnibal.files import complaint
@@ -139,14 +138,15 @@ def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) ->
         context = _LENIENT if lenient else None
         return kind.model_validate({} if given is None else given, context=context)
     except ValidationError as error:
-        said = _said(error.errors()[0])
+        said = what_is_wrong(error)
         raise UserError(
             f"{where}{said}; docs/models.md says which models can be planned"
         ) from error
 
 
-def _said(error: ErrorDetails) -> str:
-    """The key that is wrong, what it is and what it must be."""
+def what_is_wrong(of: ValidationError) -> str:
+    """The first key that is wrong, behind a colon, what it is and what it must be."""
+    error = of.errors()[0]
     place = "".join(f": {part}" for part in error["loc"])
     given, kind = f"{error['input']!r:.80}", error["type"]
     if kind == "literal_error":

@@ -172,6 +172,7 @@ def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
             "vision_config: hidden_act 'silu' must be 'gelu'",
         ),
         (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
+        (original(QWEN3_8B) | {"min_dynamic_patch": 0}, "min_dynamic_patch: .* .given: 0"),
         ({"model_type": "internvl2"}, "'internvl2' is not known; it must be one of"),
     ],
 )
