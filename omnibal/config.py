@@ -439,9 +439,14 @@ class ClusterConfig(Frozen):
         return self.network_efficiency or self.link_efficiency
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether devices are cores of a CPU."""
+        return "CPU" in self.device
+
+    @property
     def peer_bytes(self) -> float:
         """Buffers of the communication library for each peer of an all-to-all."""
-        nccl_mib = 0.0 if "CPU" in self.device else _NCCL_PEER_MIB
+        nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
     def measured(self, precision: Precision) -> Rates | None:

@@ -23,6 +23,7 @@ from omnibal.cli import (
     presets,
     profile,
     report,
+    run,
     simulate,
 )
 from omnibal.cli.groups import with_groups
@@ -61,5 +62,7 @@ for command in (
     report.report,
 ):
     app.command()(with_groups(command))
+# What follows `--` is the trainer's.
+app.command(context_settings={"allow_extra_args": True})(with_groups(run.run))
 # A launch line of flags alone begins as an option does.
 app.command(context_settings={"ignore_unknown_options": True})(with_groups(lint.lint))
