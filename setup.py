@@ -49,7 +49,7 @@ setup(
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
     package_data={
         "omnibal": ["presets/*.toml", "presets/*/*.toml", "report/*.css", "report/*.jinja"],
-        "megatron.vlm.measure.pretended": ["device.cpp"],
+        "megatron.vlm.measure.fake_device": ["device.cpp"],
     },
     install_requires=PLANNER,
     extras_require={

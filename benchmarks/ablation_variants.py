@@ -23,28 +23,28 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
 from omnibal.cost.model import CostModel, UnitCost, pack_features
 from omnibal.cost.profile import Measured, read_profile
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.data.fit import check_samples_fit
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan_data import SampleData, describe_data, model_of_lengths
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import DataPlan, Plan
-from omnibal.plan_data import SampleData, describe_data, model_of_lengths
-from omnibal.planner import PlanRequest, PlanResult, make_plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]

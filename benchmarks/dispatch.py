@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from omnibal.dispatch.balance import balance, longest_first
-from omnibal.dispatch.bounds import load_bound
 from omnibal.dispatch.items import share_items
+from omnibal.dispatch.load_bounds import load_bound
 
 ITEMS, RANKS = 100_000, 2_560
 _DRAWS = 10

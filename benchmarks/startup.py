@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 _MIB = 1 << 10
 """Units of `ru_maxrss`, which is in KiB, in a MiB."""

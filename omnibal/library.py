@@ -8,35 +8,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from omnibal.check import check_plan
-from omnibal.check import open_plan as _open_plan
-from omnibal.config import Precision, load_cluster
+from omnibal.base.errors import UserError
+from omnibal.base.files import check_new_folder
+from omnibal.base.outputs import check_files
 from omnibal.cost.profile import Measured, read_profile
 from omnibal.cost.source import ANALYTIC
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.lengths import read_lengths as _read_lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.export.directory import Export, check_expressible, given_plan, make_export
+from omnibal.export.directory import Export, check_expressible, export_input, make_export
 from omnibal.export.trainers import EXPORTS
 from omnibal.families.named import named_model
-from omnibal.files import check_new_folder
-from omnibal.goal import Free, Goal, Samples
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.job.check import check_plan
+from omnibal.job.check import open_plan as _open_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import plan_files
+from omnibal.job.plan_files import PlanFiles, save_plan
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launch
-from omnibal.lint.rules import findings_of
-from omnibal.outputs import check_files
-from omnibal.parallel import Parallel
+from omnibal.model.config import Precision, load_cluster
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName, trainer_of
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
-from omnibal.plan import plan_files
-from omnibal.plan_files import PlanFiles, save_plan
 from omnibal.planning import Planned, plan
 from omnibal.report.page import write_report
-from omnibal.targets import TARGETS, TargetName, trainer_of
+from omnibal.search.goal import Free, Goal, Samples
 
 
 def read_lengths(*paths: Path | str) -> Lengths:
@@ -164,7 +164,7 @@ def export_plan(
     target = TARGETS[TargetName(name)]
     check_expressible(files, target)
     annotations = None if data is None else Annotations.open(Path(data))
-    given = given_plan(files, target, annotations, folder.absolute(), workers)
+    given = export_input(files, target, annotations, folder.absolute(), workers)
     made = make_export(given, EXPORTS[TargetName(name)])
     made.write()
     return made

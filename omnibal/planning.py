@@ -1,23 +1,43 @@
 """Planning: a goal in; the best plan that is found, the alternatives and what is proven out.
 
-    from omnibal import Goal, plan
+    from omnibal import Goal
+    from omnibal.job import plan
     planned = plan(Goal(job=job, data=Samples(lengths=lengths), free=Free.everything(gpus=64)))
 
 Where sizes are free, they are searched for together with caps, levels and the placement of encoders
 (`omnibal.search.parallel_sizes`, `omnibal.search.sizes_with_levels`); with given sizes, levels
-(`omnibal.search.levels`) or caps (`omnibal.search.caps`) are, and of several placements of encoders
-the faster plan is taken.
+(`omnibal.search.level_sets`) or caps (`omnibal.search.caps`) are, and of several placements of
+encoders the faster plan is taken.
 """
 
 import math
 from dataclasses import dataclass, replace
 
-from omnibal.beside import EncoderPlacement
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.scan_pool import map_unordered, usable_cores
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.goal import (
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, PackRules, Sharding
+from omnibal.packing.packing import PackingMethod
+from omnibal.pipeline.baselines import SplitRule
+from omnibal.pipeline.prediction import Prediction
+from omnibal.search import caps as cap_search
+from omnibal.search import level_sets as level_search
+from omnibal.search.encoder_placement import (
+    PlacementChoice,
+    PredictedStep,
+    fastest,
+    neither,
+    relative_ms,
+)
+from omnibal.search.feasible import does_not_fit_message, find_changes
+from omnibal.search.goal import (
     DEFAULT_MICRO_BATCHES,
     Earlier,
     Goal,
@@ -28,27 +48,9 @@ from omnibal.goal import (
     Silence,
     Stream,
 )
-from omnibal.job import JobSpec
-from omnibal.levels import FillRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.baselines import SplitRule
-from omnibal.pipeline.prediction import Prediction
-from omnibal.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search import caps as cap_search
-from omnibal.search import levels as level_search
-from omnibal.search.encoder_placement import (
-    PlacementChoice,
-    PredictedStep,
-    fastest,
-    neither,
-    relative_ms,
-)
-from omnibal.search.feasible import does_not_fit_message, find_changes
 from omnibal.search.level_estimates import LevelRule, top_caps
 from omnibal.search.level_trial import LevelTrial, as_data_has, levels_in_use
-from omnibal.search.limits import samples_per_step as mean_samples_per_step
+from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
     StrategySearch,
     progress_total,
@@ -63,7 +65,6 @@ from omnibal.search.sizes_with_levels import (
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
-from omnibal.targets import OWN, PackRules, Sharding
 
 SEARCH_SAMPLES = 20_000
 """Samples drawn to try caps and sizes on: a search takes about as long for any more."""
@@ -304,7 +305,7 @@ class _Search:
         if data.curriculum_steps and (found is None or len(found.levels) < 2):
             raise UserError(
                 f"--curriculum-steps {data.curriculum_steps} was given, and packs are of one "
-                "level, which none is shorter than: leave it out, or give --levels 2"
+                "level, which none is shorter than: leave it out, or give --packing-levels 2"
             )
         if found is None or not found.levels:
             return None
@@ -509,7 +510,7 @@ class _Search:
             if data.curriculum_steps and len(used) == 1:
                 raise UserError(
                     f"--curriculum-steps {data.curriculum_steps} was given, and all packs are of "
-                    "one level: leave it out, or give other --levels"
+                    "one level: leave it out, or give other --packing-levels"
                 )
             caps = used[-1].caps
             changed = replace(data, levels=as_data_has(used, caps), caps=caps)
@@ -608,7 +609,7 @@ def _shared(request: PlanRequest) -> PlanRequest | None:
     if not isinstance(data, SampleData) or data.steps is None or data.levels:
         return None
     split = SplitRule(method=request.method, recompute=request.recompute)
-    if request.job.is_beside or not split.is_joint:
+    if request.job.has_data_parallel_encoders or not split.is_joint:
         return None
     try:
         shared = level_search.shared_anew(

@@ -23,14 +23,14 @@ from end_to_end_cases import (
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.launch import Launch
 from megatron.vlm.run.pretrain import load_run, open_trainable
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.levels import CutRule
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import PlannedLevel, read_plan
-from omnibal.plan_files import data_of_plan, save_plan
-from omnibal.planner import PlanResult
+from omnibal.base.errors import UserError
+from omnibal.job.plan import PlannedLevel, read_plan
+from omnibal.job.plan_files import data_of_plan, save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.levels import CutRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from omnibal.config import model_toml
+from omnibal.base.files import atomic, read_json_model
+from omnibal.base.program import run_app
 from omnibal.families.hub import read_hub_config
-from omnibal.files import atomic, read_json_model
-from omnibal.program import run_app
+from omnibal.model.config import model_toml
 
 SOURCES_FILE = "sources.json"
 

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import JsonOption, ModelOption
-from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.parallel import MAX_DEVICES
+from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
 """Largest script that is read: launch scripts have some KiB, and data is none."""
@@ -60,9 +60,9 @@ def lint(
 
     The exit status is 2 if it cannot. Nothing of the line is executed.
     """
+    from omnibal.lint.all_rules import findings_of
     from omnibal.lint.command_line import read_launch
     from omnibal.lint.line import line_of
-    from omnibal.lint.rules import findings_of
     from omnibal.lint.split import layers_by_chunk
 
     launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from omnibal.base.errors import UserError
 from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
-from omnibal.config import Accuracy, ModelConfig
 from omnibal.data.lengths import read_lengths
-from omnibal.errors import UserError
 from omnibal.lint.launch import Finding, Launcher
+from omnibal.model.config import Accuracy, ModelConfig
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.families.named import model_notes, named_model, named_model_file
+from omnibal.job.plan import MAX_SEED
+from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
     Precision,
@@ -19,19 +22,16 @@ from omnibal.config import (
     load_cluster,
     with_imbalance,
 )
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.frozen import MAX_COUNT
-from omnibal.layers import MAX_IMBALANCE
-from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
-from omnibal.parallel import MAX_DEVICES, Parallel, expert_counts
-from omnibal.plan import MAX_SEED
-from omnibal.targets import OWN, TrainerConstraints
-from omnibal.units import model_parts
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.layers import MAX_IMBALANCE
+from omnibal.model.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
+from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
+from omnibal.model.targets import OWN, TrainerConstraints
+from omnibal.model.units import model_parts
+from omnibal.packing.packing import PackingMethod
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
-    from omnibal.job import JobSpec
+    from omnibal.job.job import JobSpec
     from omnibal.search.strategy import FreeSizes
 
 DEFAULT_MICRO_BATCHES = 8
@@ -247,7 +247,7 @@ class JobOptions:
         """
         from omnibal.cost.profile import Measured, read_profile
         from omnibal.cost.source import ANALYTIC
-        from omnibal.job import JobSpec
+        from omnibal.job.job import JobSpec
 
         model, cluster = self._model(), self._cluster()
         source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
@@ -393,8 +393,9 @@ def refuse_given(context: typer.Context, options: Sequence[str], why: str) -> No
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
         # Of an option with two names, such as --compare, the one of the two that was given.
+        names = {one.name: one.opts[0] for one in context.command.params}
         listed = ", ".join(
-            f"--{'no-' if context.params[name] is False else ''}{name.replace('_', '-')}"
+            names[name].replace("--", "--no-" if context.params[name] is False else "--", 1)
             for name in given
         )
         raise UserError(f"{listed} cannot be given: {why}; leave it out")

@@ -8,6 +8,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import is_stream
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
     DEFAULT_MICRO_BATCHES,
@@ -21,18 +24,15 @@ from omnibal.cli.options import (
     limits_given,
     preset_help,
 )
-from omnibal.config import cluster_file, load_cluster
 from omnibal.data.lengths import Lengths, length_files, read_lengths
-from omnibal.data.metrics import measure_packs
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, write_packs
-from omnibal.encoders import ITEM_FEATURES
-from omnibal.errors import UserError
 from omnibal.families.named import named_model, named_model_file
-from omnibal.files import is_stream
-from omnibal.limits import Caps, check_limits, check_packs_per_step
-from omnibal.outputs import check_files
-from omnibal.parallel import MAX_DEVICES, Parallel
+from omnibal.model.config import cluster_file, load_cluster
+from omnibal.model.encoders import ITEM_FEATURES
+from omnibal.model.limits import Caps, check_limits, check_packs_per_step
+from omnibal.model.parallel import MAX_DEVICES, Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks, write_packs
+from omnibal.steps.metrics import measure_packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +96,12 @@ def pack(
     as_json: JsonOption = False,
 ) -> None:
     """Pack samples under caps, match packs into steps, share them out, and measure it all."""
-    from omnibal.data.balanced import pack_balanced
-    from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-    from omnibal.job import JobSpec
-    from omnibal.plan_data import SampleData
+    from omnibal.job.job import JobSpec
+    from omnibal.job.plan_data import SampleData
+    from omnibal.packing.balanced import pack_balanced
+    from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
     from omnibal.report.loads import write_loads
-    from omnibal.report.tables import packing_facts
+    from omnibal.report.page_tables import packing_facts
     from omnibal.search.caps import isf_note
 
     inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]

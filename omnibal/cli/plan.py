@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from omnibal import tables
-from omnibal.beside import EncoderPlacement
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
-from omnibal.cli.levels import (
+from omnibal.cli.level_options import (
     LevelOptions,
     balance_of,
     levels_of_plan,
@@ -30,28 +31,27 @@ from omnibal.cli.options import (
     SizeOptions,
     limits_given,
 )
-from omnibal.cli.trainers import TrainerOptions, cost_of_limits, notes_for, summary_of
-from omnibal.cli.windows import Dispatch, window_facts
-from omnibal.config import ModelConfig
-from omnibal.conflicts import Feature, check_complete, check_together
+from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
+from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.frozen import MAX_COUNT
-from omnibal.limits import Caps, check_limits, memory_cap_gib, option_of, words
-from omnibal.outputs import check_folder
-from omnibal.parallel import MAX_DEVICES
+from omnibal.job.plan import MAX_EPOCHS, Plan
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps, check_limits, memory_cap_gib, option_of, words
+from omnibal.model.parallel import MAX_DEVICES
+from omnibal.model.targets import trainer_of
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.prediction import Prediction
-from omnibal.plan import MAX_EPOCHS, Plan
-from omnibal.targets import trainer_of
+from omnibal.report import command_tables
+from omnibal.search.conflicts import Feature, check_complete, check_together
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.goal import Goal, GoalData
+    from omnibal.job.planner import PlanResult
     from omnibal.pipeline.baselines import SplitRule
-    from omnibal.planner import PlanResult
     from omnibal.planning import Planned
     from omnibal.search.encoder_placement import PlacementChoice
+    from omnibal.search.goal import Goal, GoalData
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Strategy
 
@@ -155,7 +155,7 @@ class DataOptions(LevelOptions):
             UserError: some features that the model has are limited and others not, or features are
                 limited that it does not have, or that the trainer does not limit.
         """
-        from omnibal.plan_data import caps_of_tokens, limited_features, shape_caps
+        from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         if not given and self.lengths:
@@ -186,8 +186,8 @@ class DataOptions(LevelOptions):
         Raises:
             UserError: a file cannot be read, or the caps do not suit the model.
         """
-        from omnibal.check import open_plan
-        from omnibal.goal import Earlier, Samples, ShapesAlone, Stream
+        from omnibal.job.check import open_plan
+        from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 
         if self.steps_of is not None:
             earlier = open_plan(self.steps_of)
@@ -271,7 +271,7 @@ class EncoderChoice(StrEnum):
 
     AUTO = "auto"
     PIPELINE = "pipeline"
-    BESIDE = "beside"
+    DATA_PARALLEL = "data-parallel"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,8 +281,8 @@ class PlacementOptions(PartitionOptions):
     encoder: Annotated[
         EncoderChoice | None,
         typer.Option(
-            help="where encoders run: as units of the pipeline's stages, whole on every rank "
-            "beside the pipeline, or where it is predicted to be faster (default: auto with "
+            help="where encoders run: as units of the pipeline's stages, whole on every rank, "
+            "data-parallel, or where it is predicted to be faster (default: auto with "
             "--gpus, else pipeline)"
         ),
     ] = None
@@ -293,7 +293,7 @@ class PlacementOptions(PartitionOptions):
         chosen = self.encoder or usual
         if chosen is EncoderChoice.AUTO:
             return tuple(EncoderPlacement)
-        return (EncoderPlacement(chosen.value),)
+        return (EncoderPlacement[chosen.name],)
 
 
 def plan(
@@ -308,8 +308,8 @@ def plan(
 ) -> None:
     """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
     from omnibal import planning
+    from omnibal.job.plan_files import check_replaceable, save_plan
     from omnibal.pipeline.reading import slow_reading
-    from omnibal.plan_files import check_replaceable, save_plan
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
@@ -334,7 +334,7 @@ def _check_options(context: typer.Context, data: DataOptions, encoder: str | Non
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
-    if encoder == EncoderChoice.BESIDE:
+    if encoder == EncoderChoice.DATA_PARALLEL:
         given[Feature.BESIDE] = Feature.BESIDE.value
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
@@ -358,14 +358,14 @@ def _goal(
     partition: PlacementOptions,
 ) -> "Goal":
     """The goal that the options say."""
-    from omnibal.goal import Free, Goal
+    from omnibal.search.goal import Free, Goal
 
     free_sizes = None if strategy.gpus is None else sizes.free(strategy.gpus)
     job = given.job(
         sizes.parallel() if free_sizes is None else None, trainer=trainer_of(strategy.made_for)
     )
     placements = partition.placements(is_free=free_sizes is not None)
-    if partition.encoder is not EncoderChoice.BESIDE and not job.model.encoders:
+    if partition.encoder is not EncoderChoice.DATA_PARALLEL and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
     of_goal = data.of_goal(
         job.model, strategy.samples_per_step, packed_by_tokens=strategy.packs_by_tokens
@@ -428,9 +428,9 @@ def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
 
 
 def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> None:
-    from omnibal.check import training_obstacles
-    from omnibal.report.phases import phases_of_plan, phases_table
-    from omnibal.report.tables import memory_table
+    from omnibal.job.check import training_obstacles
+    from omnibal.report.page_tables import memory_table
+    from omnibal.report.phase_table import phases_of_plan, phases_table
 
     result, found, prediction = planned.result, planned.strategies, planned.prediction
     plan, choice = result.plan, planned.placement
@@ -450,7 +450,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     if found is not None and found.gap:
         print_notes([_note_on_choices(found)])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
-    summary["image_share"] = None if plan.shapes is None else tables.share_of_images(plan)
+    summary["image_share"] = None if plan.shapes is None else command_tables.share_of_images(plan)
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
@@ -463,7 +463,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
             {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
         ]
         summary["strategies_gap"] = found.gap
-        strategies = [tables.strategy_table(found, memory_cap_gib(plan.cluster))]
+        strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
     memory = memory_table(plan)
     assert memory is not None
     of_packs = levels_table(plan, packs), phases_table(phases)
@@ -472,11 +472,11 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         summary,
         *strategies,
         *(table for table in of_packs if table is not None),
-        *tables.encoder_facts(plan, choice),
-        tables.stages_table(plan, prediction),
+        *command_tables.encoder_facts(plan, choice),
+        command_tables.stages_table(plan, prediction),
         memory,
-        tables.lost_time_table(prediction),
-        tables.plan_facts(plan, prediction),
+        command_tables.lost_time_table(prediction),
+        command_tables.plan_facts(plan, prediction),
     )
 
 
@@ -499,7 +499,7 @@ def _encoder_summary(choice: "PlacementChoice") -> dict[str, Any]:
     return {
         "placement": choice.chosen.value,
         "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
-        "beside_step_ms": choice.step_ms(EncoderPlacement.BESIDE),
+        "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
         "reason": choice.reason,
     }
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
 from omnibal.cli.console import print_notes
 from omnibal.cli.options import ClusterOption, ModelOption, TokenizerOption
-from omnibal.config import ClusterConfig, load_cluster
-from omnibal.errors import UserError
 from omnibal.families.named import named_model
-from omnibal.files import atomic
-from omnibal.parallel import MAX_DEVICES
-from omnibal.targets import TargetName
+from omnibal.model.config import ClusterConfig, load_cluster
+from omnibal.model.parallel import MAX_DEVICES
+from omnibal.model.targets import TargetName
 
 _DONE = "commands.txt"
 """File of the commands that are done, by which a run that was stopped goes on."""

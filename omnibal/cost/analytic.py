@@ -34,7 +34,7 @@ inputs of linear layers.
 Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
 that spans nodes pays the network's price at every cut, also where two stages share a node. Bytes
 moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
---pretend` counts them.
+--fake-device` counts them.
 
 What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_counts` and
 `omnibal.cost.language_counts`.
@@ -47,7 +47,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
 from omnibal.cost.adapters import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
@@ -75,12 +74,13 @@ from omnibal.cost.links import (
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
-from omnibal.cost.transformer_engine import rooms, without_gradients
-from omnibal.fp8 import Fp8
-from omnibal.parallel import Parallel
-from omnibal.rates import CopyKind, CopyTime, Pass, Rates
-from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.units import (
+from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import (
     HEAD,
     LANGUAGE,
     LANGUAGE_EMBED,
@@ -177,7 +177,7 @@ def analytic_cost(
         expert_rates=once.rates(expert_copies(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
-        rooms=rooms(trained, element_bytes) if engine else (),
+        library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
 
 
@@ -223,12 +223,12 @@ class _Once:
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
         gathered_bytes = _gathered_bytes(self.precision, self.runtime.fp8) if self.is_sharded else 0
         gather_ms = byte_ms * gathered_bytes
-        is_beside = self.runtime.overlap_weights
+        is_overlapped = self.runtime.overlap_weights
         return ParameterRates(
             optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
-            optimizer_ms=update_ms + (0.0 if is_beside else gather_ms),
+            optimizer_ms=update_ms + (0.0 if is_overlapped else gather_ms),
             gradient_reduction_ms=byte_ms * gradient_bytes * (1 if self.is_sharded else 2),
-            weight_gather_ms=gather_ms if is_beside else 0.0,
+            weight_gather_ms=gather_ms if is_overlapped else 0.0,
         )
 
 

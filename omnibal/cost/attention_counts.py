@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import LanguageConfig
 from omnibal.cost.block_counts import Block, whole_inputs
 from omnibal.cost.counts import (
     FP32_BYTES,
@@ -21,8 +20,9 @@ from omnibal.cost.counts import (
     Product,
     Working,
 )
-from omnibal.layers import LatentAttention, LayerKind, LinearAttention
-from omnibal.units import attended_feature
+from omnibal.model.config import LanguageConfig
+from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
+from omnibal.model.units import attended_feature
 
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule, in flash-linear-attention and in Megatron-core."""

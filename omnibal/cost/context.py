@@ -30,17 +30,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.errors import UserError
 from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.errors import UserError
-from omnibal.levels import ContextExchange, Level
-from omnibal.parallel import Parallel
-from omnibal.units import (
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import (
     EXCHANGED,
     LANGUAGE_EMBED,
     attended_feature,
@@ -57,7 +57,7 @@ class ExchangeSource:
     """Which may have times of layers on shares."""
     ring_tokens: int | None = None
     """Tokens of the samples that hide a ring of keys and values
-    (`omnibal.runtime.RuntimeOptions`); None where they are gathered."""
+    (`omnibal.model.runtime.RuntimeOptions`); None where they are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,12 +212,12 @@ def costs_at(
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
     """Error message for a level that attention, its heads or ranks that share out experts do not
     allow; None if they do."""
-    in_step = parallel.in_step
-    if level.context % in_step and in_step % level.context:
+    lockstep_ranks = parallel.lockstep_ranks
+    if level.context % lockstep_ranks and lockstep_ranks % level.context:
         return (
-            f"context size {level.context} was given with {parallel.options}, whose {in_step} "
-            "data-parallel ranks that share out experts run in step; one must divide the other: "
-            "take another context size, or another --ep"
+            f"context size {level.context} was given with {parallel.options}, whose "
+            f"{lockstep_ranks} data-parallel ranks that share out experts run in lockstep; one "
+            "must divide the other: take another context size, or another --ep"
         )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (

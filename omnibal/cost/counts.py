@@ -1,6 +1,6 @@
 """Types of counting: a device's rates, and what one unit's forward pass counts on it.
 
-Vectors have one entry per feature of a micro-batch (`omnibal.units.feature_names`).
+Vectors have one entry per feature of a micro-batch (`omnibal.model.units.feature_names`).
 """
 
 import math
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import Precision
 from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
+from omnibal.model.config import Precision
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4
@@ -81,7 +81,7 @@ class Attended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Rates:
-    """What products in FP8 cost on a device (`omnibal.fp8.Fp8`)."""
+    """What products in FP8 cost on a device (`omnibal.model.fp8.Fp8`)."""
 
     flops_per_ms: float
     cast_bytes: int

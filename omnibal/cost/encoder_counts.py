@@ -7,7 +7,6 @@ Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padd
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.counts import (
     FP32_BYTES,
     Attended,
@@ -19,7 +18,8 @@ from omnibal.cost.counts import (
     Working,
     all_reduced,
 )
-from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
 
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _SECOND_GELU = "into the second GELU"

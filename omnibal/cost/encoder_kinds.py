@@ -1,16 +1,16 @@
-"""What the planner counts of an encoder, in a line for each kind of `omnibal.encoders`."""
+"""What the planner counts of an encoder, in a line for each kind of `omnibal.model.encoders`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.image_counts import images_embed, images_layer, images_projector
-from omnibal.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
-from omnibal.errors import UserError
-from omnibal.limits import words
-from omnibal.units import UnitKind
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.limits import words
+from omnibal.model.units import UnitKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,10 @@ of tokens.
 
 import numpy as np
 
-from omnibal.config import LanguageConfig
 from omnibal.cost.block_counts import Block, whole_inputs
 from omnibal.cost.counts import FP32_BYTES, Collectives, Device, Features, Kept, Product, Working
-from omnibal.layers import ExpertsConfig, LayerKind
+from omnibal.model.config import LanguageConfig
+from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """What is kept of the rows that experts are given."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.counts import (
     FP32_BYTES,
     Attended,
@@ -25,8 +24,9 @@ from omnibal.cost.counts import (
     Working,
     all_reduced,
 )
-from omnibal.encoders import ImagesEncoder
-from omnibal.units import LANGUAGE, UnitKind
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
+from omnibal.model.units import LANGUAGE, UnitKind
 
 _LAST_OUTPUT = "last layer's output"
 _INTO, _OUT_OF = "into the activation", "out of the activation"

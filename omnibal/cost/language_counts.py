@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.attention_counts import attention
 from omnibal.cost.block_counts import Block, names_of
 from omnibal.cost.counts import (
@@ -23,7 +22,8 @@ from omnibal.cost.counts import (
 )
 from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
-from omnibal.layers import LayerKind
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.layers import LayerKind
 
 _TOKEN_ID_BYTES = 8
 _FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"

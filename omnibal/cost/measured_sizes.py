@@ -7,13 +7,13 @@ from itertools import chain
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.counts import ELEMENT_BYTES, Product
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel, expert_counts
-from omnibal.units import feature_names
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, check_parallel, expert_counts
+from omnibal.model.units import feature_names
 
 _TENSOR_SIZES = (1, 2, 4, 8)
 _SMALL_BATCH = 1 / 8

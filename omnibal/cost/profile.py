@@ -16,7 +16,14 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.optimize import nnls
 
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.frozen import Count, Frozen
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.shaped_rates import Line
+from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
+from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
     PlainPrecision,
@@ -24,19 +31,12 @@ from omnibal.config import (
     Provider,
     model_sizes,
 )
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line
-from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
-from omnibal.errors import UserError
-from omnibal.files import read_json_model, write_json_model
-from omnibal.frozen import Count, Frozen
-from omnibal.layers import LayerKind
-from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
-from omnibal.parallel import Parallel
-from omnibal.rates import Rates
-from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.units import (
+from omnibal.model.layers import LayerKind
+from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import (
     EXCHANGED,
     HEAD,
     LANGUAGE,
@@ -64,7 +64,7 @@ class UnitMeasurement(Frozen):
     """One unit on one micro-batch, on one device.
 
     What else it is given are the micro-batch's features by name, such as `tiles` and `tokens`: all
-    that the model has (`omnibal.units.feature_names`) but for the fixed one.
+    that the model has (`omnibal.model.units.feature_names`) but for the fixed one.
     """
 
     model_config = ConfigDict(extra="allow")

@@ -26,7 +26,7 @@ from typing import Self
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from omnibal.rates import GroupedTime, Pass, ProductTime
+from omnibal.model.rates import GroupedTime, Pass, ProductTime
 
 _NEIGHBOURS = 8
 _ELEMENT_BYTES = 2

@@ -10,15 +10,15 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import Line
-from omnibal.frozen import Count, Frozen
-from omnibal.levels import Level
-from omnibal.parallel import Parallel
-from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.units import UnitKind
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.levels import Level
+from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import UnitKind
 
 MOST_MS = 1e12
 """Largest measured time, so that fits stay finite."""

@@ -22,6 +22,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
+from omnibal.base.frozen import Frozen
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
 from omnibal.data.messages import InvalidRecordError
@@ -43,9 +46,6 @@ from omnibal.data.tar_shards import (
     read_shard_sample,
     webdataset_shards,
 )
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
-from omnibal.frozen import Frozen
 
 _MOST_REPEATS = 10_000
 

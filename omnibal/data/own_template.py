@@ -22,11 +22,11 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from omnibal.base.errors import UserError
 from omnibal.data.native_resolution import seen_frames, video_text
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import ImageRule
-from omnibal.errors import UserError
+from omnibal.model.encoders import ImageRule
 
 # Of a private plane of Unicode: no text has them but to deceive.
 _BEGIN, _END, _STAND_IN = "\U000f0000", "\U000f0001", "\U000f0002"

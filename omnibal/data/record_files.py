@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _CHUNK_BYTES = 1 << 24
 _OPENING_BYTES = 80

@@ -16,7 +16,9 @@ import numpy as np
 from PIL import Image
 
 from omnibal import __version__
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, real_path
+from omnibal.base.worker_pool import map_unordered
 from omnibal.data.annotations import Annotations
 from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import (
@@ -46,14 +48,12 @@ from omnibal.data.native_resolution import (
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
-from omnibal.data.scan_pool import map_unordered
 from omnibal.data.stored_files import HeldFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
-from omnibal.errors import UserError
-from omnibal.files import atomic, real_path
-from omnibal.limits import words
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import SQUARED_FEATURES, ImageRule, squares_of
+from omnibal.model.limits import words
 
 Before = TypeVar("Before")
 After = TypeVar("After")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
 _SQUARES = ("squared_image_tokens",)

@@ -17,8 +17,8 @@ from sentencepiece import SentencePieceProcessor, SetMinLogLevel
 from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Tokenizer as FastModel
 
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.dispatch.bounds import load_bound
 from omnibal.dispatch.differencing import differenced
 from omnibal.dispatch.even_out import evened_out
+from omnibal.dispatch.load_bounds import load_bound
 
 _FEW = 1 << 21
 """Items times ranks up to which slower ways are tried too."""

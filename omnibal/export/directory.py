@@ -4,26 +4,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.loongforge_manifest import Manifest
-from omnibal.errors import UserError
 from omnibal.export.expected import Expected
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import first_obstacle
 from omnibal.export.order_file import ORDER_FILE, write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
-from omnibal.files import atomic_directory
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import TargetName, TrainerConstraints, trainer_of
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TargetName, TrainerConstraints, trainer_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Export:
     """A plan as a trainer's files, and what to expect of its run."""
 
-    given: Given
+    given: ExportInput
     exported: Exported
     expected: Expected
 
@@ -51,7 +51,7 @@ class Export:
             (folder / RUN_PAGE).write_text(page, encoding="utf-8")
 
 
-def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
+def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
     """Make a trainer's files of a plan, which are not yet written.
 
     Raises:
@@ -71,13 +71,13 @@ def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
     return Export(given=given, exported=exported, expected=expected)
 
 
-def given_plan(
+def export_input(
     files: PlanFiles,
     target: TrainerConstraints,
     annotations: Annotations | None,
     folder: Path,
     workers: int,
-) -> Given:
+) -> ExportInput:
     """What a trainer's export is given of a plan.
 
     Raises:
@@ -93,7 +93,7 @@ def given_plan(
             order = order.largest_first(lengths)
     if annotations is not None:
         _check_data(files, annotations)
-    return Given(
+    return ExportInput(
         files=files,
         target=target,
         order=order,
@@ -103,7 +103,7 @@ def given_plan(
     )
 
 
-def with_manifest(given: Given, manifest: Manifest) -> Given:
+def with_manifest(given: ExportInput, manifest: Manifest) -> ExportInput:
     """The same with LoongForge's manifest in place of the data.
 
     Raises:
@@ -170,7 +170,7 @@ def _left_out(expected: Expected) -> Iterator[str]:
         )
 
 
-def _on_trust(given: Given) -> Iterator[str]:
+def _on_trust(given: ExportInput) -> Iterator[str]:
     data = given.files.plan.data
     if given.annotations is not None and data is not None and data.origin is None:
         yield (
@@ -179,7 +179,7 @@ def _on_trust(given: Given) -> Iterator[str]:
         )
 
 
-def _unlike_predicted(given: Given) -> Iterator[str]:
+def _unlike_predicted(given: ExportInput) -> Iterator[str]:
     """What the trainer computes that the prediction of a plan not made for it leaves out."""
     plan, target = given.files.plan, given.target
     planned = trainer_of(plan.made_for)

@@ -1,7 +1,7 @@
 """What an export consists of: files, the command that trains with them, and what was given up.
 
-A trainer's module has one function, `export(given: Given) -> Exported`. It writes nothing itself:
-`omnibal.export.directory` writes all files of an export or none.
+A trainer's module has one function, `export(given: ExportInput) -> Exported`. It writes nothing
+itself: `omnibal.export.directory` writes all files of an export or none.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,15 +11,15 @@ from pathlib import Path
 from omnibal.data.annotations import Annotations
 from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import TrainerConstraints
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TrainerConstraints
 
 Writer = Callable[[Path], None]
 """Writes one file at a path that it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Given:
+class ExportInput:
     """A plan to export, and what is known besides."""
 
     files: PlanFiles

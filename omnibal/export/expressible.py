@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.media import media_of
-from omnibal.data.next_fit import next_fit_packs
-from omnibal.data.packs import ScheduledPacks
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.plan import Plan
-from omnibal.targets import RecomputeFreedom, Sharding, TrainerConstraints, trainer_of
-from omnibal.units import LANGUAGE, LANGUAGE_EMBED
+from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.job.plan import Plan
+from omnibal.model.targets import RecomputeFreedom, Sharding, TrainerConstraints, trainer_of
+from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED
+from omnibal.packing.media import media_of
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.next_fit import next_fit_packs
 
 Data = tuple[ScheduledPacks, Lengths]
 
@@ -70,7 +70,7 @@ def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             f"recomputed layers, and {target.title} takes one"
         )
     if plan.beside is not None:
-        yield f"encoders stand beside the pipeline, which {target.title} cannot do"
+        yield f"encoders are data-parallel, which {target.title} cannot do"
 
 
 def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:

@@ -9,10 +9,10 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.data.full_steps import size_of_step
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.plan import DataPlan
+from omnibal.job.plan import DataPlan
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.full_steps import size_of_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

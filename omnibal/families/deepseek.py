@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig
 from omnibal.families.text import TextTable, runs_of
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind
+from omnibal.model.config import LanguageConfig
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):

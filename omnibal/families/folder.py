@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, read_text
 from omnibal.families.hub_table import what_is_wrong
-from omnibal.files import read_json_model, read_text
 
 CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"

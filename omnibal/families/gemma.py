@@ -9,13 +9,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.hub_table import HubTable, NoDropout
 from omnibal.families.text import LayeredText, TextTable, runs_of
 from omnibal.families.vision import Square, processor_of, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
-from omnibal.layers import LayerKind
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText
+from omnibal.model.layers import LayerKind
 
 _IMAGE = ImageText(
     before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"

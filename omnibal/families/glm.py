@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.families.deepseek import SharedExpertsText
 from omnibal.families.hub_table import NoDropout
 from omnibal.families.vision import Square, VisionTable, pixels, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
-from omnibal.layers import LayerKind
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
+from omnibal.model.layers import LayerKind
 
 _PIXELS = {"least": 112 * 112, "most": 14 * 14 * 2 * 2 * 2 * 6144}
 """Of the released models, over the two frames that an image counts as."""

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.families import deepseek, gemma, glm, internvl, kimi, llava_onevision, qwen, text
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
-from omnibal.limits import words
+from omnibal.model.config import ModelConfig
+from omnibal.model.limits import words
 
 _QUANTIZED = "quantization_config"
 Reader = Callable[[dict[str, Any], str, Path], ModelConfig]

@@ -19,9 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from omnibal.errors import UserError
-from omnibal.files import complaint
-from omnibal.frozen import Numbered
+from omnibal.base.errors import UserError
+from omnibal.base.files import complaint
+from omnibal.base.frozen import Numbered
 
 T = TypeVar("T", bound="HubTable")
 _LENIENT = "lenient"

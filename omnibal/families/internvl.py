@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder, TilingConfig
 from omnibal.families.folder import stored_tensors
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.text import LANGUAGES, SCALES_LATER, GroupedText, LanguageType, language_type
 from omnibal.families.vision import Square, square
 from omnibal.families.whole import WholeTable
+from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.model.encoders import TilesEncoder, TilingConfig
 
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.deepseek import DeepseekV3Text
 from omnibal.families.hub_table import HubTable
 from omnibal.families.vision import processor_of
 from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText
 
 
 class Images(NamedTuple):

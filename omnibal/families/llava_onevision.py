@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ImagesEncoder
 from omnibal.families.text import Qwen3Text
 from omnibal.families.vision import Square, VisionTable, pixels
 from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
 
 _PIXELS = {"least": 56 * 56, "most": 3_240_000}
 """Of the released models."""

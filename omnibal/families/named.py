@@ -4,11 +4,11 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from omnibal.config import ModelConfig, load_model, model_file, preset_names
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_toml_model
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.families.hub import config_notes, read_hub_config
-from omnibal.files import read_toml_model
+from omnibal.model.config import ModelConfig, load_model, model_file, preset_names
 
 _IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")

@@ -10,8 +10,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder, VideoConfig
 from omnibal.families.hub_table import HubTable
 from omnibal.families.text import (
     LayeredText,
@@ -24,7 +22,9 @@ from omnibal.families.text import (
 )
 from omnibal.families.vision import Square, VisionTable, pixels, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
-from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, VideoConfig
+from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
 """Of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""

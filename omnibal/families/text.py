@@ -10,11 +10,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.base.frozen import Numbered
 from omnibal.families.hub_table import HubTable, NoDropout, as_table
-from omnibal.frozen import Numbered
-from omnibal.layers import ExpertsConfig, LayerKind, LayerRun
-from omnibal.limits import words
+from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.model.layers import ExpertsConfig, LayerKind, LayerRun
+from omnibal.model.limits import words
 
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]
 """Kinds of language model of InternVL's releases, by Transformers' model_type."""

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import Encoder
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.text import TextTable
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import Encoder
 
 Vision = TypeVar("Vision", bound=HubTable)
 Text = TypeVar("Text", bound=TextTable)

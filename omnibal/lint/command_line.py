@@ -7,8 +7,7 @@ else is taken for a flag here: what is not known is kept and not judged.
 import re
 from collections.abc import Mapping, Sequence
 
-from omnibal.errors import UserError
-from omnibal.limits import words as joined_words
+from omnibal.base.errors import UserError
 from omnibal.lint.flags import (
     DEFAULTS,
     FIELDS,
@@ -26,7 +25,8 @@ from omnibal.lint.flags import (
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.script import Command, Script, read_script
 from omnibal.lint.shell_values import UNKNOWN, shown, unknown_names
-from omnibal.parallel import MAX_DEVICES
+from omnibal.model.limits import words as joined_words
+from omnibal.model.parallel import MAX_DEVICES
 
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")

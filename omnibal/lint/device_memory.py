@@ -21,16 +21,16 @@ all-to-all (`ClusterConfig.peer_bytes`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omnibal.base.frozen import Frozen
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.feed_forward_counts import ROUTED
-from omnibal.frozen import Frozen
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, Level
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.units import LANGUAGE_EMBED
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import counts_of_runs, unit_runs
+from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
-from omnibal.units import LANGUAGE_EMBED
 
 _LEFT_SHARE, _LEFT_GIB = 0.1, 0.5
 _CONTEXT_GIB = 0.5

@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omnibal.errors import UserError
-from omnibal.frozen import MAX_COUNT
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
 from omnibal.lint.launch import Launcher
 from omnibal.lint.shell_values import UNKNOWN
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from omnibal.frozen import Frozen
+from omnibal.base.frozen import Frozen
 
 Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
 """Whether the trainer ends before its first step, or at it, drops the flag silently, or runs."""

@@ -9,36 +9,42 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, with_imbalance
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import Steps, deal_steps, size_load
-from omnibal.errors import UserError
-from omnibal.fp8 import TRAINED_FP8, Fp8
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps, words
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Shapes
+from omnibal.job.plan_data import (
+    SampleData,
+    caps_of_tokens,
+    data_at_caps,
+    limited_features,
+    shape_caps,
+)
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import precision_of
-from omnibal.lint.not_counted import (
+from omnibal.lint.split import layers_by_chunk
+from omnibal.lint.unmodelled_flags import (
     accumulates_in_products,
     cuts_samples,
     has_engine,
     is_adapter,
     notes_on,
 )
-from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel, expert_counts
+from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
+from omnibal.model.fp8 import TRAINED_FP8, Fp8
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps, words
+from omnibal.model.parallel import Parallel, expert_counts
+from omnibal.model.runtime import RuntimeOptions
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.model.units import LANGUAGE, model_parts
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.pipeline.units import stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Shapes
-from omnibal.plan_data import SampleData, caps_of_tokens, data_at_caps, limited_features, shape_caps
-from omnibal.runtime import RuntimeOptions
-from omnibal.targets import TARGETS, TargetName
-from omnibal.units import LANGUAGE, model_parts
+from omnibal.steps.steps import Steps, deal_steps, size_load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

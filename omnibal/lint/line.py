@@ -6,11 +6,9 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.export.layout import Layout, parse_layout
-from omnibal.frozen import MAX_COUNT, MAX_LAYERS
-from omnibal.levels import ContextExchange
 from omnibal.lint.flags import (
     FIELDS,
     FROZEN,
@@ -23,6 +21,8 @@ from omnibal.lint.flags import (
 )
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.sizes import SIZE_FLAGS, Sizes, sizes_of
+from omnibal.model.config import ModelConfig
+from omnibal.model.levels import ContextExchange
 
 _NEAR = 0.9
 """Least likeness, from 0 to 1, of a flag's name to a known one to ask whether that was meant; none

@@ -8,10 +8,10 @@ or the name of one (src/megatron/bridge/training/mixed_precision.py).
 from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
-from omnibal.config import Precision
-from omnibal.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import Line
+from omnibal.model.config import Precision
+from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 
 _ENDS = ("start", "end")
 _ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")

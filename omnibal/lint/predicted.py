@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.errors import DoesNotFit
+from omnibal.base.errors import DoesNotFit
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
+from omnibal.job.plan import Plan
 from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
@@ -20,7 +21,6 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.plan import Plan
 
 _WORTH_TELLING = 0.005
 """Least share of a step that a better split must save to be worth new flags."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.shell_values import Value, Variables, expand, joined
 from omnibal.lint.shell_words import ARRAY, Piece, Token, Word, scan
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, mul, neg, pos, sub
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.shell_words import Piece, Word, pieces_of
 
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")

@@ -8,7 +8,7 @@ expansions, redirections, here-documents and array assignments. What an expansio
 import re
 from dataclasses import dataclass
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _SKIPPED = re.compile(r"[ \t\r]+|\\\n|#[^\n]*")
 """Blanks, the end of a line that goes on, and a comment."""

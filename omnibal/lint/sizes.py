@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from omnibal.config import ModelConfig
-from omnibal.layers import LinearAttention
+from omnibal.model.config import ModelConfig
+from omnibal.model.layers import LinearAttention
 
 SIZE_FLAGS: Mapping[str, str] = {
     "num-layers": "layers",

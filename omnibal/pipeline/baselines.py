@@ -29,15 +29,15 @@ from heapq import nsmallest
 
 import numpy as np
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel
-from omnibal.errors import DoesNotFit, UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import UnitKind, unit_kinds, unit_names
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
-from omnibal.pipeline.units import layer_kinds, stage_units, stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind, unit_kinds, unit_names
 
 BMP_RADIUS = 3
 BMP_RUNS = 15
@@ -109,7 +109,7 @@ def baseline_stages(
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
             "method omnibal chooses what to recompute at each level: leave out --method and "
-            "--recompute, or plan with --levels 1"
+            "--recompute, or plan with --packing-levels 1"
         )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(

@@ -1,16 +1,16 @@
-"""What encoders beside the pipeline add to a workload: waits before and after it, and memory."""
+"""What data-parallel encoders add to a workload: waits before and after it, and memory."""
 
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
-from omnibal.pipeline.prediction import BesidePrediction
+from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderRoom:
-    """Memory that encoders beside the pipeline take of every device, in bytes."""
+class EncoderMemory:
+    """Memory that data-parallel encoders take of every device, in bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -29,7 +29,7 @@ class EncoderRoom:
         """What is there throughout the step, without features."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
 
-    def is_within(self, other: "EncoderRoom") -> bool:
+    def is_within(self, other: "EncoderMemory") -> bool:
         """Whether no pipeline that fits beside the other one does not fit beside this."""
         return (
             self.held <= other.held
@@ -72,11 +72,11 @@ class EncoderWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
-    """Encoders beside the pipeline of a workload."""
+    """Data-parallel encoders of a workload."""
 
     waits: EncoderWaits
-    room: EncoderRoom
-    predicted: BesidePrediction
+    encoder_memory: EncoderMemory
+    predicted: EncoderPhasePrediction
     """Mean times over the steps of the run."""
     exchange_ms: float
     """Time that ranks exchange weights and gradients of encoders in a step."""

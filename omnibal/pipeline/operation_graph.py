@@ -209,13 +209,13 @@ def require_in_order(graph: OperationGraph) -> None:
         )
 
 
-def require_shortens(schedule: Schedule) -> None:
+def require_prefix_closed(schedule: Schedule) -> None:
     """Refuse a schedule whose list says nothing of fewer micro-batches.
 
     Raises:
         ValueError: leaving out micro-batches does not give its schedule of fewer.
     """
-    if not schedule.shortens:
+    if not schedule.is_prefix_closed:
         raise ValueError(
             f"{schedule.name}: steps of different numbers of micro-batches were given, and its "
             "list does not hold for fewer; simulate each number by a list of its own"

@@ -32,15 +32,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
-from omnibal.errors import DoesNotFit
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import (
     least_peak_of_splits,
     least_peak_of_tables,
-    peak_beside_cap,
+    peak_vs_budget,
 )
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute_numbers import LeastNumbers, StageNumbers
@@ -68,9 +69,8 @@ from omnibal.pipeline.stage_options import (
     recompute_extremes_ms,
 )
 from omnibal.pipeline.stage_rules import limits_in_words
-from omnibal.pipeline.units import stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.targets import FREE, RecomputeFreedom, StageRules
 
 MAX_SAMPLED_STEPS = 32
 _MIN_SAMPLED_STEPS = 4
@@ -150,7 +150,7 @@ def search_stages(
             return least_peak_of_tables(problem.structure.runs, problem.tables)
         if cap_bytes is None:
             return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
-        return peak_beside_cap(cost, model, workload, pipeline_size, cap_bytes, rules)
+        return peak_vs_budget(cost, model, workload, pipeline_size, cap_bytes, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -295,7 +295,7 @@ def _problem(
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
         levels=cost.levels,
-        same_at_levels=workload.in_step > 1,
+        same_at_levels=workload.lockstep_ranks > 1,
         numbers=numbers,
     )
 

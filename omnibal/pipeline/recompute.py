@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
-from omnibal.pipeline.units import layer_kinds
-from omnibal.units import UnitKind
+from omnibal.pipeline.unit_runs import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""

@@ -1,8 +1,9 @@
 """Recomputed layers that a trainer is told as numbers: a stage's, or a tower's for all stages.
 
 Told a number N, a stage recomputes the first N layers that it holds of a tower, in model order and
-whichever kind they are of, or all where it holds fewer (`omnibal.targets.RecomputeFreedom`). Layers
-without a backward have nothing to recompute: where they are told a number too, it costs nothing.
+whichever kind they are of, or all where it holds fewer (`omnibal.model.targets.RecomputeFreedom`).
+Layers without a backward have nothing to recompute: where they are told a number too, it costs
+nothing.
 
 One layer more never needs more memory, nor less time, so the least number that fits is found by
 bisection, and of a stage with a number of its own no other is worth considering.
@@ -14,13 +15,13 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
 from omnibal.pipeline.recompute import Cap
 from omnibal.pipeline.stage_memory import MemoryTable
-from omnibal.pipeline.units import layer_kinds
-from omnibal.units import unit_names
+from omnibal.pipeline.unit_runs import layer_kinds
 
 NONE_FITS = 2**31
 """Number of layers where none is enough."""

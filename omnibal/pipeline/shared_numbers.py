@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import least_largest, least_largest_with
 from omnibal.pipeline.recompute_numbers import NONE_FITS, LeastNumbers, StageNumbers
 from omnibal.pipeline.split_search import TOLERANCE, SplitSearch
@@ -25,7 +26,6 @@ from omnibal.pipeline.stage_options import (
     recomputing,
     runs_within,
 )
-from omnibal.targets import RecomputeFreedom
 
 Numbers = tuple[int, ...]
 """Recomputed layers of every encoder, and of the language model, the last."""

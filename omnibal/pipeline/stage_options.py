@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import block_diag
 
-from omnibal.config import ModelConfig
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
 from omnibal.pipeline.recompute import Recomputes, useful_recomputes
 from omnibal.pipeline.recompute_numbers import StageNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
-from omnibal.targets import FREE, StageRules
 
 _MOST_OPTIONS = 20_000
 """Sets of recomputed layers of a stage at several levels, over all runs of units."""

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.limits import memory_cap_gib
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import StepRecord
+from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
-from omnibal.plan import Plan
-from omnibal.replay import ReplaySummary
+from omnibal.report.formatting import ARROW, deviation, duration, milliseconds, number, percent
 from omnibal.report.summary import (
     RunSummary,
     StepFigures,
@@ -16,8 +18,6 @@ from omnibal.report.summary import (
     replayed_peaks_as_predicted,
 )
 from omnibal.report.table import Marked
-from omnibal.report.text import ARROW, deviation, duration, milliseconds, number, percent
-from omnibal.runlog import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.pipeline.simulate import Timeline
+from omnibal.report.formatting import milliseconds, number, percent
 from omnibal.report.panels import Panel, heading, picture, stacked, time_axis
 from omnibal.report.svg import Rows, Scale
-from omnibal.report.text import milliseconds, number, percent
 from omnibal.report.timeline import pass_bars
 
 

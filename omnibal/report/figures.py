@@ -6,12 +6,15 @@ from itertools import cycle
 
 import numpy as np
 
-from omnibal.data.packs import ScheduledPacks
-from omnibal.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import StepRecord
+from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
+from omnibal.model.units import LANGUAGE
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.plan import Plan
-from omnibal.replay import ReplaySummary
+from omnibal.report.formatting import milliseconds, number, percent
 from omnibal.report.summary import StepFigures, recomputed_layers
 from omnibal.report.svg import (
     TOP,
@@ -28,9 +31,6 @@ from omnibal.report.svg import (
     rect,
     text,
 )
-from omnibal.report.text import milliseconds, number, percent
-from omnibal.runlog import StepRecord
-from omnibal.units import LANGUAGE
 
 WIDE = 1080
 _LEAST_SHOWN_SHARE = 0.001
@@ -203,7 +203,7 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> Figure | None
         svg=drawing(520, rows.bottom + 24, label, parts),
         caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
         "update. "
-        + "Encoder, exchange: of encoders beside the pipeline, on all ranks. " * has_encoders
+        + "Encoder, exchange: of data-parallel encoders, on all ranks. " * has_encoders
         + (" ".join(means) or "Predicted."),
         legend=[(css, css) for css in TIME_PARTS[: 7 if has_encoders else 5]],
     )

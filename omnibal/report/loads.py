@@ -12,11 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import rank_sums, straggler_factor
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import DataRequest
-from omnibal.job import JobSpec
-from omnibal.limits import words
+from omnibal.job.job import JobSpec
+from omnibal.model.limits import words
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.report.formatting import milliseconds, number, percent, shorten, write_ascii
 from omnibal.report.panels import (
     MARGIN,
     WIDTH,
@@ -28,7 +27,8 @@ from omnibal.report.panels import (
     time_unit,
 )
 from omnibal.report.svg import Plot, Rows, Scale, polyline, text
-from omnibal.report.text import milliseconds, number, percent, shorten, write_ascii
+from omnibal.steps.metrics import rank_sums, straggler_factor
+from omnibal.steps.steps import DataRequest
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16
 _DIGIT_WIDTH = 7.5

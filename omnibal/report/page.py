@@ -9,39 +9,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from omnibal.data.bound import naive_lower_bound
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import measure_packs
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.plan import Plan
-from omnibal.plan_files import PlanFiles
-from omnibal.pretended import PretendedStage, check_pretended, is_pretended, read_pretended
-from omnibal.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
-from omnibal.report.cards import headline_cards
-from omnibal.report.figures import (
-    Figure,
-    curve_figure,
-    memory_figure,
-    packs_figure,
-    split_figure,
-    time_figure,
-    waste_figure,
-)
-from omnibal.report.sources import sources_table
-from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
-from omnibal.report.tables import (
-    accuracy_table,
-    answers_table,
-    memory_table,
-    packing_facts,
-    provenance_facts,
-    stage_table,
-)
-from omnibal.report.text import percent, write_ascii
-from omnibal.report.timeline import timeline_figure
-from omnibal.runlog import (
+from omnibal.job.fake_replay import FakeStage, check_fake_replay, is_fake_replay, read_fake_stages
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
+from omnibal.job.runlog import (
     RUN_FILE,
     Evaluation,
     RunInfo,
@@ -52,6 +27,31 @@ from omnibal.runlog import (
     read_run_info,
     read_validations,
 )
+from omnibal.packing.pack_bound import naive_lower_bound
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.report.cards import headline_cards
+from omnibal.report.figures import (
+    Figure,
+    curve_figure,
+    memory_figure,
+    packs_figure,
+    split_figure,
+    time_figure,
+    waste_figure,
+)
+from omnibal.report.formatting import percent, write_ascii
+from omnibal.report.length_sources import sources_table
+from omnibal.report.page_tables import (
+    accuracy_table,
+    answers_table,
+    memory_table,
+    packing_facts,
+    provenance_facts,
+    stage_table,
+)
+from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
+from omnibal.report.timeline import timeline_figure
+from omnibal.steps.metrics import measure_packs
 
 _SOURCES_SHOWN = 12
 _ABOUT_WAITS = (
@@ -69,8 +69,8 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
     replay: ReplaySummary | None
-    pretended: tuple[PretendedStage, ...]
-    """Stages tried on pretended devices, as far as they are; empty without any."""
+    fake_stages: tuple[FakeStage, ...]
+    """Stages tried on fake devices, as far as they are; empty without any."""
     records: list[StepRecord]
     validations: list[ValidationRecord]
     """Validations of the run; empty without a run."""
@@ -114,12 +114,12 @@ def _read(
         info, records = _run_of(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
     replay = None
-    pretended: tuple[PretendedStage, ...] = ()
-    if replay_directory is not None and is_pretended(replay_directory):
-        check_pretended(replay_directory, plan_sha256(plan))
-        pretended = read_pretended(replay_directory, plan)
+    fake_stages: tuple[FakeStage, ...] = ()
+    if replay_directory is not None and is_fake_replay(replay_directory):
+        check_fake_replay(replay_directory, plan_sha256(plan))
+        fake_stages = read_fake_stages(replay_directory, plan)
     if replay_directory is not None and (
-        not is_pretended(replay_directory) or (replay_directory / INFO_FILE).exists()
+        not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()
     ):
         if data is None:
             raise UserError(
@@ -133,7 +133,7 @@ def _read(
         job=job,
         data=data,
         replay=replay,
-        pretended=pretended,
+        fake_stages=fake_stages,
         records=records,
         validations=[] if run_directory is None else read_validations(run_directory),
         run=run,
@@ -192,7 +192,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "stages": stage_table(plan, run, replay),
         "waste": waste_figure(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(plan, run, replay, report.pretended),
+        "memory": memory_table(plan, run, replay, report.fake_stages),
         "times": time_figure(plan, sources),
         "memories": memory_figure(plan, sources, replay),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",

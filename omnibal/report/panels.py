@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from omnibal.report.formatting import number
 from omnibal.report.svg import Rows, Scale, document, legend, text
-from omnibal.report.text import number
 
 WIDTH, MARGIN = 1100, 28
 FIRST_PANEL = 106.0

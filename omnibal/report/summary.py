@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import binomtest
 
-from omnibal.config import Provider
-from omnibal.plan import Plan
-from omnibal.replay import ReplaySummary
-from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
+from omnibal.model.config import Provider
 
 
 class StageTime(NamedTuple):
@@ -27,7 +27,7 @@ class StageTime(NamedTuple):
     data_ms: float
     optimizer_ms: float
     encoder_ms: float
-    """Forward and backward of encoders beside the pipeline, which every rank runs."""
+    """Forward and backward of data-parallel encoders, which every rank runs."""
     exchange_ms: float
     """Exchange of their features and gradients; measured, with the wait for other ranks."""
 

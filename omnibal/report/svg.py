@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from omnibal.report.text import escape, tick
+from omnibal.report.formatting import escape, tick
 
 Value = TypeVar("Value", float, np.ndarray)
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 28, 44

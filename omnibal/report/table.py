@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 from rich import box
 from rich.table import Table as TerminalTable
 
-from omnibal.report.text import percent
+from omnibal.report.formatting import percent
 
 R = TypeVar("R")
 Style = Literal["", "bold", "left", "wrap", "mark", "drawing"]

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
-from omnibal.job import JobSpec
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import Timeline, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
 from omnibal.report.figures import WIDE, Figure
+from omnibal.report.formatting import milliseconds
 from omnibal.report.svg import Rows, Scale, drawing, text
-from omnibal.report.text import milliseconds
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 15.0, 16.0
 """Least size of a bar that carries a number, in pixels."""
@@ -62,7 +62,7 @@ def draw(timeline: Timeline, tips: Sequence[str], waits_ms: np.ndarray) -> str:
     """Draw a row per stage and a bar per pass; free space is waiting.
 
     Args:
-        waits_ms: of encoders beside the pipeline, before it and after it, [2].
+        waits_ms: of data-parallel encoders, before it and after it, [2].
     """
     stages, pipeline_ms = len(timeline.finish_ms), float(timeline.step_ms)
     end_ms = pipeline_ms + float(waits_ms[1])

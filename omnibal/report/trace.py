@@ -58,7 +58,7 @@ def _block(
 
 
 def _encoding(timeline: Timeline, waits_ms: np.ndarray, rank: int) -> list[dict[str, Any]]:
-    """Blocks of encoders beside the pipeline, on every stage: they run before the first forward and
+    """Blocks of data-parallel encoders, on every stage: they run before the first forward and
     after the last backward, waits and exchanges included."""
     end_ms = float(timeline.finish_ms.max())
     return [

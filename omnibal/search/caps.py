@@ -16,16 +16,16 @@ from itertools import count
 
 import numpy as np
 
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples
-from omnibal.data.metrics import dist_ratio
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.limits import Caps, check_limits, in_canonical_order, words
-from omnibal.plan_data import caps_of_tokens, least_caps, limited_features
+from omnibal.job.plan_data import caps_of_tokens, least_caps, limited_features
+from omnibal.model.limits import Caps, check_limits, in_canonical_order, words
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 from omnibal.search.engine import Trials
 from omnibal.search.trial import Comparison, Trial, time_per_sample
+from omnibal.steps.metrics import dist_ratio
 
 _USUAL_SAMPLES_PER_PACK = 4.5
 _TIE = 0.003

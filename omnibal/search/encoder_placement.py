@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from omnibal.beside import EncoderPlacement
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.prediction import LostTime, Prediction
 from omnibal.search.strategy import Strategy
 
@@ -107,8 +107,8 @@ def _compared(
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 
-_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any beside it"
+_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any with data-parallel encoders"
 _NAMES = {
     EncoderPlacement.PIPELINE: "in the pipeline",
-    EncoderPlacement.BESIDE: "beside the pipeline",
+    EncoderPlacement.DATA_PARALLEL: "data-parallel",
 }

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Generic, Protocol, TypeVar
 
-from omnibal.data.scan_pool import map_unordered
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.worker_pool import map_unordered
 
 Choice = TypeVar("Choice", bound=Hashable)
 Found = TypeVar("Found")

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from omnibal.config import load_cluster, preset_names
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, expert_sizes
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.job import JobSpec
+from omnibal.job.planner import PlanRequest, placement_problem
+from omnibal.model.config import load_cluster, preset_names
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps, option_of, words
+from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
-from omnibal.pipeline.placement import least_peak_beside
+from omnibal.pipeline.encoder_search import least_peak_with_encoders
+from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes, unit_state_bytes
 from omnibal.pipeline.workload import Workload
-from omnibal.planner import PlanRequest, placement_problem
-from omnibal.units import unit_names
 
 SAMPLES = 20_000
 """Most samples that changes are tried on; more are subsampled unless steps are given."""
@@ -62,21 +62,21 @@ class Advice:
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
     workload of packs of these levels."""
-    if job.is_beside and job.beside is None:
-        return least_peak_beside(placement_problem(job, workload, levels)) / GIB
+    if job.has_data_parallel_encoders and job.beside is None:
+        return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
     return (
         least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.trainer.stages) / GIB
     )
 
 
-def need_beside_cap_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
     """Memory of the fullest device by which a job fits its cap or does not: of some split at most,
     or of all at least."""
-    if levels or (job.is_beside and job.beside is None):
+    if levels or (job.has_data_parallel_encoders and job.beside is None):
         return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
-    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
+    return peak_vs_budget(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:

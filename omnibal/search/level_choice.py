@@ -1,9 +1,9 @@
 """Choice of context size, cut and exchange for the packs of a level, by an estimate of their time.
 
-Whole sets of levels are simulated (`omnibal.search.levels`); here one level is looked at alone, on
-the packs of its own samples, so that few of its many forms have to be simulated. The model is taken
-as evenly divided over the stages, without their bubble, and a share of all layers recomputes, just
-enough for the fullest share to fit.
+Whole sets of levels are simulated (`omnibal.search.level_sets`); here one level is looked at
+alone, on the packs of its own samples, so that few of its many forms have to be simulated. The
+model is taken as evenly divided over the stages, without their bubble, and a share of all layers
+recomputes, just enough for the fullest share to fit.
 """
 
 from collections import Counter
@@ -15,14 +15,14 @@ import numpy as np
 
 from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel, is_attended
-from omnibal.cost.shares import part_features
+from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.units import unit_names
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_memory import GIB, unit_bytes
-from omnibal.units import unit_names
 
 _FORMS = (
     (CutRule.WHOLE, ContextExchange.GATHER),
@@ -109,8 +109,8 @@ def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
         caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
     """
     ranks = job.parallel.data
-    # Encoders beside the pipeline send each rank the items of whole packs.
-    most = 1 if job.is_beside else MAX_CONTEXT
+    # Data-parallel encoders send each rank the items of whole packs.
+    most = 1 if job.has_data_parallel_encoders else MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
     powers = (1 << power for power in range(ranks.bit_length()))

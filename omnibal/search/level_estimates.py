@@ -7,16 +7,16 @@ from itertools import combinations, product
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.cost.model import pack_features
-from omnibal.data.by_level import levels_of_samples
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-from omnibal.plan_data import SampleData
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import levels_of_samples
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_choice import (
     FormEstimate,

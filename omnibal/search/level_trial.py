@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.data.by_level import levels_of_packs
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import placement_problem
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
-from omnibal.pipeline.placement import search_beside
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
-from omnibal.plan_data import SampleData
-from omnibal.planner import placement_problem
 
 _SEARCHED_STEPS = 8
 """Steps that stages are searched for in a trial; all are simulated."""
@@ -104,7 +104,7 @@ class LevelTrials:
         workload, found = _searched(job, packs, lengths, levels)
         cost = job.cost_of_all(levels)
         times = workload_times(cost, found.stages_at, workload)
-        once = once_a_step(cost, found.stages)
+        once = per_step_costs(cost, found.stages)
         whole_ms = predict_steps(times, workload, once).step_ms
         compute_ms = predict_steps(times, workload, once.nothing()).step_ms
         once_ms = float((whole_ms - compute_ms).mean())
@@ -147,8 +147,8 @@ def _searched(
     """The workload of all packs, and stages that are searched for on some of their steps."""
     workload = job.workload(packs, lengths, levels)
     some = workload.some_steps(_SEARCHED_STEPS)
-    if job.is_beside:
-        beside = search_beside(placement_problem(job, some, levels), _BESIDE_EFFORT)
+    if job.has_data_parallel_encoders:
+        beside = search_encoders(placement_problem(job, some, levels), _BESIDE_EFFORT)
         placed = replace(job, beside=beside.beside)
         return placed.workload(packs, lengths, levels), beside.search
     return workload, search_stages(

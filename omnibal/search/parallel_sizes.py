@@ -29,11 +29,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import ClusterConfig
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.parallel import Parallel, expert_sizes
-from omnibal.plan_data import limited_features
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.plan_data import limited_features
+from omnibal.model.config import ClusterConfig
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.parallel import Parallel, expert_sizes
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import BoundedTrials

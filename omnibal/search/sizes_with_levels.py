@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from omnibal.errors import UserError
-from omnibal.levels import FillRule, Level
-from omnibal.limits import Caps
+from omnibal.base.errors import UserError
+from omnibal.job.plan_data import SampleData, least_caps, limited_features
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.plan_data import SampleData, least_caps, limited_features
 from omnibal.search.engine import Trials, try_all
 from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_bound import least_ms_per_sample
@@ -193,8 +193,8 @@ def search_with_levels(
     found = _search_sets(levels, sizings, rivals, on_progress, processes)
     if plain is None and not found.strategies:
         raise failed or UserError(
-            f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give --levels auto, "
-            "or more GPUs"
+            f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give "
+            "--packing-levels auto, or more GPUs"
         )
     return joined(request, plain, found)
 
@@ -310,7 +310,7 @@ def _moves(
 
 
 def _is_beside(levels: LevelSetting, sizing: Sizing) -> bool:
-    return levels.setting.job(sizing).is_beside
+    return levels.setting.job(sizing).has_data_parallel_encoders
 
 
 def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:

@@ -8,21 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from omnibal.beside import EncoderPlacement
-from omnibal.data.packs import Packs
-from omnibal.data.steps import pack_epochs
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import FillRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData, StreamData
+from omnibal.job.planner import PlanRequest
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.plan_data import SampleData, StreamData
-from omnibal.planner import PlanRequest
 from omnibal.search.engine import Bound, BoundedTrials, Need, try_all
-from omnibal.search.feasible import least_state_gib, need_beside_cap_gib
+from omnibal.search.feasible import least_state_gib, need_vs_budget_gib
 from omnibal.search.trial import (
     MIN_STEPS,
     Comparison,
@@ -34,6 +33,7 @@ from omnibal.search.trial import (
     micro_batches_at,
     time_per_sample,
 )
+from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.1
 """Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
@@ -103,8 +103,8 @@ class Sizing:
     @property
     def options(self) -> str:
         """Options of the command line that give these sizes."""
-        beside = self.placement is EncoderPlacement.BESIDE
-        return self.parallel.options + (" --encoder beside" if beside else "")
+        beside = self.placement is EncoderPlacement.DATA_PARALLEL
+        return self.parallel.options + (" --encoder data-parallel" if beside else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +243,7 @@ class FindBound:
 
 
 def _least_step_ms(size: StepSize) -> float:
-    """Lower bound on the step, but for encoders beside the pipeline."""
+    """Lower bound on the step, but for data-parallel encoders."""
     request = size.request
     job, levels = request.job, request.data.levels
     return least_step_ms(
@@ -269,7 +269,7 @@ class Estimate:
         try:
             return choice, estimated_ms_per_sample(size)
         except DoesNotFit:
-            # Encoders beside the pipeline leave less room than the least need has.
+            # Data-parallel encoders leave less room than the least need has.
             return choice, Need(gib=need_gib)
 
 
@@ -380,6 +380,6 @@ def _need_gib(sizes: Sequence[StepSize]) -> float:
     """Memory of one device that some split needs at most, or all need at least where none fits, at
     the step size that needs more."""
     return max(
-        need_beside_cap_gib(size.request.job, size.request.workload(), size.request.data.levels)
+        need_vs_budget_gib(size.request.job, size.request.workload(), size.request.data.levels)
         for size in sizes
     )

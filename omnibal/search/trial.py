@@ -13,22 +13,22 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.cost.beside import ITEM
-from omnibal.data.by_level import levels_of_packs
+from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths, draw_samples
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import SampleData, model_of_lengths
+from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.model.limits import Caps
+from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.partition import estimated_step_ms
-from omnibal.pipeline.placement import search_beside
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan import Plan
-from omnibal.plan_data import SampleData, model_of_lengths
-from omnibal.planner import PlanRequest, make_plan, placement_problem
-from omnibal.targets import ANY_PACKS, PackRules
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
@@ -198,8 +198,8 @@ def estimated_ms_per_sample(size: StepSize) -> float:
     """
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
-    if job.is_beside:
-        beside = search_beside(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
+    if job.has_data_parallel_encoders:
+        beside = search_encoders(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
         return beside.search.step_ms / size.samples
     step_ms = estimated_step_ms(
         job.cost_of_all(levels),
@@ -216,7 +216,7 @@ def estimated_ms_per_sample(size: StepSize) -> float:
 def encoders_ms_per_sample(
     job: JobSpec, lengths: Lengths, samples_per_step: float
 ) -> tuple[float, float]:
-    """Least time per sample of encoders beside the pipeline before its first forward, and in all,
+    """Least time per sample of data-parallel encoders before its first forward, and in all,
     if ranks had equal shares and full passes; 0 where they are in the pipeline."""
     cost = job.encoders_cost
     if cost is None:

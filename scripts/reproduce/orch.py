@@ -32,10 +32,10 @@ from orch_system import (
 )
 from paper import print_table
 
-from omnibal.config import ClusterConfig
 from omnibal.dispatch.balance import balance, longest_first
-from omnibal.dispatch.bounds import load_bound
 from omnibal.dispatch.items import share_items
+from omnibal.dispatch.load_bounds import load_bound
+from omnibal.model.config import ClusterConfig
 
 PHASES = ("vision", "audio", "language")
 _NCCL_PEER_GIB = 23.6 / 63

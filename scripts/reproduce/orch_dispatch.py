@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from omnibal.dispatch.balance import Assignment
-from omnibal.dispatch.bounds import load_bound
+from omnibal.dispatch.load_bounds import load_bound
 
 _ROUNDING = 1e-12
 

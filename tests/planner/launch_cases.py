@@ -5,17 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omnibal.config import (
+from omnibal.families.named import named_model
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.line import line_of
+from omnibal.model.config import (
     LanguageConfig,
     ModelConfig,
     load_cluster,
     load_model,
     preset_names,
 )
-from omnibal.families.named import named_model
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched
-from omnibal.lint.line import line_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,16 +8,16 @@ from itertools import combinations, pairwise, product
 import numpy as np
 from cost_cases import LinksInTime, model_of, random_cost, random_features
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import UnitKind, unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import (
+from omnibal.pipeline.unit_runs import (
     recomputed_counts,
     stage_units,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind, unit_names
 
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
@@ -362,7 +362,7 @@ class _StepWalk:
         rank, stage = place
         context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
         if holds_experts(self.costs, self.stages[stage]):
-            context = max(context, self.packs.in_step)
+            context = max(context, self.packs.lockstep_ranks)
         first = rank // context * context
         return [(each, stage) for each in range(first, first + context)]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import (
@@ -14,7 +13,8 @@ from omnibal.cost.profile import (
     UnitMeasurement,
     model_sha256,
 )
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.parallel import Parallel
 
 MODEL = load_model("internvl-digits")
 CLUSTER = load_cluster("laptop-cpu")

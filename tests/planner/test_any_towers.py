@@ -7,14 +7,14 @@ import pytest
 from cli_cases import status
 from cost_cases import model_of
 
-from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, load_cluster, load_model, model_toml
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.base.errors import UserError
+from omnibal.job.check import check_plan, training_obstacles
+from omnibal.job.plan import PlannedLevel, read_plan, write_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model, model_toml
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_words
-from omnibal.plan import PlannedLevel, read_plan, write_plan
+from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts, unit_words
 
 pytestmark = pytest.mark.quick
 

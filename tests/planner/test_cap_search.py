@@ -17,17 +17,17 @@ from plan_cases import (
 )
 
 from omnibal import cli
-from omnibal.config import load_cluster
+from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, Profile, model_sha256, write_profile
 from omnibal.cost.source import ANALYTIC
-from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths, draw_samples, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
-from omnibal.plan_data import least_caps
-from omnibal.planner import make_plan
+from omnibal.job.plan_data import least_caps
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import (
     CapRule,
     CapSearch,

@@ -26,12 +26,12 @@ from tokenizer_cases import (
     write_sentencepiece,
 )
 
-from omnibal.config import ModelConfig, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import answer_end, as_written, encode_prompt, encode_sample
 from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
+from omnibal.model.config import ModelConfig, load_model
 
 pytestmark = pytest.mark.quick
 

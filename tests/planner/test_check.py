@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
-from omnibal.check import check_plan, open_plan, training_obstacles
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.job.check import check_plan, open_plan, training_obstacles
+from omnibal.job.plan import Plan, read_plan, write_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.encoders import TilingConfig
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.plan import Plan, read_plan, write_plan
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
 
 pytestmark = pytest.mark.quick
 

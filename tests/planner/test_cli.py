@@ -19,14 +19,14 @@ from replay_cases import write_replay
 
 import omnibal
 from omnibal import cli
-from omnibal.config import load_cluster, load_model, preset_names
 from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.data.metrics import rank_sums
-from omnibal.data.packs import read_packs
-from omnibal.plan import read_plan
-from omnibal.plan_files import data_of_plan, job_of_plan
-from omnibal.units import unit_names
+from omnibal.job.plan import read_plan
+from omnibal.job.plan_files import data_of_plan, job_of_plan
+from omnibal.model.config import load_cluster, load_model, preset_names
+from omnibal.model.units import unit_names
+from omnibal.packing.packs import read_packs
+from omnibal.steps.metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 
@@ -61,8 +61,8 @@ FLAGS = {
     "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
-    "--memory-gib --packing --steps-of --window --dispatch --levels --curriculum-steps --encoder "
-    "--for --compare --json",
+    "--memory-gib --packing --steps-of --window --dispatch --packing-levels --curriculum-steps "
+    "--encoder --for --compare --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
@@ -154,7 +154,7 @@ def test_packs_of_isf_are_not_what_a_bound_is_sought_for(capsys, monkeypatch, lu
         sought.append(found)
         return 1
 
-    monkeypatch.setattr("omnibal.data.bound.packs_lower_bound", lower_bound)
+    monkeypatch.setattr("omnibal.packing.pack_bound.packs_lower_bound", lower_bound)
     packs = {}
     for method in ("balanced", "isf"):
         command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --micro-batches 1 --json"
@@ -598,7 +598,7 @@ def test_other_system_errors_name_the_path(capsys, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device", str(tmp_path / "plan"))
 
-    monkeypatch.setattr("omnibal.plan_files.save_plan", full)
+    monkeypatch.setattr("omnibal.job.plan_files.save_plan", full)
     error = failure(capsys, PLAN, "-o", tmp_path / "plan")
     assert error.endswith(f"error: {tmp_path / 'plan'}: No space left on device\n")
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.adapters import with_adapters
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
-from omnibal.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
-from omnibal.units import unit_kinds
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
+from omnibal.model.units import unit_kinds
 
 pytestmark = pytest.mark.quick
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from omnibal.config import ModelConfig, load_cluster
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.device_memory import DeviceMemory
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
+from omnibal.model.config import ModelConfig, load_cluster
 
 CLUSTER = load_cluster("h100-80g")
 MIB = 2**20

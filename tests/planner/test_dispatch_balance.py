@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from omnibal.dispatch.balance import balance
-from omnibal.dispatch.bounds import load_bound
 from omnibal.dispatch.differencing import differenced
+from omnibal.dispatch.load_bounds import load_bound
 from tests.planner.assignment_cases import assignments, check_assignment, random_cases
 
 pytestmark = pytest.mark.quick

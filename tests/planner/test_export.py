@@ -11,25 +11,25 @@ from cli_cases import failure, printed, run
 from export_cases import drawn_lengths, export_case, plan_files, scheduled, write_data
 from plan_cases import example_lengths, origin_of, request
 
-from omnibal.beside import EncodersBeside
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan, make_export
+from omnibal.export.directory import export_input, make_export
 from omnibal.export.exported import Exported
 from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import PlannedLevel
+from omnibal.job.plan_data import MockData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, TARGETS, TargetName
 from omnibal.pipeline.stage import Stage
-from omnibal.plan import PlannedLevel
-from omnibal.plan_data import MockData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.targets import OWN, TARGETS, TargetName
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
 LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
@@ -80,18 +80,18 @@ def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
 
 
 def test_what_no_trainer_can_be_told_is_named():
-    """Prevents: levels, shared packs or encoders beside the pipeline dropped without a word."""
+    """Prevents: levels, shared packs or data-parallel encoders dropped without a word."""
     plan = small_case().files.plan
     caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
     levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
-    beside = EncodersBeside(
+    beside = DataParallelEncoders(
         pipelines=1, items_per_pass={"vision": 1}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
     )
     shared = levels[1].model_copy(update={"context": 2})
     for changes, told in (
         ({"levels": levels}, "packs of 2 levels"),
         ({"levels": (levels[0], shared)}, "ranks share packs of some levels"),
-        ({"beside": beside}, "encoders stand beside the pipeline"),
+        ({"beside": beside}, "encoders are data-parallel"),
     ):
         changed = plan.model_copy(update=changes)
         assert all(
@@ -237,7 +237,7 @@ def failing(path: Path) -> None:
 def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
     """Prevents: half an export that looks like one."""
     case = small_case()
-    given = given_plan(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
+    given = export_input(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
     names = ["a/one", "b", "c"]
     writers = {name: lambda path: path.write_text("x") and None for name in names}
     writers[names[place]] = failing
@@ -323,10 +323,10 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
         files = replace(case.files, plan=case.files.plan.model_copy(update={"data": data}))
         arguments = (files, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
         if is_same:
-            assert given_plan(*arguments).annotations is annotations
+            assert export_input(*arguments).annotations is annotations
             continue
         with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
-            given_plan(*arguments)
+            export_input(*arguments)
 
 
 def test_what_a_prediction_leaves_out_is_told(tmp_path):
@@ -338,7 +338,7 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
         changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
         plan = case.files.plan.model_copy(update=changes)
         files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan))
-        given = given_plan(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
+        given = export_input(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
         exported = make_export(given, lambda given: Exported(files={}, command="")).exported
         told[made_for] = [each for each in exported.given_up if "not made for it" in each]
     assert ["encoders" in each for each in told[None]] == [True, False]

@@ -35,16 +35,16 @@ from trainer_cases import (
     write_shards,
 )
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.errors import UserError
 from omnibal.export import loongforge, megatron_lm
 from omnibal.export.energon import energon_files, loader_order, whole_steps
-from omnibal.export.exported import Given
+from omnibal.export.exported import ExportInput
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.parallel import Parallel
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult
-from omnibal.targets import TargetName
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
 
 SAMPLES = 10_000
 
@@ -81,7 +81,7 @@ class Stored:
         return SimpleNamespace(images=(), recordings=())
 
 
-def large(seed: int, ranks: int, name: TargetName, workers: int) -> Given:
+def large(seed: int, ranks: int, name: TargetName, workers: int) -> ExportInput:
     """A plan of 10,000 samples of text in random packs."""
     rng = np.random.default_rng(seed)
     lengths = lengths_of(tokens=rng.integers(10, 300, SAMPLES), tiles=np.zeros(SAMPLES))
@@ -92,7 +92,7 @@ def large(seed: int, ranks: int, name: TargetName, workers: int) -> Given:
     return given_of(files, name, None, workers)
 
 
-def samples_of_ranks(given: Given) -> list[list[list[int]]]:
+def samples_of_ranks(given: ExportInput) -> list[list[list[int]]]:
     """Samples of every pack that each rank trains, by step and slot, read from the plan itself."""
     run = given.files.steps[0]
     full = MICRO_BATCHES * given.files.plan.parallel.data
@@ -168,7 +168,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return write_lines(folder, records), records
 
 
-def planned_of(annotations: Annotations, name: TargetName, workers: int = 0, **changes) -> Given:
+def planned_of(
+    annotations: Annotations, name: TargetName, workers: int = 0, **changes
+) -> ExportInput:
     count = len(annotations)
     shown = np.array([len(annotations[index].images) for index in range(count)])
     lengths = lengths_of(tokens=np.arange(10, 10 + count), tiles=shown)

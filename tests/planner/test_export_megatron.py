@@ -14,27 +14,27 @@ import pytest
 from plan_cases import MODEL
 from trainer_cases import MICRO_BATCHES, given_of, lengths_of, plan_files, random_packs, stages_of
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
-from omnibal.export.exported import Given
+from omnibal.export.exported import ExportInput
 from omnibal.export.layout import parse_layout
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
 from omnibal.pipeline.stage import Stage
-from omnibal.targets import TargetName
 
 LARGER = MODEL.with_layers(vision=6, language=12)
 
 
 def planned(
     stages: tuple[Stage, ...], name: TargetName, model: ModelConfig = LARGER, **changes
-) -> Given:
+) -> ExportInput:
     """A plan of random packs on two data-parallel ranks."""
     rng = np.random.default_rng(0)
     lengths = lengths_of(rng.integers(10, 300, 60), np.zeros(60))
@@ -65,7 +65,7 @@ def overrides_of(command: str) -> dict[str, str]:
     )
 
 
-def longest(given: Given) -> int:
+def longest(given: ExportInput) -> int:
     tokens = given.order.packs.sums(given.files.steps[1].tokens)
     full = MICRO_BATCHES * given.files.plan.parallel.data
     return int(tokens[: len(tokens) // full * full].max())

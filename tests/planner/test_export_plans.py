@@ -11,10 +11,10 @@ from cli_cases import printed
 from plan_cases import example_lengths
 
 from omnibal.data.lengths import write_lengths
-from omnibal.data.next_fit import next_fit_packs
-from omnibal.plan import read_plan
-from omnibal.plan_files import data_of_plan
-from omnibal.targets import TARGETS, TargetName
+from omnibal.job.plan import read_plan
+from omnibal.job.plan_files import data_of_plan
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.steps.next_fit import next_fit_packs
 
 
 def run(capsys, *arguments: object) -> dict:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from cli_cases import run
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.families.hub import read_hub_config
 from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.layers import LayerKind
+from omnibal.model.layers import LayerKind
 
 pytestmark = pytest.mark.quick
 

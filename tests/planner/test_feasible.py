@@ -8,18 +8,18 @@ from itertools import product
 import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, request
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import Measured, model_sha256
-from omnibal.data.packing import PackingMethod
-from omnibal.data.steps import steps_of
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, SampleData, least_caps
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan_data import MockData, SampleData, least_caps
-from omnibal.planner import PlanRequest, make_plan
 from omnibal.search import feasible
 from omnibal.search.feasible import (
     Advice,
@@ -29,7 +29,7 @@ from omnibal.search.feasible import (
     gib_text,
     smaller_caps,
 )
-from omnibal.targets import RecomputeFreedom, StageRules, TrainerConstraints
+from omnibal.steps.steps import steps_of
 
 CLUSTER = load_cluster("laptop-cpu")
 LIMITED = StageRules(

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import pytest
 from length_cases import texts
 
-from omnibal.config import load_cluster, load_model
-from omnibal.cost.shares import part_features
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.cost.share_features import part_features
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import model_ms
 
 pytestmark = pytest.mark.quick

@@ -7,23 +7,23 @@ import pytest
 from cost_cases import assumed_h100
 from launch_cases import of_line
 
-from omnibal.check import training_obstacles
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost, kept_lines, layer_products
-from omnibal.errors import UserError
-from omnibal.fp8 import Fp8
-from omnibal.job import JobSpec
+from omnibal.job.check import training_obstacles
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Samples
 from omnibal.lint.line import line_of
 from omnibal.lint.low_precision import notes_on_precision, precision_of
 from omnibal.lint.predicted import predicted_line
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage_memory import unit_bytes
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
-from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.targets import TARGETS, TargetName
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from omnibal import cli
-from omnibal.config import load_model, preset_names
+from omnibal.base.errors import UserError
 from omnibal.cost.parameters import model_parameters
-from omnibal.errors import UserError
 from omnibal.families.named import hub_ids, model_notes, named_model, named_model_file
+from omnibal.model.config import load_model, preset_names
 from tools.hub_presets import preset_texts
 
 pytestmark = pytest.mark.quick

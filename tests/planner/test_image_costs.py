@@ -20,17 +20,17 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qw
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster, model_toml
 from omnibal.cost.analytic import analytic_cost, unit_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
-from omnibal.data.packs import Packs
-from omnibal.encoders import ImagesEncoder, VideoConfig
-from omnibal.parallel import Parallel
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, model_toml
+from omnibal.model.encoders import ImagesEncoder, VideoConfig
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_kinds, unit_names
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.recompute import Alike
 from omnibal.pipeline.stage_memory import LINKS, RunningPasses, memory_table
-from omnibal.pipeline.units import stages_from_cuts, unit_counts
-from omnibal.units import unit_kinds, unit_names
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 
 CLUSTER = load_cluster("h100-80g")
 WIDTH = 256
@@ -367,7 +367,7 @@ def test_images_are_scanned_planned_and_checked(
     given = ["--model", str(model), *sizes_of_job, *caps, "--lengths", lengths, "-o", plan]
     run("plan", *given)
     run("check", plan)
-    assert status("plan", *given, "--encoder", "beside") == 2
+    assert status("plan", *given, "--encoder", "data-parallel") == 2
     assert "cannot be dealt" in capsys.readouterr().err
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from omnibal.config import load_model
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.families.hub import read_hub_config
 from omnibal.families.named import model_notes, named_model
-from omnibal.layers import LayerRun
+from omnibal.model.config import load_model
+from omnibal.model.layers import LayerRun
 
 pytestmark = pytest.mark.quick
 

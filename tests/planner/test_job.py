@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, job_spec, request
 
-from omnibal import job as job_module
-from omnibal.config import load_cluster
+from omnibal.base.errors import UserError
 from omnibal.cost import source as source_module
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.cost.source import ANALYTIC
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel, check_parallel
-from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
-from omnibal.planner import make_plan
+from omnibal.job import job as job_module
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 
 pytestmark = pytest.mark.quick

@@ -11,20 +11,20 @@ from cli_cases import run
 from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
 from length_cases import lengths_of, texts
 
-from omnibal.config import ModelConfig, Precision, load_model, with_imbalance
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan
+from omnibal.base.errors import UserError
+from omnibal.export.directory import export_input
 from omnibal.export.trainers import EXPORTS
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, shape_caps
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.lint.launched import Launched, Samples, recomputing
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts, unit_words
-from omnibal.plan_data import MockData, shape_caps
-from omnibal.plan_files import PlanFiles
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import TARGETS, TargetName
+from omnibal.model.config import ModelConfig, Precision, load_model, with_imbalance
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 
 def plan_of(
@@ -77,7 +77,7 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
     """Prevents: a linter that calls a plan's own flags slower, larger or different."""
     files = plan_of(name, load_model(model), *SIZES[model], precision)
     plan = files.plan
-    line = EXPORTS[name](given_plan(files, TARGETS[name], None, tmp_path, 0)).command
+    line = EXPORTS[name](export_input(files, TARGETS[name], None, tmp_path, 0)).command
     told = of_line(line, model)
     # In FP8, what is kept may fit as it is.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"

@@ -6,16 +6,16 @@ from length_cases import lengths_of
 from plan_cases import MODEL
 from trainer_cases import given_of, plan_files, stages_of
 
-from omnibal.data.packs import Packs
 from omnibal.export.trainers import EXPORTS
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel
-from omnibal.targets import TargetName
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
+from omnibal.packing.packs import Packs
 
 pytestmark = pytest.mark.quick
 

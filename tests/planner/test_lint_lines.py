@@ -5,12 +5,12 @@ import re
 import pytest
 from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of
 
-from omnibal.levels import ContextExchange
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
+from omnibal.model.levels import ContextExchange
 
 pytestmark = pytest.mark.quick
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import pytest
 from launch_cases import sized_model
 
-from omnibal.config import ModelConfig
 from omnibal.families.named import named_model
+from omnibal.lint.all_rules import GROUPS, findings_of, rules_table
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.lint.rules import GROUPS, findings_of, rules_table
+from omnibal.model.config import ModelConfig
 
 pytestmark = pytest.mark.quick
 

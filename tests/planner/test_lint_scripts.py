@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cli_cases import status
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Launcher
 from omnibal.lint.script import read_script

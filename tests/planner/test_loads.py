@@ -11,16 +11,16 @@ import pytest
 from cli_cases import failure, run
 from plan_cases import MODEL, example_lengths
 
-from omnibal.config import load_cluster
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks, read_packs
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
 from omnibal.report.loads import common_practice, draw_loads, write_loads
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 pytestmark = pytest.mark.quick
 

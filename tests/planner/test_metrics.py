@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 from length_cases import lengths_of
 
-from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import (
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.packing.pack_bound import naive_lower_bound
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.metrics import (
     dist_ratio,
     least_dist_ratio,
     measure_packs,
     pad_ratio,
     straggler_factor,
 )
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
 

@@ -20,7 +20,7 @@ from omnibal.data.native_resolution import (
     video_text,
 )
 from omnibal.data.scan import image_size
-from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 
 SIZES = 2_000
 

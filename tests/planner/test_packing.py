@@ -10,13 +10,13 @@ from length_cases import make_lengths
 from packing_cases import REAL_LENGTHS, assert_valid, fewest_packs
 from scipy.optimize import linprog
 
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.fit import check_samples_fit
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.errors import UserError
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
 

@@ -12,15 +12,16 @@ from cost_cases import LinksInTime, model_of, random_cost, random_features, smal
 from partition_cases import frozen, planners_figures, random_packs
 from scipy.optimize import nnls
 
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 from omnibal.pipeline import partition, split_search
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
+from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
@@ -28,9 +29,8 @@ from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
-from omnibal.pipeline.units import check_stages, recomputed_counts, stages_from_cuts
+from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import unit_names
 
 LAYERS = ("vision_layer", "language_layer")
 
@@ -506,7 +506,7 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            cap, found = share * least, peak_beside_cap(cost, model, packs, p, share * least)
+            cap, found = share * least, peak_vs_budget(cost, model, packs, p, share * least)
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))

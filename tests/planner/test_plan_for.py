@@ -10,14 +10,15 @@ from length_cases import make_lengths
 from plan_cases import MODEL, example_lengths, job_spec
 
 from omnibal import cli
-from omnibal.check import open_plan
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search.limits import (
+from omnibal.job.check import open_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.search.limit_costs import (
     CostOfLimits,
     LimitName,
     binding_limits,
@@ -26,7 +27,6 @@ from omnibal.search.limits import (
     rates_lifted,
     requests_lifted,
 )
-from omnibal.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
 
@@ -76,7 +76,8 @@ def test_a_plan_is_made_for_every_trainer(capsys, tmp_path, lengths, name):
 
 def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path, lengths):
     """Prevents a comparison with another job, other caps or other sizes."""
-    command = f"{PLAN} --pp 2 --lengths {lengths} --max-tokens 512 --max-tiles 8 --levels 1 --json"
+    limits = "--max-tokens 512 --max-tiles 8 --packing-levels 1"
+    command = f"{PLAN} --pp 2 --lengths {lengths} {limits} --json"
     free = json.loads(run(capsys, f"{command} -o {tmp_path / 'free'}")[0])
     made = json.loads(run(capsys, f"{command} --for loongforge -o {tmp_path / 'made'}")[0])
     assert free["made_for"] is None and "limits" not in free
@@ -134,11 +135,14 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
         ("--for mindspeed-mm --limit loss_tokens=99", "packs by tokens alone"),
         (
-            "--for loongforge --encoder beside",
-            "--encoder beside cannot be given with --for loongforge",
+            "--for loongforge --encoder data-parallel",
+            "--encoder data-parallel cannot be given with --for loongforge",
         ),
         ("--for loongforge --window 40", "--window 40 cannot be given with --for"),
-        ("--for loongforge --levels 2", "--levels 2 cannot be given with --for loongforge"),
+        (
+            "--for loongforge --packing-levels 2",
+            "--packing-levels 2 cannot be given with --for loongforge",
+        ),
         ("--for loongforge --method parameter", "--method parameter cannot be given with --for"),
         ("--for loongforge --recompute none", "--recompute none cannot be given with --for"),
         ("--for loongforge --curriculum-steps 2", "--curriculum-steps 2 cannot be given"),
@@ -279,13 +283,13 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
         packed.append(len(samples))
         return pack_samples(samples, *arguments, **options)
 
-    monkeypatch.setattr("omnibal.data.steps.pack_samples", pack)
+    monkeypatch.setattr("omnibal.steps.steps.pack_samples", pack)
     done = []
     of_all = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
     assert done == [1] * len(requests) and set(packed) == {3000} and len(packed) <= 2
     for name, request in requests.items():
         assert of_all[name] == pytest.approx(rate_of(make_plan(request)))
-    monkeypatch.setattr("omnibal.search.limits._COMPARED_SAMPLES", 900)
+    monkeypatch.setattr("omnibal.search.limit_costs._COMPARED_SAMPLES", 900)
     packed.clear()
     of_some = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
     assert set(packed) == {900} and len(packed) <= 2

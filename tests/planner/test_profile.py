@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measured, measurements_of, true_cost
 
-from omnibal.config import ModelConfig, RopeScaling
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import (
     Measured,
@@ -15,10 +15,10 @@ from omnibal.cost.profile import (
     read_profile,
     write_profile,
 )
-from omnibal.errors import UserError
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.parallel import Parallel
-from omnibal.units import unit_names
+from omnibal.model.config import ModelConfig, RopeScaling
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 
 pytestmark = pytest.mark.quick
 EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)

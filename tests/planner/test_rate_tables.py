@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cost_cases import assumed_h100
 
-from omnibal.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import (
@@ -15,8 +15,8 @@ from omnibal.cost.shaped_rates import (
     ring_line,
     send_line,
 )
-from omnibal.errors import UserError
-from omnibal.rates import CollectiveTime, ProductTime
+from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.model.rates import CollectiveTime, ProductTime
 
 pytestmark = pytest.mark.quick
 

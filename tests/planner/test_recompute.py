@@ -24,7 +24,7 @@ from omnibal.pipeline.stage_memory import (
     stage_memory,
     undominated,
 )
-from omnibal.pipeline.units import (
+from omnibal.pipeline.unit_runs import (
     layer_kinds,
     recomputed_counts,
     stage_units,

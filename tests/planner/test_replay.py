@@ -9,33 +9,33 @@ from cost_cases import random_cost
 from plan_cases import request
 from replay_cases import replay_info, write_replay
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.level_costs import features_of, side_by_side
-from omnibal.pipeline.predict import predict
-from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step, stage_times
-from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
-from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan, PlannedLevel
-from omnibal.planner import make_plan
-from omnibal.pretended import heaviest_windows
-from omnibal.replay import (
+from omnibal.job.fake_replay import heaviest_windows
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.job.planner import make_plan
+from omnibal.job.replay import (
     REPLAY_FILES,
     chosen_steps,
     heaviest_rows,
     read_replay,
     rows_of_steps,
 )
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.level_costs import features_of, side_by_side
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import per_step_costs, stage_times
+from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
+from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
+from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
 
@@ -157,7 +157,7 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
     )
     replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.workload)
     times = stage_times(small.cost, small.plan.stages, small.features)
-    once = once_a_step(small.cost, small.plan.stages)
+    once = per_step_costs(small.cost, small.plan.stages)
     # The first stage has one bucket; later ones gather while they wait for the first micro-batch.
     reduction_ms, update_ms = once.reduction_ms, once.update_ms
     assert once.buckets.tolist() == [1] * 4 and not once.tied_ms.any()

@@ -15,26 +15,11 @@ import pytest
 from replay_cases import write_replay
 from rich.console import Console
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
-from omnibal.data.packs import Packs, ScheduledPacks, write_packs
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.prediction import (
-    DataParallelExchange,
-    LostTime,
-    Prediction,
-    StageMemory,
-    StagePrediction,
-)
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import (
+from omnibal.job.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     Plan,
@@ -43,15 +28,10 @@ from omnibal.plan import (
     read_plan,
     write_plan,
 )
-from omnibal.plan_data import describe_data
-from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
-from omnibal.replay import StageReplay, read_replay
-from omnibal.report.page import render, write_report
-from omnibal.report.sources import sources_table
-from omnibal.report.tables import accuracy_table, memory_table
-from omnibal.report.text import milliseconds
-from omnibal.report.timeline import representative_step
-from omnibal.runlog import (
+from omnibal.job.plan_data import describe_data
+from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.job.replay import StageReplay, read_replay
+from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
     EvaluatedAnswer,
@@ -65,6 +45,26 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
+from omnibal.pipeline.prediction import (
+    DataParallelExchange,
+    LostTime,
+    Prediction,
+    StageMemory,
+    StagePrediction,
+)
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.workload import Workload
+from omnibal.report.formatting import milliseconds
+from omnibal.report.length_sources import sources_table
+from omnibal.report.page import render, write_report
+from omnibal.report.page_tables import accuracy_table, memory_table
+from omnibal.report.timeline import representative_step
 
 pytestmark = pytest.mark.quick
 

@@ -9,15 +9,15 @@ from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.links import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
-from omnibal.levels import Level
-from omnibal.limits import Caps
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import runtime_of
 from omnibal.lint.line import line_of
-from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import OnceAStep
-from omnibal.rates import CollectiveTime, Rates
-from omnibal.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.pipeline.stage_cost import PerStepCosts
 
 CLUSTER = assumed_h100()
 MODEL = named_model("llama3.1-70b")
@@ -140,7 +140,7 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
     stages = 3
     ends, starts = rng.uniform(0, 50, (2, 4, chunks, stages))
     reduction, gather = rng.uniform(1, 60, (2, stages))
-    once = OnceAStep(
+    once = PerStepCosts(
         reduction_ms=reduction, gather_ms=gather, buckets=np.ones(stages), overlaps=overlaps,
         tied_ms=np.zeros(stages), update_ms=np.zeros(stages),
     )  # fmt: skip

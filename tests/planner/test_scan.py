@@ -22,16 +22,16 @@ import pytest
 from cli_cases import status
 from PIL import Image
 
-from omnibal.config import ModelConfig, load_model
+from omnibal.base.errors import UserError
+from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
 from omnibal.data.image_files import ImageFile
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.scan import Scan, scan_key, scan_lengths, write_skipped
 from omnibal.data.scan_journal import COUNTED, ScanJournal
-from omnibal.data.scan_pool import map_unordered, usable_cores
 from omnibal.data.tiling import tile_count
-from omnibal.errors import UserError
+from omnibal.model.config import ModelConfig, load_model
 
 MODEL = load_model("internvl-digits")
 MESSAGES = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "7"}]

@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from length_cases import long_tailed, texts
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import MAX_CONTEXT, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import MAX_CONTEXT, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan_data import SampleData
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import (
@@ -26,19 +26,19 @@ from omnibal.search.level_choice import (
     possible_contexts,
 )
 from omnibal.search.level_estimates import candidate_caps, top_caps
-from omnibal.search.level_trial import (
-    LevelTrial,
-    LevelTrials,
-    levels_in_use,
-    shorter_first,
-)
-from omnibal.search.levels import (
+from omnibal.search.level_sets import (
     LEAST_GAIN,
     LevelRequest,
     hbp_search,
     is_one_level,
     search_levels,
     shared_anew,
+)
+from omnibal.search.level_trial import (
+    LevelTrial,
+    LevelTrials,
+    levels_in_use,
+    shorter_first,
 )
 
 MODEL = load_model("llama3.1-8b")

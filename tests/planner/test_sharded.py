@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 from plan_cases import example_lengths
 
-from omnibal.config import ClusterConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import trained_features
 from omnibal.cost.sharded import ShardedExchange
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import ClusterConfig, load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.search.limits import LimitName, lifted
-from omnibal.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
-from omnibal.units import unit_names
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.search.limit_costs import LimitName, lifted
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
@@ -219,7 +219,7 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
 def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
     """Breakdown of the mean step on one stage, which adds up to it."""
     stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, ())
-    once = once_a_step(job.cost, stages)
+    once = per_step_costs(job.cost, stages)
     step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
     lost = lost_time(job.cost, [stages], workload, float(step_ms.mean()))
     assert sum(lost.named().values()) == pytest.approx(step_ms.mean())

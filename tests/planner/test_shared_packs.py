@@ -12,8 +12,8 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps, simulate_levels, simulate_run, simulate_steps
-from omnibal.pipeline.stage_cost import StageTimes, once_a_step, stage_times, workload_times
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, stage_times, workload_times
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
@@ -82,7 +82,7 @@ def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) ->
     steps = [random_step(rng, ranks) for _ in range(7)]
     workload = workload_of(rng, steps, ranks, len(cost.features))
     times = stage_times(cost, stages, workload.features)
-    once = once_a_step(cost, stages).nothing()
+    once = per_step_costs(cost, stages).nothing()
     slots = max(map(len, steps))
     expected = []
     for number, step in enumerate(steps):
@@ -133,7 +133,7 @@ def test_every_share_takes_the_time_of_its_level() -> None:
     workload = workload_of(rng, [random_step(rng, 4) for _ in range(5)], 4, len(costs[0].features))
     found = workload_times(side_by_side(costs), stages_at, workload)
     assert 0 < workload.level.sum() < len(workload)
-    assert found.waits_ms is None, "no encoders stand beside the pipeline"
+    assert found.waits_ms is None, "no encoders are data-parallel"
     for row, level in enumerate(workload.level):
         alone = stage_times(costs[level], stages_at[level], workload.features[[row]])
         for name in set(StageTimes.__dataclass_fields__) - {"waits_ms", "has_experts"}:

@@ -8,25 +8,25 @@ from cost_cases import assumed_h100
 from length_cases import lengths_of
 from plan_cases import MODEL, example_profile, job_spec
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, ShareMeasurement, model_sha256
-from omnibal.cost.shares import share_features
+from omnibal.cost.share_features import share_features
 from omnibal.cost.source import ANALYTIC
-from omnibal.data.cut import cut_pack, item_bounds
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.shares import shares_of
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.layers import LayerRun
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.rates import CollectiveTime, Rates
-from omnibal.units import feature_names, feature_names_at, unit_names
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.layers import LayerRun
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.units import feature_names, feature_names_at, unit_names
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.cut import cut_pack, item_bounds
+from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 

@@ -11,15 +11,26 @@ from cost_cases import model_of, random_cost
 from partition_cases import frozen, planners_figures, random_packs
 from plan_cases import job_spec, request
 
-from omnibal.beside import EncoderPlacement
-from omnibal.check import check_plan
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.check import check_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import write_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import (
+    TARGETS,
+    RecomputeFreedom,
+    StageRules,
+    TargetName,
+    TrainerConstraints,
+)
+from omnibal.model.units import LANGUAGE
 from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
@@ -27,13 +38,8 @@ from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
 from omnibal.pipeline.stage_rules import limits_in_words
-from omnibal.pipeline.units import check_stages, encoders_stage, unit_words
+from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import write_plan
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
-from omnibal.targets import TARGETS, RecomputeFreedom, StageRules, TargetName, TrainerConstraints
-from omnibal.units import LANGUAGE
 
 FOUR_TENSOR_RANKS = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
 TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
@@ -225,7 +231,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
 
 
 def test_what_does_not_go_with_limited_stages_is_refused():
-    """Prevents a plan by another method, of levels or with encoders beside the pipeline, which
+    """Prevents a plan by another method, of levels or with data-parallel encoders, which
     would ignore what the trainer can be told."""
     rules = StageRules(encoders_on_first=True)
     asked = request()
@@ -235,5 +241,5 @@ def test_what_does_not_go_with_limited_stages_is_refused():
     levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
     with pytest.raises(UserError, match="levels"):
         replace(asked, job=limited, data=replace(asked.data, levels=levels))
-    with pytest.raises(UserError, match="beside the pipeline"):
-        replace(limited, placement=EncoderPlacement.BESIDE)
+    with pytest.raises(UserError, match="data-parallel encoders"):
+        replace(limited, placement=EncoderPlacement.DATA_PARALLEL)

@@ -16,21 +16,23 @@ from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, r
 from rate_cases import tiled_rates
 from rich.console import Console
 
-from omnibal import cli, tables
-from omnibal.config import load_cluster, load_model
+from omnibal import cli
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.job.plan import read_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import read_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.report import command_tables
 from omnibal.search import engine, parallel_sizes
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 from omnibal.search.engine import CLEARLY_WORSE, Bound
@@ -50,7 +52,6 @@ from omnibal.search.strategy import (
     Sizing,
     StrategyRequest,
 )
-from omnibal.units import unit_names
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
 CAPS = Caps.of(tiles=8, tokens=320)
@@ -493,10 +494,10 @@ def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, 
 
 
 def test_one_level_is_what_sizes_are_compared_for(tmp_path, capsys):
-    """Prevents `--levels 1` refused beside --gpus, which plans just that."""
+    """Prevents `--packing-levels 1` refused beside --gpus, which plans just that."""
     write_lengths(example_lengths(), tmp_path / "lengths.parquet")
     files = ["--lengths", str(tmp_path / "lengths.parquet")]
-    for name, levels in (("given", ["--levels", "1"]), ("left-out", [])):
+    for name, levels in (("given", ["--packing-levels", "1"]), ("left-out", [])):
         given = [*PLAN.split(), "--samples-per-step", "40", *files, *levels]
         with contextlib.suppress(SystemExit):
             cli.main([*given, "-o", str(tmp_path / name)])
@@ -597,7 +598,7 @@ def test_table_fits_a_terminal():
     """Prevents rows that wrap, and strategies that are not in the table."""
     found = search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.02}), gpus=8)
     console = Console(width=80, file=StringIO())
-    console.print(tables.strategy_table(found, 72.0))
+    console.print(command_tables.strategy_table(found, 72.0))
     printed = console.file.getvalue().splitlines()
     rows = [tuple(map(int, line.split()[:3])) for line in printed if line[:3].strip().isdigit()]
     every = [*found.ranking[:10], *found.ruled_out[:10]]

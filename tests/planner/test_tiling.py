@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiling_cases import internvl_grid
 
 from omnibal.data.tiling import tile_count, tile_grid
-from omnibal.encoders import TilingConfig
+from omnibal.model.encoders import TilingConfig
 
 pytestmark = pytest.mark.quick
 

@@ -10,27 +10,27 @@ import pytest
 from cost_cases import assumed_h100
 from length_cases import lengths_of
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.context import exchange_mistake
+from omnibal.cost.encoder_kinds import counts_of_kind
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import shape_caps
+from omnibal.model.config import (
     LanguageConfig,
     ModelConfig,
     load_model,
     preset_names,
 )
-from omnibal.cost.analytic import analytic_cost, model_flops
-from omnibal.cost.context import exchange_mistake
-from omnibal.cost.encoder_kinds import counts_of_kind
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.packs import Packs
-from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, EncoderLayers
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
-from omnibal.levels import ContextExchange, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import shape_caps
-from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.encoders import ENCODER_KINDS, ClipsEncoder, EncoderLayers
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, model_parts, unit_kinds, unit_names
+from omnibal.packing.packs import Packs
 
 pytestmark = pytest.mark.quick
 
@@ -343,7 +343,7 @@ def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
     """Prevents: a traceback, or inputs of no size, where a kind says nothing of its items' size."""
     job = {
         "cluster": CLUSTER, "parallel": Parallel(pipeline=2), "precision": "bf16",
-        "placement": EncoderPlacement.BESIDE,
+        "placement": EncoderPlacement.DATA_PARALLEL,
     }  # fmt: skip
     for name, tower in JobSpec(model=THREE, **job).encoders_cost.encoders.items():
         values = {"vision": 3 * 448 * 448, "audio": 3_000 * 128}[name]

@@ -11,18 +11,18 @@ from length_cases import lengths_of, make_lengths
 from packing_cases import REAL_LENGTHS
 from plan_cases import job_spec
 
-from omnibal.config import load_model
-from omnibal.data.full_steps import split_to_fill
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
-from omnibal.data.media import media_of, pack_apart
-from omnibal.data.next_fit import filling_steps, kept_apart, merging, next_fit_packs
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.errors import UserError
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData, caps_of_tokens
-from omnibal.targets import TARGETS, PackRules, TargetName
+from omnibal.job.plan_data import SampleData, caps_of_tokens
+from omnibal.model.config import load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, PackRules, TargetName
+from omnibal.packing.media import media_of, pack_apart
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.full_steps import split_to_fill
+from omnibal.steps.next_fit import filling_steps, kept_apart, merging, next_fit_packs
 
 SAMPLES = 1_100
 TARGETS_OF_RULES = {target.packs: target.name for target in TARGETS.values()}
@@ -229,7 +229,7 @@ def test_epochs_are_formed_one_after_another():
         scheduled(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
 
 
-def test_ranks_in_step_keep_like_packs():
+def test_ranks_in_lockstep_keep_like_packs():
     """Prevents an order for the trainer's sake that undoes the dealing of packs to ranks which
     share out experts: their slots stay alike."""
     model = load_model("internvl-digits-moe")

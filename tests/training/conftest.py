@@ -12,7 +12,7 @@ from data_cases import Data, noisy_pictures
 from ranks import run_alone
 
 from megatron.vlm.backend import prepare_megatron_core
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 # Before any parallel region: a forked child cannot use its parent's threads.
 torch.set_num_threads(1)

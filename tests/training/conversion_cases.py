@@ -12,8 +12,8 @@ from released import (
 from toy import ToySample
 
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
-from omnibal.config import ModelConfig, load_model
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.model.config import ModelConfig, load_model
+from omnibal.model.layers import ExpertsConfig, LayerRun
 
 TOLERANCE = 1e-4
 OURS = {

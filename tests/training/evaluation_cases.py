@@ -7,10 +7,10 @@ from toy import OPTIONS
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.limits import Caps
+from omnibal.model.config import load_model
+from omnibal.model.limits import Caps
 
 MAX_NEW_TOKENS = 4
 SAMPLES = 6

@@ -9,7 +9,7 @@ from toy import OPTIONS, stages_of, toy_batch, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 # Packs of different shapes; one has no image, one is a single sample, one only images' worth.
 STEPS = [

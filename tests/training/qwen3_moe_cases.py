@@ -4,8 +4,8 @@ import torch
 from toy import toy_text_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from omnibal.config import ModelConfig
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.model.config import ModelConfig
+from omnibal.model.layers import ExpertsConfig, LayerRun
 
 
 def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:

@@ -9,11 +9,11 @@ from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.levels import ContextExchange, CutRule
-from omnibal.limits import Caps
-from omnibal.plan import Plan, PlannedLevel
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.model.config import ModelConfig
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.levels import ContextExchange, CutRule
+from omnibal.model.limits import Caps
 
 # Rows of slots, each (level, packs); a pack is samples of (tiles, text tokens). Levels 1 and 2 are
 # shared. There are packs without images, with fewer tiles than ranks, and with a sample of which
@@ -166,7 +166,7 @@ def train_steps(links, plan, case, shared):
         rows = list(whole_packs(plan, number, case.drop_path))
         batches = MicroBatchStream.of([batch for _, row in rows for batch in row])
         batches = own_batches(plan, rows) if shared else batches
-        result = train_step(trainer, batches, slots=trainer.most_in_step(len(batches)))
+        result = train_step(trainer, batches, slots=trainer.most_in_lockstep(len(batches)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)
         gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))

@@ -72,9 +72,9 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
         batches = list(batches_of(plan.model, number, packs))
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         counts = [len(range(rank, len(batches), plan.parallel.data)) for rank in range(8)]
-        block = parallel_state.get_data_parallel_rank() // plan.parallel.in_step
-        # The first of ranks that run in step has the most packs.
-        slots = counts[block * plan.parallel.in_step]
+        block = parallel_state.get_data_parallel_rank() // plan.parallel.lockstep_ranks
+        # The first of ranks that run in lockstep has the most packs.
+        slots = counts[block * plan.parallel.lockstep_ranks]
         result = train_step(trainer, MicroBatchStream.of(own), slots=slots)
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gather_gradients(trainer.model)

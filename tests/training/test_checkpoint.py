@@ -27,9 +27,9 @@ from megatron.vlm.checkpoint.save_load import (
 )
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.parallel import Parallel
 
 
 def run_range(plan, *arguments, **options):
@@ -170,7 +170,7 @@ def test_training_does_not_change_what_is_being_saved(tmp_path):
 
 
 class _Stream:
-    """Work of a pretended device in the order it was launched, done when somebody waits."""
+    """Work of a fake device in the order it was launched, done when somebody waits."""
 
     def __init__(self):
         self.launched = []

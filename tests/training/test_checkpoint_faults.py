@@ -29,7 +29,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 PACKS = [[(1, 8)], [(0, 9)]]
 SCHEDULED_STEPS = 10_000

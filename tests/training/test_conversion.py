@@ -70,10 +70,10 @@ from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
+from omnibal.model.config import load_model
+from omnibal.model.encoders import TilingConfig
 from tools import convert
 
 

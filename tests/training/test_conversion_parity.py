@@ -33,8 +33,8 @@ from transformers import InternVLVisionModel, LlamaForCausalLM, Qwen2ForCausalLM
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
+from omnibal.model.parallel import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from omnibal.config import load_model
+from omnibal.model.config import load_model
 
 HERE = Path(__file__).parent
 

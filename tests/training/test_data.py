@@ -33,10 +33,10 @@ from megatron.vlm.inputs.data import (
 from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
-from omnibal.levels import Level
-from omnibal.limits import Caps
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from toy import OPTIONS, stages_of, toy_plan
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.step.evaluate import EvaluationOptions, _micro_batch, _questions
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
+from omnibal.model.config import load_model
 
 
 def answers_one_by_one(links, plan, folder):

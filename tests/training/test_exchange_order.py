@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-import beside_cases as beside
+import data_parallel_encoder_cases as beside
 import overlap_cases as overlap
 import pytest
 import shared_training_cases as shared
@@ -13,7 +13,7 @@ from exchange_log import disagreements, logged_exchanges
 from ranks import run_ranks
 from toy import stages_of, toy_model, toy_plan
 
-from omnibal.config import load_model
+from omnibal.model.config import load_model
 
 
 def kinds_of(logs):
@@ -31,7 +31,7 @@ def test_ranks_that_share_packs(name):
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_encoders_beside_the_pipeline(tmp_path, number):
+def test_data_parallel_encoders(tmp_path, number):
     """Prevents: a rank without items that skips an exchange of features which others begin."""
     case = list(beside.CASES.values())[number]
     plan = beside.plan_of(case)

@@ -3,7 +3,7 @@
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 2), (2, 2, 4, 4), (4, 1, 2, 2), (2, 2, 2, 4)])
@@ -40,4 +40,4 @@ def test_expert_groups_are_megatrons(sizes):
         assert held == [*range(8)]
         assert parallel.place(rank)["expert"] == list(parallel.expert_peers(rank)).index(rank)
         data = {parallel.place(peer)["data"] for peer in parallel.expert_peers(rank)}
-        assert len(data) == parallel.in_step
+        assert len(data) == parallel.lockstep_ranks

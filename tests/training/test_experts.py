@@ -14,8 +14,8 @@ from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.check import model_obstacle
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.job.check import model_obstacle
+from omnibal.model.layers import ExpertsConfig, LayerRun
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
 # whose tokens carry no loss.

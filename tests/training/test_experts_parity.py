@@ -14,8 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
 from omnibal.families.text import auxiliary_loss, released_coefficient
+from omnibal.model.config import ModelConfig
 
 SAMPLES = [(0, 12), (0, 7), (0, 16)]
 

@@ -15,8 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
 
 STEPS = 30
 PACKS_PER_STEP = 4

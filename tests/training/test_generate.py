@@ -19,7 +19,7 @@ from omnibal.data.chat import encode_prompt
 from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 NEW_TOKENS = 6
 

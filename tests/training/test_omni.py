@@ -19,9 +19,9 @@ from megatron.vlm.step import schedule
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.units import last_unit
-from omnibal.plan import Plan
-from omnibal.units import model_parts
+from omnibal.job.plan import Plan
+from omnibal.model.units import model_parts
+from omnibal.pipeline.unit_runs import last_unit
 
 MODEL = toy_omni_model()
 # Samples of (tiles, text tokens, clips): packs of both, of one, and of neither.

@@ -23,7 +23,7 @@ from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.schedule import create_pipeline_links
 from megatron.vlm.step.train import _tied_groups, build_trainer, train_step
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

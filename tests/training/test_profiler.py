@@ -11,6 +11,7 @@ from ranks import run_ranks
 from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.measured_shares import context_sizes
 from megatron.vlm.measure.profiler import (
     KeptActivations,
     ProfileOptions,
@@ -21,17 +22,16 @@ from megatron.vlm.measure.profiler import (
     profiled_batches,
     random_batch,
 )
-from megatron.vlm.measure.shares import context_sizes
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.profile import Measured
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import ContextExchange
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, unit_names
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.workload import Workload
-from omnibal.units import feature_names, unit_names
 
 pytestmark = pytest.mark.quick
 

@@ -9,10 +9,10 @@ from programs import run_program
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.installed import import_failure
-from megatron.vlm.measure.pretended.job import check_pretended_precision
+from megatron.vlm.measure.fake_device.job import check_fake_device_precision
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.model.stage import build_stage
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 HERE = Path(__file__).parent
 
@@ -40,8 +40,8 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
     plan = toy_plan(model, stages_of(model)).model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"fp8.*--provider te"):
         build_stage(plan, 0)
-    with pytest.raises(UserError, match="pretended device"):
-        check_pretended_precision("fp8")
+    with pytest.raises(UserError, match="fake device"):
+        check_fake_device_precision("fp8")
     providers = "megatron.vlm.model.providers"
     monkeypatch.setattr(f"{providers}.is_te_min_version", lambda version: False)
     monkeypatch.setattr(f"{providers}.get_te_version", lambda: "1.8.0")
@@ -49,7 +49,7 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
         check_precision("fp8", "te")
     for precision in ("fp32", "bf16"):
         check_precision(precision, "te")
-        check_pretended_precision(precision)
+        check_fake_device_precision(precision)
 
 
 @pytest.mark.parametrize("mode", [("--dry-run",), ("--data", "meta.json")])

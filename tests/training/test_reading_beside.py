@@ -15,12 +15,12 @@ from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import Profiler, profiled_batches
 from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_model
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

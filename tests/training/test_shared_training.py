@@ -28,7 +28,7 @@ from megatron.vlm.model import shared_attention
 from megatron.vlm.model.context_groups import create_context_groups
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.levels import CutRule
+from omnibal.model.levels import CutRule
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -23,20 +23,20 @@ from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_i
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_cluster
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import read_plan, write_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.job.replay import REPLAY_FILES, read_replay
+from omnibal.model.config import load_cluster
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.stage import joined
-from omnibal.plan import read_plan, write_plan
-from omnibal.plan_data import SampleData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.replay import REPLAY_FILES, read_replay
 
 pytestmark = pytest.mark.in_own_process
 

@@ -20,7 +20,7 @@ from toy import stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import LanguageConfig
+from omnibal.model.config import LanguageConfig
 
 
 @functools.cache

@@ -31,10 +31,10 @@ from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.model.parallel import Parallel
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -26,7 +26,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 
 @functools.cache

@@ -8,16 +8,16 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
-from megatron.vlm.inputs.share import Share
+from megatron.vlm.inputs.pack_share import Share
 from megatron.vlm.measure.profiler import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster
-from omnibal.encoders import ClipsEncoder, TilesEncoder
-from omnibal.levels import Level
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.levels import Level
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage, joined
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 IMAGE_TOKEN = 0
 AUDIO_TOKEN = 1

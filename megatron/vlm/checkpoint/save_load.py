@@ -61,9 +61,9 @@ from megatron.vlm.checkpoint.identity import (
 )
 from megatron.vlm.checkpoint.optimizer_share import load_share
 from megatron.vlm.model.stage import VLMStage
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
-from omnibal.plan import Plan
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class CheckpointWriter:
         options: the optimizer's settings, which a resumed run must share.
         keep_last: how many checkpoints are kept; None keeps all.
         stages: everything that this rank holds of the model, whose optimizers are chained in this
-            order: its stage, and encoders beside the pipeline.
+            order: its stage, and data-parallel encoders.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written
             while training goes on.
 
@@ -549,7 +549,7 @@ def _trained(stages: Sequence[VLMStage], optimizer: ChainedOptimizer) -> list[_T
     """The optimizers of everything that is trained.
 
     Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
-    other ranks divide; of frozen experts none. Frozen encoders beside the pipeline have none.
+    other ranks divide; of frozen experts none. Frozen data-parallel encoders have none.
     """
     chain = iter(optimizer.chained_optimizers)
     found = []

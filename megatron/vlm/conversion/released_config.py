@@ -17,9 +17,7 @@ from typing import Any
 
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
 from omnibal.families.hub import is_quantized
 from omnibal.families.hub_table import as_table
@@ -40,8 +38,10 @@ from omnibal.families.text import (
     language_type,
     released_coefficient,
 )
-from omnibal.layers import ExpertsConfig, LayerKind
-from omnibal.limits import words
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import TilesEncoder
+from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.limits import words
 
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.identity import raise_no_failure, reason
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

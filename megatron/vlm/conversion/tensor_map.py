@@ -23,8 +23,8 @@ from enum import StrEnum
 import torch
 
 from megatron.vlm.model.vision import IMAGE_CHANNELS
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ClipsEncoder, EncoderLayers
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers
 
 Shape = tuple[int, ...]
 

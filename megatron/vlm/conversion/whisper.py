@@ -31,10 +31,10 @@ from megatron.vlm.conversion.tensor_map import (
     whisper_tensors,
 )
 from megatron.vlm.model.audio import sinusoids
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import UserError
-from omnibal.files import atomic_directory, complaint, read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory, complaint, read_json_model
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder
 
 _MODEL_TYPE = "whisper"
 _POSITIONS = "embed_positions.weight"

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from megatron.vlm.inputs.handing_over import parcel, unpacked
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _PREFETCH = 4
 """Items that every worker loads ahead."""

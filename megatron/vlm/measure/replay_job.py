@@ -24,19 +24,16 @@ from megatron.vlm.measure.replay import (
     replay_stage,
 )
 from megatron.vlm.run.launch import Launch
-from omnibal.check import model_obstacle, open_plan, precision_obstacle
-from omnibal.config import Provider
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.plan_files import PlanFiles
-from omnibal.replay import (
+from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.replay import (
     REPLAY_FILES,
     ReplayInfo,
     chosen_steps,
@@ -44,6 +41,9 @@ from omnibal.replay import (
     plan_sha256,
     rows_of_steps,
 )
+from omnibal.model.config import Provider
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.workload import Workload
 
 _POLL_S = 0.2
 
@@ -114,7 +114,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
     Raises:
         UserError: the plan does not hold, ranks share its packs or share out experts, encoders
-            stand beside its pipeline, the trainer cannot build its model, or data and tokenizer
+            are data-parallel, the trainer cannot build its model, or data and tokenizer
             are not the plan's.
     """
     planned = open_plan(plan_directory)
@@ -124,7 +124,8 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     if planned.plan.has_shared_packs:
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
-            "alone: give a plan without shared packs, such as one of `omnibal plan --levels 1`"
+            "alone: give a plan without shared packs, such as one of `omnibal plan "
+            "--packing-levels 1`"
         )
     if planned.plan.parallel.expert > 1:
         raise UserError(
@@ -133,7 +134,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         )
     if planned.plan.beside is not None:
         raise UserError(
-            f"{plan_directory}: has encoders beside the pipeline, and a replay runs stages alone: "
+            f"{plan_directory}: has data-parallel encoders, and a replay runs stages alone: "
             "give a plan with its encoders in the pipeline, of `omnibal plan --encoder pipeline`"
         )
     packs, lengths = planned.steps

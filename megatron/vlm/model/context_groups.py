@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 ContextGroups = dict[int, dist.ProcessGroup]
 """This rank's block of every context size above 1 that there is."""

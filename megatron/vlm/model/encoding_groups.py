@@ -1,4 +1,4 @@
-"""Process groups of encoders that stand beside the pipeline."""
+"""Process groups of data-parallel encoders."""
 
 import torch
 import torch.distributed as dist
@@ -7,7 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.encoder_share import EncodingRanks
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
 
 
 def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
@@ -27,7 +27,7 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
     return own
 
 
-def whole_copy_groups() -> ProcessGroupCollection:
+def replica_groups() -> ProcessGroupCollection:
     """Core's groups for a module of which every rank of the job has a whole copy.
 
     No rank divides it with others, and its gradients are those of all ranks together.

@@ -28,14 +28,14 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.share import Share, ShareLayout
+from megatron.vlm.inputs.pack_share import Share, ShareLayout
 from megatron.vlm.model.exchange import (
     Gathering,
     exchange_rows,
     gather_rows,
     scatter_gradients,
 )
-from omnibal.levels import ContextExchange
+from omnibal.model.levels import ContextExchange
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
 """Attention within the ranges of one rank, as `attention.attend_packed`."""

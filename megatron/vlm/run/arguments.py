@@ -13,8 +13,8 @@ from typing import Any, NoReturn, get_args
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.config import Provider
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.config import Provider
 
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 

@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _WINDOW = 100
 _ENOUGH = 20

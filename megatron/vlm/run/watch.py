@@ -27,7 +27,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.vlm.run.launch import Launch
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
