@@ -345,7 +345,7 @@ def _option_text(name: str, value: object) -> str:
     """An option as it was given."""
     if value is False:
         return f"--no-{name}"
-    option = {"made_for": "for"}.get(name, name.replace("_", "-"))
+    option = {"made_for": "for", "levels": "packing-levels"}.get(name, name.replace("_", "-"))
     is_named_alone = value is True or isinstance(value, list)
     return f"--{option}" if is_named_alone else f"--{option} {value}"
 
