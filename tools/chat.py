@@ -21,10 +21,9 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.program import run_app
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer
-from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import AUDIO, IMAGE, Sample, Turn
+from omnibal.data.stored_files import AudioFile, ImageFile
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.model.config import PlainPrecision
 from omnibal.model.parallel import Parallel

@@ -118,11 +118,7 @@ def _shown(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _text_of(line: str) -> str:
-    """The line, or the text of the script that it is the path of.
-
-    Raises:
-        UserError: it is empty, or there is no such script, or it cannot be read.
-    """
+    """The line, or the text of the script that it is the path of."""
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
@@ -140,11 +136,7 @@ def _text_of(line: str) -> str:
 
 
 def _given(variables: Sequence[str]) -> dict[str, str]:
-    """Values by name, of `--set`.
-
-    Raises:
-        UserError: one is not of that form.
-    """
+    """Values by name, of `--set`."""
     for text in variables:
         if not re.match(r"\w+=", text):
             raise UserError(f"--set {text}: must be a variable and its value, such as NNODES=4")

@@ -56,7 +56,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.strategy import Strategy
 
 DEFAULT_IMAGE_SHARE = 0.5
-"""Of the tokens of a pack of shapes."""
+"""Image share of the tokens of a pack of shapes."""
 IMAGE_TOKENS = 1_024
 """Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
 token is of 32 x 32, as in Qwen3-VL."""

@@ -8,13 +8,13 @@ import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.job.plan import plan_files
 from omnibal.report import command_tables
+from omnibal.report.formatting import write_ascii
 
 
 def simulate(
@@ -48,9 +48,7 @@ def simulate(
         )
     if trace is not None:
         events = chrome_trace(cost, stages_at, workload, shown)
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(trace) as temporary:
-            temporary.write_text(json.dumps(events) + "\n")
+        write_ascii(json.dumps(events) + "\n", trace)
     result = {
         "steps": packs.steps,
         "step_ms_mean": float(steps.step_ms.mean()),

@@ -24,7 +24,7 @@ class WindowFacts:
     dispatch: Dispatch
     imbalance: float
     imbalance_as_read: float
-    """Of packs by next fit, dealt round robin."""
+    """Imbalance of packs by next fit, dealt round robin."""
 
     @property
     def note(self) -> str:

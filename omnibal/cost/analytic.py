@@ -47,7 +47,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.cost.adapters import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
@@ -56,6 +55,7 @@ from omnibal.cost.counts import (
     Features,
     Kept,
     Product,
+    with_adapters,
 )
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
@@ -107,7 +107,7 @@ class _Counted:
     kind: UnitKind
     counts: Counts
     unpadded: Counts
-    """The same without padded attention heads and words."""
+    """Counts without padded attention heads and words."""
     trained: bool
     adapted: bool
     """Whether adapters are trained beside it."""

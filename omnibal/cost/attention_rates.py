@@ -34,7 +34,7 @@ class _Kernel:
     of: AttentionPass
     causal: bool
     elements: int
-    """Of q and k of a head, and of v."""
+    """Elements of q and k of a head, and of v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -26,11 +26,11 @@ class Block:
     working: tuple[Working, ...] = ()
     """Moments of its backward, with nothing of what earlier blocks keep gone."""
     divided_parameters: int
-    """Those that tensor-parallel ranks divide, before they do."""
+    """Parameters that tensor-parallel ranks divide, before they do."""
     whole_parameters: int = 0
-    """Those that every tensor-parallel rank has."""
+    """Parameters that every tensor-parallel rank has."""
     expert_parameters: int = 0
-    """Those of experts, on this device."""
+    """Parameters of experts, on this device."""
 
 
 def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:

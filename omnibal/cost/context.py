@@ -54,7 +54,7 @@ class ExchangeSource:
     """Where the times of exchanges come from, if not all are counted."""
 
     costs: CostSource = ANALYTIC
-    """Which may have times of layers on shares."""
+    """Source of the job's costs, which may have measured layers on shares."""
     ring_tokens: int | None = None
     """Tokens of the samples that hide a ring of keys and values
     (`omnibal.model.runtime.RuntimeOptions`); None where they are gathered."""
@@ -98,9 +98,9 @@ class _Rates:
     """Rates of a block of ranks."""
 
     line: Line
-    """Of its collectives."""
+    """Time of the block's collectives."""
     bytes_per_ms: float
-    """Of copies."""
+    """Rate of copies."""
     kernel_ms: float
 
     def of(self, added: _Added) -> "_Times":

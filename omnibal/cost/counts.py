@@ -4,7 +4,7 @@ Vectors have one entry per feature of a micro-batch (`omnibal.model.units.featur
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from omnibal.model.config import Precision
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4
+_ADAPTER_KERNELS = 3
+"""Kernels of an adapter in forward, two products and a sum; backward has twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ class Attended:
     """Queries."""
     heads: float
     elements: float
-    """Of q and k of a head, and of v."""
+    """Elements of q and k of a head, and of v."""
     causal: bool
 
     @property
@@ -97,15 +99,15 @@ class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
     flops_per_ms: float
-    """Of attention, and of matrix products where their times were not measured."""
+    """Rate of attention, and of matrix products where their times were not measured."""
     fp32_flops_per_ms: float
-    """Of products in fp32."""
+    """Rate of products in fp32."""
     fp8: Fp8Rates | None = None
-    """Of products in FP8; None where no product is."""
+    """Rates of products in FP8; None where no product is."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
     grouped_times: ProductTimes | None = None
-    """The same of grouped products, by groups."""
+    """Times of grouped products by shape, where they were measured."""
     attention_times: AttentionTimes | None = None
     """Times of attention, where they were measured."""
     bytes_per_ms: float
@@ -127,7 +129,7 @@ class Device:
     """Whether the language model runs under Megatron's sequence parallelism."""
     element_bytes: int
     gradient_bytes: int = 4
-    """Of a gradient as it is summed: Megatron does so in fp32 unless it is told otherwise."""
+    """Bytes of a gradient as it is summed: Megatron does so in fp32 unless it is told otherwise."""
     overlaps_tensor: bool = False
     """Whether the exchange of tensor-parallel ranks runs beside products."""
     fused_loss: bool = True
@@ -263,7 +265,7 @@ class Counts:
     """What is there as long as the micro-batch runs forward, none of it kept."""
     parameters: int
     expert_parameters: int = 0
-    """Those of `parameters` that are experts'."""
+    """Parameters that are experts', part of `parameters`."""
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
 
@@ -291,3 +293,27 @@ class Counts:
         """Bytes of those lines, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)
+
+
+def with_adapters(counts: Counts, device: Device) -> Counts:
+    """Counts of a frozen layer with an adapter beside every product, less their few parameters.
+
+    Beside y = x W stand x A and its product with B, added to y (Hu et al. 2021, LoRA, arXiv
+    2106.09685, section 4.1). Their ranks are a few dozen, so that both products take as long as
+    their inputs and outputs are read and written. The layer keeps its products' inputs, which A's
+    gradient needs; gradients of W are not made.
+    """
+    size, nothing = device.element_bytes, 0 * counts.moved_bytes
+    adapted = [product for product in counts.products if not product.is_fp32]
+    # Forward reads x, and reads y twice and writes it twice: B's output, and the sum.
+    forward = [product.rows * (product.inner + 4 * product.outer) * size for product in adapted]
+    # Backward reads y's gradient for B's and for its input's, x for A's, and adds to x's gradient.
+    backward = [
+        product.rows * (2 * product.outer + 5 * product.inner) * size for product in adapted
+    ]
+    return replace(
+        counts,
+        moved_bytes=counts.moved_bytes + np.sum([nothing, *forward], axis=0),
+        back_moved_bytes=counts.back_moved_bytes + np.sum([nothing, *backward], axis=0),
+        kernels=counts.kernels + _ADAPTER_KERNELS * len(adapted),
+    )

@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from omnibal.base.errors import UserError
-from omnibal.cost.counts import Counts, Device, Features
-from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
+from omnibal.cost.counts import Counts
+from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import images_embed, images_layer, images_projector
-from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.limits import words
-from omnibal.model.units import UnitKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,31 +16,17 @@ class EncoderCounts:
     """Counts of the units of an encoder of one kind."""
 
     embed: Callable[..., Counts]
-    """Of the input embedding: (encoder, device, features)."""
+    """Counts of the input embedding: (encoder, device, features)."""
     layer: Callable[..., Counts]
-    """Of a layer: (model, encoder, unit's kind, device, features, padded=...), with attention heads
+    """Counts of a layer: (model, encoder, unit's kind, device, features, padded=...), with heads
     padded for kernels or without."""
     projector: Callable[..., Counts]
     """Of the projector: (encoder, model, device, features)."""
 
 
-def _layer_of_items(
-    model: ModelConfig,
-    tower: TilesEncoder | ClipsEncoder,
-    kind: UnitKind,
-    device: Device,
-    features: Features,
-    *,
-    padded: bool,
-) -> Counts:
-    """Count a layer whose items attend each within itself, all of one length."""
-    items = features.one(tower.feature)
-    return encoder_layer(tower, device, items, tower.positions_per_item, padded=padded)
-
-
 _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {
-    TilesEncoder: EncoderCounts(tiles_embed, _layer_of_items, encoder_projector),
-    ClipsEncoder: EncoderCounts(clips_embed, _layer_of_items, encoder_projector),
+    TilesEncoder: EncoderCounts(tiles_embed, items_layer, encoder_projector),
+    ClipsEncoder: EncoderCounts(clips_embed, items_layer, encoder_projector),
     ImagesEncoder: EncoderCounts(images_embed, images_layer, images_projector),
 }
 

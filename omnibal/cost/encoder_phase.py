@@ -89,9 +89,9 @@ class EncodersCost:
     within_node: Line
     """Time of a message and of a byte of the exchange, where the group is within a node."""
     between_nodes: Line
-    """The same where it is not."""
+    """Time of a message and of a byte of the exchange, where the group is on several nodes."""
     tensor: Line
-    """Of a collective of tensor-parallel ranks."""
+    """Time of a collective of tensor-parallel ranks, and of a byte of it."""
     peer_bytes: float
     """Buffers for each peer of the exchange."""
     parallel: Parallel

@@ -23,7 +23,7 @@ _MAPS, _BACK_MAPS = 12, 10
 """Times that forward and backward read or write a value of each token for each expert: scores for
 the choice and for the auxiliary loss, weights put in their places, turned round and chosen."""
 _KERNELS_OF_EXPERTS = 32
-"""Of router, choice, copies and experts: some 50 in forward and 45 in backward, as core's layer
+"""Kernels of router, choice, copies and experts: some 50 forward and 45 backward, as core's layer
 launches them, of which a unit's backward counts as twice its forward."""
 _FUSED_KERNELS_OF_EXPERTS = 14
 """With Transformer Engine's kernels for the choice and for permutation: the router's product, the

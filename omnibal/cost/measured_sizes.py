@@ -1,4 +1,4 @@
-"""Which sizes of matrix products and collectives to measure for a model."""
+"""Sizes of matrix products and collectives to measure for a model."""
 
 import math
 from collections.abc import Iterable

@@ -67,13 +67,13 @@ class UnitCost:
     trained_parameters: int
     """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
     expert_parameters: int = 0
-    """Those of `parameters` that are experts', which other ranks hold too than hold the rest."""
+    """Parameters that are experts', which other ranks hold too than hold the rest."""
     weight_copy_bytes: float = 0.0
     """Bytes of weights in FP8, besides `CostModel.weight_bytes_per_parameter`."""
 
     @property
     def trained_expert_parameters(self) -> int:
-        """Those of `trained_parameters` that are experts'."""
+        """Parameters of experts that are trained."""
         return self.expert_parameters if self.trained_parameters else 0
 
     @property

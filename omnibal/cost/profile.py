@@ -465,7 +465,7 @@ def _fitted_unit(
 
 
 def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
-    """Which features a unit's cost can depend on, bool [features]."""
+    """Features that a unit's cost can depend on, bool [features]."""
     names = {"fixed"}
     if kind.tower != LANGUAGE:
         names |= {model.encoders[kind.tower].feature}
@@ -494,11 +494,7 @@ def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
 def _series(
     profile: Profile, unit: str, quantity: Quantity, features: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, features] and measured values [n] of one unit, where it was measured.
-
-    Raises:
-        UserError: a measurement lacks a feature.
-    """
+    """Features [n, features] and measured values [n] of one unit, where it was measured."""
     rows, measured = [], []
     for m in profile.measurements:
         value: float | None = getattr(m, quantity)

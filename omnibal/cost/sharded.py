@@ -48,7 +48,7 @@ class ShardedExchange:
     gather_ms: np.ndarray
     """To gather the weights of a unit of every kind, [K]."""
     gather_back_ms: np.ndarray
-    """The same before its backward; 0 where it has none."""
+    """Time to gather the weights again before backward; 0 where there is none."""
     reduce_ms: np.ndarray
     """To reduce-scatter its gradients; 0 where it is frozen."""
     sequence: tuple[int, ...]

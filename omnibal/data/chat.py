@@ -232,7 +232,7 @@ class WrittenSample:
 
     sample: Sample
     messages: tuple[str, ...]
-    """Of this project's templates; none of the tokenizer's own."""
+    """Messages in this project's templates; none of the tokenizer's own."""
     answers: tuple[int, ...]
     """Indices of the messages that are learned."""
     by_own: WrittenConversation | None

@@ -24,7 +24,7 @@ class Manifest:
     path: Path
     names: tuple[str, ...]
     media: tuple[str, ...]
-    """Of every sample: text, image or video."""
+    """Medium of every sample: text, image or video."""
     tokens: np.ndarray
     """Language tokens of every sample, int64 [samples]."""
 

@@ -26,7 +26,7 @@ class Segments:
 
     number: int
     tokens: int
-    """Of each."""
+    """Tokens of each run."""
 
     @property
     def all_tokens(self) -> int:

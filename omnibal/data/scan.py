@@ -20,7 +20,6 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, real_path
 from omnibal.base.worker_pool import map_unordered
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import (
     WrittenSample,
     check_tokenizer,
@@ -29,7 +28,6 @@ from omnibal.data.chat import (
     text_sha256,
     write_sample,
 )
-from omnibal.data.image_files import ImageFile, webp_size, why_unreadable
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -48,7 +46,7 @@ from omnibal.data.native_resolution import (
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
-from omnibal.data.stored_files import HeldFile
+from omnibal.data.stored_files import AudioFile, HeldFile, ImageFile, webp_size, why_unreadable
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.config import ModelConfig

@@ -28,7 +28,7 @@ COUNTED = np.dtype(
 
 _TITLE = b"omnibal scan journal "
 _FORM = b"3 "
-"""Of what the records hold; a journal of another form is discarded."""
+"""Version of what the records hold; a journal of another form is discarded."""
 _PREFIX = struct.Struct("<II")
 
 

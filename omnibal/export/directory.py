@@ -104,7 +104,7 @@ def export_input(
 
 
 def with_manifest(given: ExportInput, manifest: Manifest) -> ExportInput:
-    """The same with LoongForge's manifest in place of the data.
+    """What is given, with LoongForge's manifest in place of the data.
 
     Raises:
         UserError: the export is for another trainer, or the plan has no samples.

@@ -16,10 +16,9 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_lines
-from omnibal.export.exported import ExportInput, Writer
+from omnibal.export.exported import ExportInput, Writer, json_file, script_file
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.writers import json_file, script_file
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"

@@ -35,7 +35,7 @@ class Expected(Frozen):
     bubble: float
     """Idle share of device time for any cause."""
     peak_gib: tuple[float, ...]
-    """Of one device of every stage."""
+    """Peak memory of one device of every stage."""
     usable_gib: float
     """What a plan may fill of a device."""
     device_gib: float

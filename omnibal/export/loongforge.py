@@ -167,11 +167,7 @@ def plan_lines(given: ExportInput, name: Namer) -> Iterator[dict[str, Any]]:
 
 
 def _of_manifest(manifest: Manifest, lengths: Lengths) -> Namer:
-    """Names of LoongForge's own manifest, whose rows the lengths must be.
-
-    Raises:
-        UserError: there are other samples, or another count of tokens.
-    """
+    """Names of LoongForge's own manifest, whose rows the lengths must be."""
     where, told = manifest.path, "plan with its lengths: `omnibal lengths`"
     if lengths.sample is not None or len(lengths) != len(manifest):
         raise UserError(

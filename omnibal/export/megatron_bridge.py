@@ -137,7 +137,7 @@ def _hydra(value: Any) -> str:
 
 
 def _settings(values: Mapping[str, Any], layout: Layout) -> str:
-    """The same as statements of a recipe, with the layout as lists."""
+    """Values as statements of a recipe, with the layout as lists."""
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
     lists = [f"    {chunk!r}," for chunk in layout.lists]
     return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (

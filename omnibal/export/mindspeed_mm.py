@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from omnibal.base.errors import UserError
-from omnibal.export.exported import Exported, ExportInput
+from omnibal.export.exported import Exported, ExportInput, text_file
 from omnibal.export.megatron_flags import (
     Batch,
     batch_flags,
@@ -20,7 +20,6 @@ from omnibal.export.megatron_flags import (
     torchrun,
 )
 from omnibal.export.recomputed_layers import one_number
-from omnibal.export.writers import text_file
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE, projector_name, projector_unit
 

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from omnibal.base.errors import UserError
-from omnibal.export.exported import Exported, ExportInput, Writer
+from omnibal.export.exported import Exported, ExportInput, Writer, script_file
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
@@ -24,7 +24,6 @@ from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import packs_per_step
 from omnibal.export.recomputed_layers import all_or_none
-from omnibal.export.writers import script_file
 from omnibal.job.plan import Plan
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
@@ -214,11 +213,7 @@ def _frozen_flags(plan: Plan) -> Flags:
 
 
 def _alike(parts: Mapping[str, bool], verb: str) -> bool:
-    """What holds of all the parts alike.
-
-    Raises:
-        UserError: it holds of some.
-    """
+    """What holds of all the parts alike."""
     if len(set(parts.values())) > 1:
         some = [name for name, holds in parts.items() if holds]
         others = [name for name, holds in parts.items() if not holds]

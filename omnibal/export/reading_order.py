@@ -58,7 +58,7 @@ class ReadingOrder:
         )
 
     def largest_first(self, lengths: Lengths) -> Self:
-        """The same packs, in each of which samples come from most tokens to fewest.
+        """An order in each of whose packs samples come from most tokens to fewest.
 
         A trainer that packs by next fit then begins a new pack wherever it would with any order.
         """

@@ -15,12 +15,18 @@ from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.record_files import is_array
-from omnibal.export.exported import Exported, ExportInput, Writer
+from omnibal.export.exported import (
+    Exported,
+    ExportInput,
+    Writer,
+    array_file,
+    json_file,
+    script_file,
+)
 from omnibal.export.megatron_flags import torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recomputed_layers import all_or_none
-from omnibal.export.writers import array_file, json_file, script_file
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE
 

@@ -18,7 +18,7 @@ _REMEDY = "pass a config.json of a model hub, or the folder of one"
 
 
 class _Index(BaseModel):
-    """Which file each tensor of a checkpoint is in; other fields are ignored."""
+    """File that each tensor of a checkpoint is in; other fields are ignored."""
 
     weight_map: dict[str, str]
 

@@ -17,7 +17,7 @@ from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.model.layers import LayerKind
 
 _PIXELS = {"least": 112 * 112, "most": 14 * 14 * 2 * 2 * 2 * 6144}
-"""Of the released models, over the two frames that an image counts as."""
+"""Pixels of the released models, over the two frames that an image counts as."""
 _IMAGE = ImageText(before="<|begin_of_image|>", each="<|image|>", after="<|end_of_image|>")
 _VIDEO = VideoConfig(
     max_frames=600,

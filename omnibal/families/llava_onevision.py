@@ -16,7 +16,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 
 _PIXELS = {"least": 56 * 56, "most": 3_240_000}
-"""Of the released models."""
+"""Pixels of the released models."""
 
 
 class RiceVit(VisionTable):

@@ -27,13 +27,13 @@ from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
-"""Of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
+"""Pixels of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
-"""Of the released Qwen3-VL and Qwen3.5."""
+"""Pixels of the released Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
     min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
 )
-"""Of theirs too: 24,576 tokens' pixels in all frames together."""
+"""Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
 
 
 class Qwen25VLText(Qwen2Text):

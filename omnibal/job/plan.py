@@ -156,7 +156,7 @@ class Plan(Frozen):
     settings_sha256: Annotated[
         SettingsHashes | None, Field(exclude_if=lambda hashes: hashes is None)
     ] = None
-    """Of the model and the data as `omnibal plan` had them; None in plans of other makers."""
+    """Hashes of the model and data settings of `omnibal plan`; None in plans of other makers."""
     prediction: Prediction | None = None
 
     @model_validator(mode="after")

@@ -66,7 +66,7 @@ class SampleData:
     levels: tuple[Level, ...] = ()
     """Levels of the packs, of rising caps; empty where there is but one, of context size 1."""
     fill: FillRule = FillRule.COST
-    """Which short samples fill the room of long packs."""
+    """Rule for the short samples that fill the room of long packs."""
     curriculum_steps: int = 0
     """First steps that are made of packs of the shortest level alone."""
     steps: Steps | None = None

@@ -38,7 +38,7 @@ class StageFiles(Generic[Identity, Found]):
     found: type[Found]
     info_file: str
     prefix: str
-    """Of the files of stages, before the stage's number."""
+    """Beginning of the names of stages' files, before the stage's number."""
     remedy: str
     """Ends the message about a bad file."""
 

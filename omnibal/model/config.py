@@ -35,9 +35,10 @@ from omnibal.model.layers import LayerKind, LayerRun
 from omnibal.model.rates import Rates
 
 Precision = Literal["fp32", "bf16", "fp8"]
-"""Of weights and activations; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""
+"""Type of weights and activations; "fp8" is bf16 with FP8 products in layers
+(`omnibal.model.fp8`)."""
 PlainPrecision = Literal["fp32", "bf16"]
-"""Those without FP8, in which units are measured and questions answered."""
+"""Precisions without FP8, in which units are measured and questions answered."""
 Provider = Literal["local", "te"]
 """Where the linears and the attention of layers come from: this project and Megatron-core, or
 Transformer Engine."""
@@ -74,7 +75,7 @@ class RopeScaling(Frozen):
 
 
 _VOCABULARY_MULTIPLE = 128
-"""Of the words on each tensor-parallel rank, as in Megatron-LM: matrix products are faster."""
+"""Padding of each tensor-parallel rank's words, as in Megatron-LM: products are faster."""
 
 
 class LanguageConfig(Frozen):
@@ -364,7 +365,7 @@ class Accuracy(Frozen):
 
     steps: Count
     median: Annotated[float, Field(ge=0, le=10)]
-    """Of predicted over measured time, less 1, whatever its sign."""
+    """Median of predicted over measured time, less 1, whatever its sign."""
     largest: Annotated[float, Field(ge=0, le=10)]
 
     def __str__(self) -> str:

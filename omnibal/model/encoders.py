@@ -22,7 +22,7 @@ class EncoderLayers(Frozen):
     feature: ClassVar[str]
     """Name of the items that the encoder takes, and of their column in a lengths file."""
     of_images: ClassVar[bool] = False
-    """Whether items are of images, which packs of shapes have a share of."""
+    """Whether items are parts of images, which have a share of packs that are made up."""
 
     layers: Layers
     hidden_size: Width
@@ -46,14 +46,14 @@ class EncoderLayers(Frozen):
 
     @property
     def squares(self) -> str | None:
-        """Feature of items that attend to others than those of an item: sum of their numbers
-        squared, input by input; None where all attend within their item."""
+        """Name of the feature that full attention costs, the sum over inputs of their items
+        squared; None where positions attend within their item alone."""
         return None
 
     @property
     def values_per_item(self) -> int | None:
-        """Numbers that an item is read as, where items can be dealt to ranks one by one; None
-        where they cannot, and the encoder cannot be data-parallel."""
+        """Numbers that an item is read as; None where items cannot be dealt to ranks one by one,
+        so that the encoder cannot be data-parallel."""
         return None
 
 

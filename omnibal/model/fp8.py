@@ -45,4 +45,4 @@ class Fp8(Frozen):
 TRAINED_FP8 = Fp8()
 """As this project's trainer has it, and plans say it."""
 FP8_FORMAT = "hybrid"
-"""Of this project's trainer: E4M3 forward, E5M2 for gradients (`fp8` of Megatron-core)."""
+"""Format of this project's trainer: E4M3 forward, E5M2 for gradients (`fp8` of Megatron-core)."""

@@ -27,7 +27,7 @@ class CutRule(StrEnum):
     COST = "cost"
     """Equal predicted cost each, in pack order."""
     ZIGZAG = "zigzag"
-    """Of each sample two pieces a rank, one from its start and one from its end, which sum to equal
+    """Two pieces of each sample a rank, one from its start and one from its end, which sum to equal
     attention."""
     WHOLE = "whole"
     """Short samples whole on one rank, long ones by zigzag."""
@@ -47,7 +47,7 @@ class FillRule(StrEnum):
     """Rule by which samples of short levels fill the room of long packs."""
 
     COST = "cost"
-    """Those that take less device time there than in a pack of their own level."""
+    """Samples that take less device time there than in a pack of their own level."""
     GREEDY = "greedy"
     """All that fit: GreedyFill of HBP (section 4)."""
 

@@ -106,21 +106,11 @@ class Parallel(Frozen):
         # A stage's ranks are a multiple of the expert size, so its groups begin with the stage's.
         return place if self.expert == 1 else place | {"expert": rank % self.expert}
 
-    def expert_peers(self, rank: int) -> range:
-        """Ranks that share out the experts of a layer with this one: it and its neighbours."""
-        first = rank - rank % self.expert
-        return range(first, first + self.expert)
-
     def expert_copies(self, rank: int) -> range:
         """Ranks of the same stage that hold the same experts, `expert_data` of them."""
         first = self.first_rank(self.place(rank)["pipeline"])
         stop = first + self.tensor * self.data
         return range(first + (rank - first) % self.expert, stop, self.expert)
-
-    def experts_of(self, rank: int, experts: int) -> range:
-        """Experts that a rank holds of a layer with so many, by their numbers in the layer."""
-        held, place = experts // self.expert, rank % self.expert
-        return range(place * held, (place + 1) * held)
 
     def first_rank(self, stage: int) -> int:
         """Lowest rank of a pipeline stage."""

@@ -92,7 +92,7 @@ class ProductTime(_Measured):
     outer: Width
     of: Pass = Field(default="forward", exclude_if=lambda one: one == "forward")
     gradient: GradientPrecision = Field(default="fp32", exclude_if=lambda one: one == "fp32")
-    """Of the weights' gradient, which it is read and written in."""
+    """Precision of the weights' gradient, which it is read and written in."""
 
     @property
     def flops(self) -> float:

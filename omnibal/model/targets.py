@@ -113,7 +113,7 @@ class Sharding(StrEnum):
 
 
 class TrainerConstraints(Frozen):
-    """What a trainer can be told of a plan, and how it runs a step; by default all, and as here."""
+    """What a trainer can be told of a plan, and how it runs a step; defaults are this project's."""
 
     name: TargetName | None = None
     """None for this project's own."""

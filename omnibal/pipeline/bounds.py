@@ -207,7 +207,7 @@ def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> floa
 def least_largest_with(
     edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
 ) -> float:
-    """The same over the ways that hold at least one of the marked options [options]; infinite if
+    """Least possible largest size over ways with one of the marked options [options]; infinite if
     none does."""
     with_one = np.full(units + 1, np.inf)
     so_far = _least_largest_so_far(edges, sizes, units)
@@ -221,7 +221,7 @@ def least_largest_with(
 def least_largest_path(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> tuple[float, list[int]]:
-    """The same, and the options [stages] of a way of which the largest is that; there must be one.
+    """`least_largest`, and the options [stages] of one way that attains it; there must be one.
 
     Every stage of the way is as small as the rest of it allows.
     """

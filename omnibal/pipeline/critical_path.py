@@ -225,7 +225,7 @@ class PipelineSimulator:
     """Whether so many rows run the operation together, [operations, rows], by size of the blocks;
     only where there are any."""
     lockstep: Mapping[int, np.ndarray]
-    """The same in stages with experts, where rows that share these out run in lockstep."""
+    """Rows that run the operation together in stages with experts, as they share these out."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":

@@ -45,11 +45,11 @@ class PlacementProblem:
     """A pipeline without encoders, and what data-parallel encoders cost."""
 
     cost: CostModel
-    """Of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels."""
+    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels."""
     features: tuple[str, ...]
     """Names of the workload's features."""
     model: ModelConfig
-    """Of the pipeline."""
+    """The model whose units the pipeline runs, without encoders."""
     encoders: EncodersCost
     workload: Workload
     """Without encoders."""
@@ -173,9 +173,6 @@ def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> Enco
 def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
     """A bound for all choices: the pipeline beside one that takes as little memory as any, and
     waits as long as any.
-
-    Raises:
-        DoesNotFit: no stages fit even there.
     """
     names = [each.name for each in fields(EncoderMemory)]
     encoder_memory = EncoderMemory(

@@ -37,9 +37,9 @@ class ItemShares:
     pipelines: int
     """L, pipelines of a group."""
     held: Mapping[str, np.ndarray]
-    """Of every pipeline's packs, by encoder, int64 [S * B, L]."""
+    """Items of every pipeline's packs, by encoder, int64 [S * B, L]."""
     encoded: Mapping[str, np.ndarray]
-    """Of every rank, by encoder, int64 [S * B, N]."""
+    """Items that every rank encodes, by encoder, int64 [S * B, N]."""
 
     @classmethod
     def of(
@@ -73,17 +73,17 @@ class _GroupTimes:
     """Times of every group's step in ms, [S * B]."""
 
     forward: np.ndarray
-    """Of the busiest rank."""
+    """Forward of the busiest rank."""
     backward: np.ndarray
-    """Of the busiest rank, with what runs again."""
+    """Backward of the busiest rank, with what runs again."""
     mean_forward: np.ndarray
     mean_backward: np.ndarray
     """Without what runs again."""
     mean_again: np.ndarray
     exchange: np.ndarray
-    """Of features."""
+    """Exchange of features."""
     exchange_back: np.ndarray
-    """Of their gradients."""
+    """Exchange of the gradients of features."""
 
 
 def with_encoders(

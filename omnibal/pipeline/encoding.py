@@ -18,7 +18,7 @@ class EncoderMemory:
     kept: float = 0.0
     """Activations and inputs, from the encoders' forward to their backward."""
     buffers: float = 0.0
-    """Of the communication library."""
+    """Buffers of the communication library."""
     features: float = 0.0
     """Features of a step and their gradients, where tokens are embedded alone."""
     phase: float = 0.0
@@ -52,14 +52,14 @@ class EncoderWaits:
     even: np.ndarray
     """Were every rank of the group as busy as its mean one."""
     silent: np.ndarray
-    """The same, without what is exchanged."""
+    """Waits with ranks that are equally busy, without what is exchanged."""
     needed: np.ndarray
-    """The same, without what runs again."""
+    """Waits with ranks that are equally busy, without exchanges and what runs again."""
     unreduced: np.ndarray
     """As they are, but for the exchange of gradients and weights of all ranks."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """The same of some rows."""
+        """Waits of some rows."""
         return replace(
             self,
             all=self.all[picked],
@@ -82,5 +82,5 @@ class Encoding:
     """Time that ranks exchange weights and gradients of encoders in a step."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """The same of some rows."""
+        """Encoding of some rows; room and means stay those of all."""
         return replace(self, waits=self.waits.rows(picked))

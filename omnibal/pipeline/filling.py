@@ -1,4 +1,4 @@
-"""Which samples may fill long packs: those that take less device time there than in their own.
+"""Samples that may fill long packs: those that take less device time there than in their own.
 
 HBP fills the room of long packs with whatever fits (arXiv 2503.07680, section 4, GreedyFill). In a
 shared pack a sample that is divided over ranks is exchanged in every layer; in a pack of its own

@@ -29,7 +29,7 @@ class LevelRecomputes:
 
     fitting: Recomputes
     optimistic: Recomputes
-    """The same sets where `complete`."""
+    """Sets that bound all that fit; those that fit where `complete`."""
     complete: bool
     """Whether every least set is among those that fit."""
 

@@ -37,7 +37,7 @@ def lost_time(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CauseTimes:
-    """The same micro-batches' times, with one cause less after another."""
+    """Times of micro-batches, with one cause of lost time less after another."""
 
     all: StageTimes
     local: StageTimes
@@ -48,7 +48,7 @@ class CauseTimes:
     """Times without either and without work on padding, of heads and of packs."""
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
-        """The same of some of the micro-batches."""
+        """Times of some of the micro-batches."""
         return CauseTimes(
             all=self.all.rows(picked),
             local=self.local.rows(picked),
@@ -151,7 +151,7 @@ def _padding(unit: UnitCost) -> np.ndarray:
 
 
 def _as_often_again(forward_and_backward_ms: np.ndarray) -> np.ndarray:
-    """The same with the recompute time: a unit that runs again exchanges and pads as much."""
+    """Forward, backward and recompute time: a unit that runs again exchanges and pads as much."""
     return forward_and_backward_ms[[0, 1, 0]]
 
 

@@ -262,11 +262,7 @@ class _Table:
 
 
 def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
-    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]
-
-    Raises:
-        ValueError: an operation is missing, doubled or unknown, or comes before what it needs.
-    """
+    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]"""
     shape = _KINDS, schedule.micro_batches, schedule.parts
     known = (0 <= table.micro_batch) & (table.micro_batch < schedule.micro_batches)
     known &= (0 <= table.chunk) & (table.chunk < schedule.chunks)
@@ -333,9 +329,6 @@ def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray
 def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The length of the longest chain of operations that each one waits for, and all operations as
     stages that run on as long as they can get to them. [operations] each
-
-    Raises:
-        ValueError: stages wait for each other for ever.
     """
     count, sources = len(source), source.tolist()
     depth = [-1] * (count + 1)  # the last stands for nothing, which nobody waits for

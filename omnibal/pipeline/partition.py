@@ -80,7 +80,7 @@ _FIRST_LIMIT = 1.15
 """First time limit, relative to an even split's; stages that alone take longer are left out until
 it proves too low."""
 _SLOWEST_SLACK = 1.02
-"""The same, relative to the slowest stage of the split whose slowest is the fastest, where stages
+"""First time limit, relative to the slowest stage of the split whose slowest is fastest, if stages
 cannot be even, or a split is to be found at once."""
 _LIMIT_STEP = 1.3
 """Factor by which the limit grows while no split is within it."""
@@ -90,7 +90,7 @@ _MAX_CHANGES = 20
 """Times that the sets near to the best ones are searched."""
 
 Search = SplitSearch | NumberSearch
-"""Of splits with any layers recomputed or a stage's own number, or with shared numbers."""
+"""Search of splits with any layers recomputed or a stage's own number, or with shared numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -309,9 +309,6 @@ def _descend(
         effort: as in `search_stages`.
         least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
             whether any fits it.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
     """
     search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
     return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -328,9 +325,6 @@ def _first_split(
 
     Args:
         limit_ms: the first that is tried.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
     """
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf

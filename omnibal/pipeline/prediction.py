@@ -138,7 +138,7 @@ class EncoderPhasePrediction(Frozen):
     busiest: NonNegativeFloat
     """Encoding time of the busiest rank over that of the mean one; 1 where nothing is encoded."""
     memory: StageMemory
-    """Of a device that embeds tokens; part of the memory of every stage."""
+    """Memory of a device that embeds tokens; part of the memory of every stage."""
 
 
 class Prediction(Frozen):
@@ -170,5 +170,5 @@ class Prediction(Frozen):
 
     @property
     def ideal_step_ms(self) -> float:
-        """The same computation, without anything lost."""
+        """Time of the same computation without anything lost."""
         return self.lost.ideal_ms

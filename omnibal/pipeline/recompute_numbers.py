@@ -88,10 +88,10 @@ class LeastNumbers:
     layers: TowerLayers
     runs: Runs
     tables: Sequence[MemoryTable]
-    """Of every stage."""
+    """Memory table of every stage."""
     memory_cap_bytes: float
     sequence: np.ndarray
-    """Of every run the first one that is the same units in the same order, [runs]."""
+    """First run that is the same units in the same order, for every run, [runs]."""
     known: dict[tuple, np.ndarray] = field(default_factory=dict)
     """What was found, of a table and the numbers that are fixed. [runs]"""
 
@@ -122,7 +122,7 @@ class LeastNumbers:
         )
 
     def on(self, tables: Sequence[MemoryTable]) -> Self:
-        """The same for tables of more passes."""
+        """Numbers to be found anew, for tables of more passes."""
         return type(self)(
             layers=self.layers,
             runs=self.runs,
@@ -195,10 +195,10 @@ class StageNumbers:
     fixed: tuple[int | None, ...]
     """Numbers of the towers; None for those that have the number looked for."""
     shared: int | None = None
-    """That number, where it is the same on all stages; else each has the least that fits."""
+    """The number looked for, where all stages have the same; else each has the least that fits."""
 
     def of_runs(self, stage: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the chosen runs fit as a stage, and layers of every kind that these recompute.
+        """Chosen runs that fit as a stage, and the layers of every kind that these recompute.
         [fitting] indices of runs, [fitting, layer kinds]"""
         least = self.least.find(stage, chosen, self.fixed)
         fits = least < NONE_FITS if self.shared is None else least <= self.shared

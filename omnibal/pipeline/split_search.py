@@ -122,7 +122,7 @@ class SplitSearch:
         return True
 
     def with_options_of_better(self) -> "SplitSearch":
-        """The same split and paths, over all options that a better split may have."""
+        """A search from this split and paths on, over all options that a better split may have."""
         # A little more, for the rounding of bounds that are exact.
         choices = choices_within(self.problem, self.best_ms * (1 + TOLERANCE))
         # Where there are fewer runs, other sets are chosen of each.

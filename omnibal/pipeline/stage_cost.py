@@ -47,7 +47,7 @@ class StageTimes:
     lockstep, bool [stages]; None where none does."""
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
-        """The same of some packs, given by a mask or by their indices."""
+        """Times of some packs, given by a mask or by their indices."""
         return replace(
             self,
             forward_ms=self.forward_ms[picked],
@@ -145,7 +145,7 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
 
 
 def trained_expert_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
-    """Those of `trained_parameters` that are experts'. [stages]"""
+    """Parameters of experts of one device of every stage that are updated. [stages]"""
     per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return counts @ np.array(per_unit, np.float64)
@@ -222,12 +222,12 @@ class PerStepCosts:
         return rest_ms + self.tied_ms
 
     def without_exchange(self) -> "PerStepCosts":
-        """The same with the weight update alone."""
+        """Once-a-step costs with the weight update alone."""
         nothing = np.zeros_like(self.update_ms)
         return replace(self, reduction_ms=nothing, gather_ms=nothing, tied_ms=nothing)
 
     def nothing(self) -> "PerStepCosts":
-        """The same without anything."""
+        """Once-a-step costs of nothing at all."""
         return replace(self.without_exchange(), update_ms=np.zeros_like(self.update_ms))
 
 

@@ -64,7 +64,7 @@ _DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
 """Contents of a stage, drawn at random, whose heaviest passes a table of one level has, and one of
 several."""
 _RECOMPUTING_ALL = 4
-"""Of so many of these, one recomputes every layer."""
+"""Drawn stages for each one that recomputes every layer."""
 _MOST_LAYERS = (4, 24)
 """Layers of a kind in these stages, of which there are few and many."""
 
@@ -203,11 +203,11 @@ class MemoryTable:
     """Kept of the other micro-batches that are held in a pass; this and the next three are
     [passes, levels * kinds]."""
     others_input_bytes: np.ndarray
-    """The same where the unit is recomputed."""
+    """Kept of the other micro-batches where the unit is recomputed."""
     own_kept_bytes: np.ndarray
     """Kept of the micro-batch that runs."""
     own_input_bytes: np.ndarray
-    """The same where the unit is recomputed."""
+    """Kept of the micro-batch that runs where the unit is recomputed."""
     working_bytes: np.ndarray
     """Working memory of a unit of the micro-batch that runs; this and the next four are [passes,
     kinds]."""
@@ -320,7 +320,7 @@ class MemoryTable:
         return most
 
     def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
-        """The same of one stage, whichever of its layers are recomputed. [passes]
+        """Most bytes of one stage in every pass, whichever of its layers are recomputed. [passes]
 
         Args:
             runs: of the stage's units, in order.
@@ -363,11 +363,11 @@ class MemoryTable:
         return np.tile(counts, self.levels)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
-        """The same of some of the passes."""
+        """A table of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def joined(self, more: "MemoryTable") -> "MemoryTable":
-        """The same with the passes of another table."""
+        """A table with the passes of another one besides."""
         both: dict[str, Any] = {
             name: np.concatenate([getattr(table, name) for table in (self, more)])
             for name in _OF_PASSES
@@ -569,7 +569,7 @@ def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
 
 
 def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
-    """Of all passes, the one in which a stage needs most and the one in which it keeps most.
+    """The pass in which a stage needs most and the one in which it keeps most.
 
     Args:
         measure: both of a table's passes, [passes] each.
@@ -664,7 +664,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
-    """Those passes of which no other one needs as much memory for sure.
+    """Passes of which no other one needs as much memory for sure.
 
     Bytes never fall where a feature of either micro-batch grows.
     """
@@ -842,7 +842,7 @@ def stage_memories(
         passes = _passes(features, total, workload.slot, held)
         heaviest = _heaviest(cost, passes, _of_stage(runs))
         table = memory_table(cost, heaviest, encoder_memory_of(workload))
-        memories.append(_stage_memory(cost, at_levels[0], runs, table))
+        memories.append(stage_memory(cost, at_levels[0], runs, table))
     return memories
 
 
@@ -858,14 +858,10 @@ def recomputed_at_levels(
     )
 
 
-def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
-    """Peak memory of one device of the stage over the passes of its table, of one level."""
-    return _stage_memory(cost, stage, unit_runs(cost.kinds, [stage]), table)
-
-
-def _stage_memory(
+def stage_memory(
     cost: CostModel, stage: Stage, runs: Sequence[UnitRun], table: MemoryTable
 ) -> StageMemory:
+    """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
     kinds = cost.kinds
     counts, recomputed = counts_of_runs(len(kinds), runs)
     parameters = sum(

@@ -49,7 +49,7 @@ class StageOptions:
         return int(same.argmax()) if same.any() else -1
 
     def including(self, one: "StageOptions") -> "StageOptions":
-        """These and an option given by itself."""
+        """Options with one more that is given by itself."""
         if self.place(one) >= 0:
             return self
         both = StageOptions(
@@ -62,7 +62,7 @@ class StageOptions:
         return both.in_order()
 
     def in_order(self) -> "StageOptions":
-        """The same, of each run the one with the smallest bound first."""
+        """Options in order: of each run the one with the smallest bound first."""
         keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
         return self.take(np.lexsort(keys))
 

@@ -101,7 +101,7 @@ def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
 
 
 def write_ascii(page: str, path: Path) -> None:
-    """Write a page or picture and the directories that it lies in.
+    """Write a page, a picture or a trace, and the directories that it lies in.
 
     Pure ASCII survives every server, mail and editor; the rest becomes character references.
     """

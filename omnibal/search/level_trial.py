@@ -36,7 +36,7 @@ class LevelTrial:
     """A set of levels, simulated."""
 
     levels: tuple[Level, ...]
-    """Those that have packs; empty for one level of context size 1 at the top caps."""
+    """Levels that have packs; empty for one level of context size 1 at the top caps."""
     ms_per_sample: float
     """Time per sample of all ranks together."""
     packs: tuple[int, ...]

@@ -141,7 +141,7 @@ class CostOfLimits:
     free_rate: float
     """Rate without limits, no less than the plan's."""
     limits: tuple[Cost, ...]
-    """Those that may cost something, in the order of `LimitName`."""
+    """Limits that may cost something, in the order of `LimitName`."""
     gap: float
     """Share by which a plan without limits may be faster still, as its search was not proven."""
 

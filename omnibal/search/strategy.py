@@ -36,7 +36,7 @@ from omnibal.search.trial import (
 from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.1
-"""Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
+"""Effort of the search for a strategy's stages; the fastest's are searched for again, in full."""
 _TRIAL_TYPES = 64
 """Sizes that samples are told apart by when they are packed for trials."""
 

@@ -34,7 +34,7 @@ MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
 _ESTIMATED_STEPS = 4
 _ESTIMATE_EFFORT = 0.003
-"""Of the search for stages, where a time is only estimated."""
+"""Effort of the search for stages, where a time is only estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -100,7 +100,7 @@ def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
 
 
 def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Which packs come together with the next one, where the largest is full. bool [packs]
+    """Packs that come together with the next one, where the largest is full. bool [packs]
 
     Args:
         held: tokens of every pack, [packs], in the order in which they are read.

@@ -16,10 +16,9 @@ from tiling_cases import internvl_grid
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.image_files import ImageFile
 from omnibal.data.record_files import index_array, is_array
 from omnibal.data.sample import middle_frames
-from omnibal.data.stored_files import natural_order
+from omnibal.data.stored_files import ImageFile, natural_order
 from omnibal.data.tiling import tile_grid
 from omnibal.model.encoders import TilingConfig
 

@@ -241,9 +241,9 @@ def test_report_of_a_replay(capsys, tmp_path, lengths_file):
     run(*report)
     shown = capsys.readouterr().out
     error = replayed["predicted_step_ms"] / replayed["step_ms"] - 1
-    assert f"{replayed['predicted_step_ms']:,.0f} ms ({error:+.1%})" in shown
+    assert f"{replayed['predicted_step_ms']:,.0f} ms ({100 * error:+.1f} %)" in shown
     assert f"{replayed['step_ms']:,.0f} ms" in shown
-    assert f"{replayed['wait_fractions'][1]:.1%}" in shown
+    assert f"{100 * replayed['wait_fractions'][1]:.1f} %" in shown
     assert "2.50 GiB" in shown
     assert "measured" not in shown
     other = failure(

@@ -151,7 +151,7 @@ def test_without_data_sources_stand_for_files(tmp_path):
     case = export_case(XTUNER, seed=1, ranks=2, samples=300)
     made = case.export(None, tmp_path / "export")
     rows = np.load(tmp_path / "export/samples.npy")
-    assert json.loads((tmp_path / "export/paths.json").read_text()) == ["data"]
+    assert json.loads((tmp_path / "export/paths.json").read_text()) == ["docs"]
     order = np.lexsort((case.packs.dp_rank, case.packs.slot, case.packs.step))
     samples = np.concatenate([case.packs.packs[pack] for pack in order])
     assert rows[:, 1].tolist() == samples.tolist()

@@ -22,11 +22,11 @@ from omnibal.data.chat import (
     expected_answer,
     text_sha256,
 )
-from omnibal.data.image_files import ImageFile
 from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.scan import scan_lengths
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 from omnibal.families.hub import read_hub_config
 from omnibal.model.config import LanguageConfig, ModelConfig

@@ -26,13 +26,13 @@ from transformers import WhisperFeatureExtractor
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.log_mel import log_mel
 from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
 from omnibal.data.scan import scan_key, scan_lengths
 from omnibal.data.scan_journal import ScanJournal
+from omnibal.data.stored_files import AudioFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.plan_data import model_of_lengths
 from omnibal.model.config import load_model, model_toml

@@ -26,10 +26,10 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
-from omnibal.data.image_files import ImageFile
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.scan import Scan, scan_key, scan_lengths, write_skipped
 from omnibal.data.scan_journal import COUNTED, ScanJournal
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig, load_model
 

@@ -48,8 +48,8 @@ from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.errors import UserError
-from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import IMAGE, Sample, Turn
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import load_model
 from omnibal.model.encoders import TilingConfig

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_batch, toy_model
 
-from megatron.vlm.model.encoding_groups import create_encoding_group
+from megatron.vlm.model.groups import create_encoding_group
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer

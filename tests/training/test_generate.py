@@ -16,8 +16,8 @@ from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.chat import encode_prompt
-from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import Sample, Turn
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.parallel import Parallel
 

@@ -25,7 +25,7 @@ from toy import share_of, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model import shared_attention
-from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.levels import CutRule

@@ -181,11 +181,7 @@ class CheckpointWriter:
         return _gather(step, self._group)[0]
 
     def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
-        """Plan the save, copy the state and start to write it.
-
-        Raises:
-            _RankError: a rank cannot; no rank writes then.
-        """
+        """Plan the save, copy the state and start to write it."""
         path = part_path(self._directory, step)
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
@@ -354,11 +350,7 @@ class _RankError(Exception):
 
 
 def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`work()` of this rank; collective.
-
-    Raises:
-        _RankError: it failed on some rank; the same error on every rank.
-    """
+    """`work()` of this rank; collective."""
     result: Any = None
     failure = None
     try:
@@ -413,11 +405,7 @@ def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file whose bytes are on disk at the end.
-
-    Raises:
-        OSError: it cannot be written; names the file, which errors of writes do not.
-    """
+    """A new file whose bytes are on disk at the end."""
     try:
         with path.open("wb") as stream:
             yield stream

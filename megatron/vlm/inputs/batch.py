@@ -166,7 +166,7 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """The same micro-batch in host memory that a device copies from on its own."""
+        """This micro-batch in host memory that a device copies from on its own."""
         return self._each(torch.Tensor.pin_memory)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
@@ -290,7 +290,7 @@ class MicroBatchStream:
         return len(self.shapes)
 
     def joining(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
-        """The same micro-batches and empty ones after them, as many as `others` together."""
+        """A stream with empty micro-batches after its own, as many as `others` together."""
         missing = max(others - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 

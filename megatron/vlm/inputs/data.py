@@ -101,7 +101,7 @@ class _Draft:
     own: "_Items"
     """Items of the sample that this rank encodes."""
     found: list[np.ndarray]
-    """These tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    """Tiles of `own`, uint8 [P, P, C]; where the vision embed is and the images can be read."""
     frames_CBF: np.ndarray | None
     """Features of these clips, float32; where the audio embed is and recordings can be read."""
     unreadable: str | None

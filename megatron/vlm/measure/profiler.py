@@ -42,7 +42,7 @@ from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.measure.reading import Reading, reading
-from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.model.vision import IMAGE_CHANNELS

@@ -381,11 +381,7 @@ def _gradient_of(received: torch.Tensor) -> torch.Tensor:
 
 
 def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:
-    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send.
-
-    Raises:
-        ValueError: they are not, or the schedule has chunks or backwards in two parts.
-    """
+    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send."""
     require_in_order(graph)
     return graph.schedule.operations[links.rank]
 

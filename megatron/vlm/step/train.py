@@ -29,8 +29,11 @@ from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
-from megatron.vlm.model.context_groups import create_context_groups
-from megatron.vlm.model.encoding_groups import create_encoding_group, replica_groups
+from megatron.vlm.model.groups import (
+    create_context_groups,
+    create_encoding_group,
+    replica_groups,
+)
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms

@@ -108,7 +108,7 @@ def attention_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def packed_attention_backward_bytes(args: Sequence[Any]) -> int:
-    """The same for packed inputs [T, N, D]: each sample is rounded up to whole blocks."""
+    """Working memory of flash attention's backward for packed inputs [T, N, D], in whole blocks."""
     _, query, key, _, _, _, borders = args[:7]
     tokens, heads, size = query.shape
     rows = tokens + _ROWS_OF_FLASH_BLOCK * (borders.shape[0] - 1)

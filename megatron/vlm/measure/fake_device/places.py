@@ -1,4 +1,4 @@
-"""Which module of a stage an operation belongs to, in forward and in backward."""
+"""Modules of a stage that operations belong to, in forward and in backward."""
 
 import sys
 import threading
