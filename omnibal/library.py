@@ -16,7 +16,7 @@ from omnibal.cost.source import ANALYTIC
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.lengths import read_lengths as _read_lengths
-from omnibal.export.directory import Export, check_expressible, given_plan, make_export
+from omnibal.export.directory import Export, check_expressible, export_input, make_export
 from omnibal.export.trainers import EXPORTS
 from omnibal.families.named import named_model
 from omnibal.job.check import check_plan
@@ -164,7 +164,7 @@ def export_plan(
     target = TARGETS[TargetName(name)]
     check_expressible(files, target)
     annotations = None if data is None else Annotations.open(Path(data))
-    given = given_plan(files, target, annotations, folder.absolute(), workers)
+    given = export_input(files, target, annotations, folder.absolute(), workers)
     made = make_export(given, EXPORTS[TargetName(name)])
     made.write()
     return made
