@@ -93,6 +93,8 @@ class LevelEstimates:
     """Tokens of one rank in a step."""
     work_ms: np.ndarray
     """Time of every sample on the whole model, [samples]."""
+    needs_rows: bool
+    """Whether a step of so many tokens must have a row of packs, and is not made larger."""
     packed: Packed
     """Packs of steps, as far as they have been made, which jobs of other sizes may share."""
 
@@ -103,6 +105,8 @@ class LevelEstimates:
         data: SampleData,
         tokens_per_step: float | None = None,
         packed: Packed | None = None,
+        *,
+        needs_rows: bool = False,
     ) -> "LevelEstimates":
         """Prepare estimates for a job on its data, whose caps are the top ones.
 
@@ -119,6 +123,7 @@ class LevelEstimates:
             caps=candidate_caps(lengths, data.caps),
             tokens_per_step=tokens_per_step or math.inf,
             work_ms=features @ WholeModel.of(job, job.cost).pass_ms,
+            needs_rows=needs_rows,
             packed={} if packed is None else packed,
         )
         return found if tokens_per_step else replace(found, tokens_per_step=found._usual_tokens())
@@ -179,6 +184,7 @@ class LevelEstimates:
                 (self._set_ms(each), tuple(form.level for form in each))
                 for each in product(*choices)
             ]
+            of_set = [pair for pair in of_set if math.isfinite(pair[0])]
             found += sorted(of_set, key=lambda pair: pair[0])[:_FORMS_OF_SET]
         samples = len(self.data.lengths)
         return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
@@ -287,8 +293,7 @@ class LevelEstimates:
         On p stages that share a row evenly, a step takes the sum of its rows and (p - 1) / p of its
         longest one, as in a proportionate flow shop.
         """
-        tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
-        steps = max(tokens / self.job.parallel.data / self.tokens_per_step, 1.0)
+        steps = max(self._steps, 1.0)
         longest_ms, without = 0.0, 1.0
         for form in sorted(forms, key=lambda form: -form.rows_ms / form.rows):
             # Rows are spread evenly, so that a step has one where there are as many as steps.
@@ -298,8 +303,16 @@ class LevelEstimates:
         bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
         return sum(form.rows_ms for form in forms) + bubbles_ms
 
+    @property
+    def _steps(self) -> float:
+        """Steps of all samples."""
+        tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
+        return tokens / self.job.parallel.data / self.tokens_per_step
+
     def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
-        """Time per sample of all ranks together."""
+        """Time per sample of all ranks together; infinite where a step has no row of packs."""
+        if self.needs_rows and sum(form.rows for form in forms) < self._steps:
+            return math.inf
         return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
 
     def _estimated(self, level: Level, some: tuple[Packs, Lengths]) -> FormEstimate:

@@ -59,6 +59,8 @@ class LevelTrials:
     for making fewer steps of more samples."""
     longest: Caps
     """Least caps that hold every sample of the plan, of which there are not all in a trial."""
+    least_rows: float = 0.0
+    """Rows of packs that a step of so many tokens must have; larger steps are refused."""
     curriculum_steps: float = 0
     """First steps of packs of the shortest level alone, as a part of them where samples are."""
 
@@ -97,6 +99,8 @@ class LevelTrials:
         shares = int(contexts[of_packs].sum())
         mean_tokens = float(data.lengths.tokens.mean())
         share_tokens = mean_tokens * len(data.lengths) / shares
+        if self.tokens_per_step < self.least_rows * share_tokens:
+            raise UserError("a step has fewer packs than data-parallel ranks")
         micro_batches = max(round(self.tokens_per_step / share_tokens), 1)
         self._check_curriculum(levels, int((of_packs == 0).sum()), micro_batches)
         data = replace(data, packs_per_step=micro_batches * job.parallel.data)

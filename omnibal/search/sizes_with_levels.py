@@ -32,12 +32,14 @@ from omnibal.search.trial import encoders_ms_per_sample
 
 _MOST_OF_SIZING = 4
 """Sets of levels that are simulated at one choice of sizes, before moves."""
-_MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 3
+_MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
 _ROUNDS = 2
 """Rounds of moves around the best set."""
 _NEAR = 1.2
 """Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
 estimate has it: those within this factor of the least are simulated."""
+_LEAST_ROWS = 1.04
+"""Rows of packs in a step of a trial: it packs by ISF, and plans pack to a few percent less."""
 _SIZINGS_OF_BEST = 4
 """Other sizes that the best set of levels is tried at."""
 _SIMULATED_SAMPLES = 12_000
@@ -77,7 +79,8 @@ class LevelSetting:
     def estimates(self, sizing: Sizing) -> LevelEstimates:
         """Estimates at these sizes."""
         job = self.setting.job(sizing)
-        return LevelEstimates.of(job, self.data, self.tokens_per_step(sizing), self.packed)
+        tokens = self.tokens_per_step(sizing)
+        return LevelEstimates.of(job, self.data, tokens, self.packed, needs_rows=True)
 
     def trials(self, sizing: Sizing) -> LevelTrials:
         """Simulated trials at these sizes."""
@@ -89,6 +92,7 @@ class LevelSetting:
             data=data,
             tokens_per_step=self.tokens_per_step(sizing),
             longest=self.longest,
+            least_rows=_LEAST_ROWS,
         )
         of_all = self.setting.request.all_samples or len(data.lengths)
         part = len(data.lengths) / of_all
@@ -145,6 +149,12 @@ class PlanSet:
         caps = levels[-1].caps if levels else self.levels.data.caps
         try:
             trial = setting.trial_of_levels(sizing, levels or (Level(caps=caps),))
+            if trial.micro_batches(setting.request.samples_per_step) < 1:
+                raise UserError(
+                    f"a step of {setting.request.samples_per_step:,} samples has fewer packs than "
+                    f"{sizing.parallel.data:,} data-parallel ranks: give a larger "
+                    "--samples-per-step"
+                )
             return choice, planned_strategy(setting, sizing, trial, caps)
         except UserError as error:
             return choice, error
@@ -201,7 +211,7 @@ def search_with_levels(
 
 def levels_total(request: StrategyRequest) -> int:
     """What `search_with_levels` reports of levels, at most."""
-    return len(possible_sizings(request)) + _MOST_SIMULATED + 2 * _MOST_MOVES + _FINALISTS
+    return len(possible_sizings(request)) + _MOST_SIMULATED + 2 * (_MOST_MOVES + _FINALISTS)
 
 
 def joined(
@@ -253,11 +263,14 @@ def _search_sets(
     for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
         if trials.found:
             trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
-    finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]][:_FINALISTS]
+    finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]]
     planned: Trials[LevelChoice, Strategy] = Trials(
         work=PlanSet(levels=levels), processes=processes, on_done=advance
     )
-    planned.run(finalists)
+    planned.run(finalists[:_FINALISTS])
+    if not planned.found:
+        # All samples may need more memory, and may make fewer packs, than some.
+        planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
     return FoundLevels(
         strategies=tuple(planned.found.values()),
         least_ms_per_sample=bound_ms,
