@@ -364,7 +364,9 @@ class _Search:
         given: StreamData | SampleData | None = None
         of_samples: Samples
         caps: Caps | None
-        has_choice = bool(job.model.encoders) and job.trainer.name is None
+        # Only the joint search shares memory between stages and data-parallel encoders.
+        is_ours = job.trainer.name is None and goal.free.split.is_joint
+        has_choice = bool(job.model.encoders) and is_ours
         if isinstance(data, Stream):
             caps = self._caps_of_stream(job, data)
             given, samples_per_step = _streamed(data, caps), data.window

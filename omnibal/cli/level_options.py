@@ -42,7 +42,7 @@ class LevelOptions:
 
     @property
     def level_rule(self) -> "LevelRule":
-        """Which sets of levels to look at.
+        """Rule by which sets of levels are looked at.
 
         Raises:
             UserError: it is none of the rules, and no number from 1 to the most that are searched.

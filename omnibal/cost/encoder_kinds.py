@@ -21,7 +21,7 @@ class EncoderCounts:
     """Counts of a layer: (model, encoder, unit's kind, device, features, padded=...), with heads
     padded for kernels or without."""
     projector: Callable[..., Counts]
-    """Of the projector: (encoder, model, device, features)."""
+    """Counts of the projector: (encoder, model, device, features)."""
 
 
 _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {

@@ -44,7 +44,7 @@ class Rope(Numbered):
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
     full_attention: "Rope | None" = None
-    """Of layers that attend to all tokens, where others have another."""
+    """Rotary embedding of layers that attend to all tokens, where others have another."""
 
     @property
     def kind(self) -> str:

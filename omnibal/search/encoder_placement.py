@@ -39,7 +39,7 @@ class PlacementChoice:
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    """Of the placements that were planned."""
+    """What is predicted of the placements that were planned."""
     refused: dict[EncoderPlacement, str]
     """Why others cannot be."""
     has_shared_packs: bool

@@ -91,7 +91,7 @@ class Bound:
     about_ms: float
     """The time per sample if steps took as long as their bounds."""
     of_nearest_ms: float
-    """The same in steps of the nearest number of micro-batches alone."""
+    """The time per sample so, in steps of the nearest number of micro-batches alone."""
 
 
 class HasTime(Protocol):
@@ -211,7 +211,7 @@ class BoundedTrials(Generic[Choice, Timed]):
             self.advance(1)
 
     def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """Of choices in the order of their bounds, those to plan by their estimates: one of each
+        """Choices to plan by their estimates, of choices in the order of their bounds: one of each
         of the fastest sizes, then the fastest whatever their sizes.
 
         First one choice of every tensor, pipeline and data size is estimated. How far it is above

@@ -149,7 +149,7 @@ class FormEstimate:
     """Rows of packs: each takes all data-parallel ranks."""
 
     def of_more(self, factor: float) -> "FormEstimate":
-        """The same form with so many times as many packs."""
+        """Return the form with so many times as many packs."""
         return replace(self, rows_ms=factor * self.rows_ms, rows=factor * self.rows)
 
 

@@ -26,7 +26,7 @@ from omnibal.pipeline.workload import Workload
 _SEARCHED_STEPS = 8
 """Steps that stages are searched for in a trial; all are simulated."""
 _BESIDE_EFFORT = 0.1
-"""Of the search for how encoders run beside the pipeline, in a trial."""
+"""Share of the usual search for how encoders run beside the pipeline, in a trial."""
 _LEAST_ROWS = 4
 """Rows of full packs, each on one rank, that the samples of a trial make, if there are so many."""
 

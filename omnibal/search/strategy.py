@@ -79,7 +79,7 @@ class StrategyRequest(Comparison):
     caps: Caps | None = None
     """Caps of every strategy; None to choose them too."""
     fill: FillRule = FillRule.COST
-    """Which short samples fill the room of long packs, where packs have levels."""
+    """Rule by which short samples fill the room of long packs, where packs have levels."""
     curriculum_steps: int = 0
     """First steps of packs of the shortest level alone."""
     given: StreamData | SampleData | None = None

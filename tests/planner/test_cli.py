@@ -68,6 +68,7 @@ FLAGS = {
     "check": "--json",
     "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
+    "run": "--model --cluster --data --output -o --gpus --tokenizer-model --for --start",
     "lint": "--model --launcher --gpus --set --line-number --cluster --memory-gib --lengths "
     "--image-share --cost --json",
 }
