@@ -176,7 +176,7 @@ class LevelEstimates:
         """Estimated ms per sample of one rank and levels of the sets that fit, the fastest first;
         of every set of caps in its best few forms."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
-        forms = {step: self._forms(step) for step in steps}
+        forms = {step: self.forms(step) for step in steps}
         found = []
         for caps in self.sets(exactly):
             choices = [_near_best(forms[step]) for step in _steps(caps)]
@@ -320,10 +320,10 @@ class LevelEstimates:
 
     def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
         """The fastest form of a level for all its samples; None if it holds or fits none."""
-        forms = self._forms(step, contexts)
+        forms = self.forms(step, contexts)
         return min(forms, key=lambda form: self._set_ms([form]), default=None)
 
-    def _forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
+    def forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
         """Forms of a level for all its samples, the fastest of each context size."""
         some = self._some(step)
         if some is None:
