@@ -1,6 +1,6 @@
 """Exceptions for mistakes of the user; `omnibal.base.program` prints them, exit status 2."""
 
-EXIT_USER_ERROR = 2
+EXIT_USER_ERROR = 2  # as of typer and argparse
 
 
 class UserError(ValueError):

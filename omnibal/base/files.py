@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from omnibal.base.errors import UserError
 
 T = TypeVar("T")
-_STANDARD_OUTPUT = 1
+_STANDARD_OUTPUT = 1  # file descriptor
 _TELLING = ("json_invalid", "missing", "value_error")
 """Pydantic error types whose input says nothing that the message does not say."""
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait fo
     from omnibal.job.job import JobSpec
     from omnibal.search.strategy import FreeSizes
 
-DEFAULT_MICRO_BATCHES = 8
+DEFAULT_MICRO_BATCHES = 8  # as of goals
 DEFAULT_CAP_SAMPLES = 20_000
 """Default number of samples to try caps and strategies on."""
-MOST_PROCESSES = 1_024
+MOST_PROCESSES = 1_024  # more is a mistake in a number
 _MOST_GIB = 1e9
 """Largest memory in GiB, and largest network rate in GB/s."""
 

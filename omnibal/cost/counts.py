@@ -13,7 +13,7 @@ from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.model.config import Precision
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
-FP32_BYTES = 4
+FP32_BYTES = 4  # of a number
 _ADAPTER_KERNELS = 3
 """Kernels of an adapter in forward, two products and a sum; backward has twice as many."""
 

@@ -18,7 +18,7 @@ from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """What is kept of the rows that experts are given."""
-_INDEX_BYTES, _BOOL_BYTES = 8, 1
+_INDEX_BYTES, _BOOL_BYTES = 8, 1  # int64 of torch, and bool
 _MAPS, _BACK_MAPS = 12, 10
 """Times that forward and backward read or write a value of each token for each expert: scores for
 the choice and for the auxiliary loss, weights put in their places, turned round and chosen."""

@@ -35,7 +35,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import LANGUAGE, UnitKind
 
-_CHANNELS = 3
+_CHANNELS = 3  # red, green, blue
 
 
 def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:

@@ -25,7 +25,7 @@ from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_i
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LayerKind
 
-_TOKEN_ID_BYTES = 8
+_TOKEN_ID_BYTES = 8  # int64 of torch
 _FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _UNFUSED_LOSS_MOVED = (19, 7)
 """Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its

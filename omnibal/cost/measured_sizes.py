@@ -15,7 +15,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel, expert_counts
 from omnibal.model.units import feature_names
 
-_TENSOR_SIZES = (1, 2, 4, 8)
+_TENSOR_SIZES = (1, 2, 4, 8)  # of a node with eight devices
 _SMALL_BATCH = 1 / 8
 """Smallest micro-batch, as a share of the caps."""
 _SMALL_TENSOR = 1 / 16

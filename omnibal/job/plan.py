@@ -35,7 +35,7 @@ PROFILE_FILE = "profile.json"
 """File of the measured costs that the plan was made with; absent where costs were counted."""
 MAX_EPOCHS = 1_000
 """Most epochs, as all are packed before the first is trained."""
-MAX_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
 """Packing rule of `omnibal plan` that made the packs, or "other"; the next fit is of windows of a

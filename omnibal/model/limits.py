@@ -10,7 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
-MAX_PACKS_PER_STEP = 1_000_000
+MAX_PACKS_PER_STEP = 1_000_000  # a step of more is a mistake in a number
 USABLE_MEMORY_FRACTION = 0.9
 """Share of device memory to plan with; the rest is for context, communication and fragmentation."""
 FEATURE_NAME = "[a-z][a-z0-9_]*"

@@ -25,7 +25,7 @@ from omnibal.pipeline.unit_runs import layer_kinds
 
 NONE_FITS = 2**31
 """Number of layers where none is enough."""
-_UNKNOWN = -1
+_UNKNOWN = -1  # no number of layers is negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

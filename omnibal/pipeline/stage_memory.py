@@ -46,7 +46,7 @@ from omnibal.pipeline.unit_runs import (
 )
 from omnibal.pipeline.workload import Workload
 
-GIB = 1024**3
+GIB = 1024**3  # bytes
 _EMBED_WORDS = "language embed"
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""

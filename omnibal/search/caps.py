@@ -27,8 +27,8 @@ from omnibal.search.engine import Trials
 from omnibal.search.trial import Comparison, Trial, time_per_sample
 from omnibal.steps.metrics import dist_ratio
 
-_USUAL_SAMPLES_PER_PACK = 4.5
-_TIE = 0.003
+_USUAL_SAMPLES_PER_PACK = 4.5  # the middle of the 4 to 5 of the paper's rule
+_TIE = 0.003  # times so near count as equal, and smaller caps win
 _COARSE_SHARE = 8
 """Divisor of the samples that the grid is evaluated on."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
@@ -37,8 +37,8 @@ _ITEM_SHARES = (0.75, 1.0)
 """Item caps of the grid, relative to where items and tokens fill up together."""
 _FIRST_ITEM_SHARES = (0.5, *_ITEM_SHARES)
 """Item caps of the grid at the least token cap, where only item caps can make packs smaller."""
-_CLEARLY_WORSE = 1.05
-_FINALISTS = 3
+_CLEARLY_WORSE = 1.05  # from where larger caps are not tried
+_FINALISTS = 3  # of the coarse grid, compared again on all samples that are drawn
 _MOVES = (2**0.25, 2**0.125)
 """Factors of the moves around the best, in the first round and in the second."""
 _TOKEN_STEPS = 8
@@ -46,11 +46,11 @@ _TOKEN_STEPS = 8
 _COMMON_SHARE = 1 / 8
 """Share of all items from which a count of them in a sample is common."""
 
-_PAPER_TOKENS = 4096
-_PAPER_ALIGNMENT = 256
-_PAPER_RANKS = 8
-_PAPER_SAMPLES_PER_PACK = (4, 5)
-_PAPER_CANDIDATES = 10
+_PAPER_TOKENS = 4096  # where OmniBal's public code begins
+_PAPER_ALIGNMENT = 256  # to which it rounds tokens up
+_PAPER_RANKS = 8  # that its dist ratios are of
+_PAPER_SAMPLES_PER_PACK = (4, 5)  # that it wants in a pack, on average
+_PAPER_CANDIDATES = 10  # that are shown with predicted times
 
 
 class CapRule(StrEnum):

@@ -9,7 +9,7 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.prediction import LostTime, Prediction
 from omnibal.search.strategy import Strategy
 
-_NAMED_CAUSES = 2
+_NAMED_CAUSES = 2  # a sentence with more is not read
 _LEAST_CAUSE = 0.002
 """Share of the step below which a cause is not named."""
 

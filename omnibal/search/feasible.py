@@ -32,11 +32,11 @@ SAMPLES = 20_000
 
 _CAP_UNIT = 256
 """Unit of the token caps to try; smaller where caps are small."""
-_CAP_STEPS = 16
-_LARGER_DATA = (2, 3, 4)
+_CAP_STEPS = 16  # caps are lowered in so many steps
+_LARGER_DATA = (2, 3, 4)  # more ranks to divide optimizer state over
 _EVERY_PIPELINE = 16
 """Pipeline size up to which, as up to twice the given size, every size is tried."""
-_DIGITS = 3
+_DIGITS = 3  # of GiB, so that small devices have figures too
 _METHOD = "the joint partition and recomputation"
 
 

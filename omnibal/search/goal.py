@@ -21,7 +21,7 @@ from omnibal.search.conflicts import Feature, check_together
 from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
 
-DEFAULT_MICRO_BATCHES = 8
+DEFAULT_MICRO_BATCHES = 8  # of a rank in a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -32,7 +32,7 @@ MAX_SEARCHED = 4
 """Most levels of a set, as in HBP."""
 _SAMPLES_PER_PACK = 4.5
 """Samples of median length that the shortest packs hold: fewer leave a rank too little to do."""
-_MAX_CAPS = 7
+_MAX_CAPS = 7  # halved caps that are looked at
 _ESTIMATED_SAMPLES = 3_000
 """Most samples by which a level is estimated, of those that it would hold."""
 _NEAR = 1.15
@@ -42,7 +42,7 @@ _FORM_SLACK = 1.5
 more ranks takes longer and makes more rows, so less bubble."""
 _FORMS_OF_SET = 3
 """Combinations of forms that stand for a set of caps, the fastest."""
-_CAP_MOVES = (2**-0.5, 2**0.5)
+_CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
 _TOKENS_UNIT = 64
 """Caps that are moved have a multiple of so many tokens."""
 

@@ -33,7 +33,7 @@ from omnibal.packing.packs import Packs
 
 NAMED_COST = 0.002
 """Share of the rate below which a limit is not named as a reason."""
-_MOST_NAMED = 3
+_MOST_NAMED = 3  # a sentence with more is not read
 _COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
 """Most samples that limits are compared on, and least full steps of them."""
 _MOST_OF_IT = 0.6

@@ -51,11 +51,11 @@ _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Choices of sizes and caps that are planned; of more, estimates tell which."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
-_MOVE = 2**0.25
-_MOVES = 6
-_FINALISTS = 3
-_USUAL_MICRO_BATCHES = 8
-_NAMED_CAUSES = 2
+_MOVE = 2**0.25  # half of the way between two levels of caps
+_MOVES = 6  # of two kinds of caps: each and both, smaller and larger
+_FINALISTS = 3  # sizes that moves are tried at
+_USUAL_MICRO_BATCHES = 8  # as of plans of given sizes
+_NAMED_CAUSES = 2  # more than two causes are not read
 _LEAST_CAUSE = 0.01
 """Share of the best time per sample below which a cause is not named."""
 _ROUNDING = 1e-6

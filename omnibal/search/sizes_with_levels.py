@@ -42,7 +42,7 @@ _LEAST_ROWS = 1.04
 """Rows of packs in a step of a trial: it packs by ISF, and plans pack to a few percent less."""
 _SIZINGS_OF_BEST = 4
 """Other sizes that the best set of levels is tried at."""
-_SIMULATED_SAMPLES = 12_000
+_SIMULATED_SAMPLES = 12_000  # as of levels at given sizes
 LEAST_GAIN = 0.01
 """Share of time that levels must save to be taken in place of one."""
 

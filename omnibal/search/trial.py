@@ -32,7 +32,7 @@ from omnibal.pipeline.stage_memory import GIB
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
-_ESTIMATED_STEPS = 4
+_ESTIMATED_STEPS = 4  # steps that an estimate looks at
 _ESTIMATE_EFFORT = 0.003
 """Effort of the search for stages, where a time is only estimated."""
 
