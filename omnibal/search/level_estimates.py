@@ -198,7 +198,7 @@ class LevelEstimates:
         if not estimated:
             return []
         limit = _NEAR * estimated[0][0]
-        near = [levels for ms, levels in estimated if ms <= limit][: most - 1]
+        near = [levels for ms, levels in some_of_each(estimated) if ms <= limit][: most - 1]
         if exactly in (None, 1):
             near.append((Level(caps=self.caps[-1]),))
         return [as_data_has(levels, self.data.caps) for levels in near]
@@ -358,6 +358,18 @@ class LevelEstimates:
     def _drawn(self, rows: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng(self.data.seed)
         return np.sort(rng.permutation(rows)[:_ESTIMATED_SAMPLES])
+
+
+def some_of_each(
+    estimated: Sequence[tuple[float, tuple[Level, ...]]],
+) -> list[tuple[float, tuple[Level, ...]]]:
+    """Put the fastest set of each number of levels first, then all others in their order.
+
+    Estimates of sets of as many levels are off by like factors, and others by other ones.
+    """
+    first = {len(levels): (ms, levels) for ms, levels in reversed(estimated)}
+    leading = sorted(first.values(), key=lambda pair: pair[0])
+    return [*leading, *(pair for pair in estimated if pair not in leading)]
 
 
 def _near_best(forms: Sequence[FormEstimate]) -> list[FormEstimate]:

@@ -37,7 +37,7 @@ from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 _SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
 _FINALISTS = 3  # simulated again on more samples
-_MOST_SIMULATED = 12  # a set takes 0.1 to 0.3 s
+_MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
 _ROUNDS = 2
 """Rounds of moves around the best set."""
 _MOST_MOVES = 4 * MAX_SEARCHED - 2

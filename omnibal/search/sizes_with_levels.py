@@ -24,7 +24,13 @@ from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Trials, try_all
 from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_estimates import LevelEstimates, LevelRule, Packed, top_caps
+from omnibal.search.level_estimates import (
+    LevelEstimates,
+    LevelRule,
+    Packed,
+    some_of_each,
+    top_caps,
+)
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
@@ -122,7 +128,7 @@ class EstimateSets:
         lengths = self.levels.data.lengths
         before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
         bound_ms = least_ms_per_sample(job, lengths) + before_ms
-        sets = self.levels.estimates(sizing).by_rule(rule)[:_MOST_OF_SIZING]
+        sets = some_of_each(self.levels.estimates(sizing).by_rule(rule))[:_MOST_OF_SIZING]
         return sizing, ([(ms + encoders_ms, levels) for ms, levels in sets], bound_ms)
 
 
