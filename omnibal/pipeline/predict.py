@@ -22,7 +22,7 @@ from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
-MAX_SIMULATED_STEPS = 2_000
+MAX_SIMULATED_STEPS = 2_000  # of a run; of more, so many are spread over it
 _MS_PER_DAY = 86_400_000
 
 

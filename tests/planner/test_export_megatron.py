@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 from plan_cases import MODEL
-from trainer_cases import MICRO_BATCHES, given_of, lengths_of, plan_files, random_packs, stages_of
+from trainer_cases import MICRO_BATCHES, given_of, plan_files, random_packs, stages_of
 
 from omnibal.base.errors import UserError
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
@@ -37,7 +38,7 @@ def planned(
 ) -> ExportInput:
     """A plan of random packs on two data-parallel ranks."""
     rng = np.random.default_rng(0)
-    lengths = lengths_of(rng.integers(10, 300, 60), np.zeros(60))
+    lengths = lengths_of(tokens=rng.integers(10, 300, 60), tiles=np.zeros(60))
     sizes = {"pipeline": len(stages), "data": 2, **changes.pop("sizes", {})}
     files = plan_files(
         random_packs(60, 3, rng),
@@ -223,7 +224,7 @@ def test_loongforge_on_one_stage_has_megatrons_number():
 @pytest.mark.parametrize("export", [megatron_lm.export, mindspeed_mm.export])
 def test_a_plan_without_a_full_step(export):
     """Prevents an export that trains nothing, or ends in a traceback."""
-    lengths = lengths_of(np.arange(10, 13), np.zeros(3))
+    lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
     with pytest.raises(
