@@ -48,7 +48,7 @@ from omnibal.report.fake_device_tables import (
     fake_device_table,
 )
 
-_STEPS, _REPETITIONS = 10, 3
+_STEPS, _REPETITIONS = 10, 3  # the defaults
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

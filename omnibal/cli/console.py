@@ -29,7 +29,7 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_LINES = 30.0  # of progress, where no terminal shows a bar
 
 
 class _RateColumn(bars.ProgressColumn):

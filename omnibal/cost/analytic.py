@@ -94,7 +94,7 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments, and beside weights of bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section
 3.1)."""
 
-_BACKWARD_OF_ATTENTION = 2.5
+_BACKWARD_OF_ATTENTION = 2.5  # five products for two: one is made again
 _TILE_ROWS = 128
 """Rows of a tile of a grouped product's kernel (CUTLASS's largest for 16 bit), of which every group
 leaves half of one empty on average."""
@@ -262,7 +262,8 @@ def unit_flops(
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
     for one in _counted(model, device, frozen, OWN_RUNTIME):
-        products = 1 + _backward_products(one)
+        # Of the input and of the weights; norms before a product are trained too.
+        products = 1 + int(one.trained) + int(_wants_input_gradient(one))
         attention = 3 if one.trained or one.before_trained else 1
         counts = one.unpadded
         flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
@@ -474,12 +475,6 @@ def _counts(
     else:
         counts = counted.projector(tower, model, device, features)
     return counts, counts
-
-
-def _backward_products(one: _Counted) -> int:
-    """Gradients of the input and of the weights are a product each; norms before a product are
-    trained too."""
-    return int(one.trained) + int(_wants_input_gradient(one))
 
 
 def _wants_input_gradient(one: _Counted) -> bool:

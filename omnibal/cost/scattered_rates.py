@@ -28,7 +28,7 @@ from scipy.linalg import cho_factor, cho_solve
 
 from omnibal.model.rates import GroupedTime, Pass, ProductTime
 
-_NEIGHBOURS = 8
+_NEIGHBOURS = 8  # measured shapes that a time is interpolated from
 _ELEMENT_BYTES = 2
 
 

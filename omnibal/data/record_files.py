@@ -17,8 +17,8 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 
-_CHUNK_BYTES = 1 << 24  # 16 MiB: a read from a disk, and little memory
-_OPENING_BYTES = 80  # that a message shows
+_CHUNK_BYTES = 1 << 24
+_OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -60,9 +60,9 @@ OnError = Literal["stop", "skip"]
 """Treatment of bad samples: raise an error that names the first few, or leave them all out."""
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
-_TAIL_BYTES = 1024  # of a journal, in which its last line lies
-_SAMPLES_PER_TASK = 256  # a tenth of a second of work
-_MAX_MISTAKES = 5  # that are listed
+_TAIL_BYTES = 1024  # of a file, in which its end marker must be
+_SAMPLES_PER_TASK = 256  # handed to a process at a time
+_MAX_MISTAKES = 5  # that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

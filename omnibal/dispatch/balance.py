@@ -16,7 +16,7 @@ from omnibal.dispatch.load_bounds import load_bound
 
 _FEW = 1 << 21
 """Items times ranks up to which slower ways are tried too."""
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # relative, of sums of weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -8,7 +8,7 @@ _OTHERS_PAIRS = 1 << 17
 """Pairs of items that are then looked at, of the ranks with the next least loads."""
 _MAX_WORK = 1 << 24
 """Pairs of items that are looked at in all."""
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # relative, of sums of weights
 
 
 def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:

@@ -7,7 +7,7 @@ from pathlib import Path
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
-from omnibal.data.lengths import Lengths, check_same_data
+from omnibal.data.lengths import check_same_data
 from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
@@ -143,17 +143,13 @@ def _check_data(files: PlanFiles, annotations: Annotations) -> None:
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
-    samples = _samples_counted(lengths)
+    # Of the data; at least so many where some were skipped.
+    samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
             f"--data has {len(annotations):,} samples, and the plan's lengths are of {samples:,}; "
             "give the data that was counted, or plan with its own lengths"
         )
-
-
-def _samples_counted(lengths: Lengths) -> int:
-    """Number of samples of the data; at least so many where some were skipped."""
-    return len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
 
 
 def _left_out(expected: Expected) -> Iterator[str]:

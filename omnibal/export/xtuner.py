@@ -184,11 +184,8 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
 
 
 def _command(plan: Plan) -> str:
-    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {_config(plan)}")
-
-
-def _config(plan: Plan) -> str:
-    return shlex.quote(f"{plan.model.name}_config.py")
+    config = shlex.quote(f"{plan.model.name}_config.py")
+    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {config}")
 
 
 def _given_up(given: ExportInput) -> Iterator[str]:

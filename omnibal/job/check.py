@@ -61,7 +61,8 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
     plan = read_plan(directory)
     job = job_of_plan(plan, directory)
-    passed = ["plan.json follows the schema", _described(plan), _check_partition(plan)]
+    can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
+    passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
@@ -181,10 +182,6 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
     }
     named = [name for name, is_so in foreign.items() if is_so]
     return f" (its experts have {', '.join(named)})" if named else ""
-
-
-def _described(plan: Plan) -> str:
-    return f"{plan.model.name} can be cut for {plan.parallel}"
 
 
 def _check_partition(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from omnibal.model.limits import Caps
 
 MAX_CONTEXT = 4_096
 """Most ranks that may share a pack."""
-MAX_LEVELS = 8  # twice as many as a search finds
+MAX_LEVELS = 8  # most of a plan
 
 
 class CutRule(StrEnum):

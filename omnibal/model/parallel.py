@@ -11,8 +11,8 @@ from omnibal.model.config import ClusterConfig, ModelConfig
 
 MAX_DEVICES = 1_000_000
 """Most devices in any one dimension of parallelism."""
-_SMALLEST_BUCKET = 40_000_000  # parameters, of Megatron-core
-_BUCKET_PER_RANK = 1_000_000  # parameters, of Megatron-core
+_SMALLEST_BUCKET = 40_000_000  # parameters; with the next, the default of Megatron-core
+_BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 

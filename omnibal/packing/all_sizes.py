@@ -25,7 +25,7 @@ _MAX_EXCHANGES = 6
 """Larger sizes that each size is traded with, at most."""
 _SMOOTHING = 0.5
 """Share of the best values so far in the values that columns are priced at."""
-_MIN_GAIN = 1e-6
+_MIN_GAIN = 1e-6  # relative, of a column that is worth adding
 _ABOVE = 2e-4
 """Relative amount that a bound gives up, so that packs worth just 1 need not be searched."""
 _MAX_NEW = 1000

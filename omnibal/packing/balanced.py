@@ -50,7 +50,7 @@ from omnibal.packing.patterns import (
 )
 from omnibal.packing.rest import Rest
 
-_MANY_SAMPLES_PER_PACK = 12
+_MANY_SAMPLES_PER_PACK = 12  # from which on packs are dealt by length first
 _LEVEL_EXTRA = 0.001
 """Share of packs that level packs may take more than the sums of sizes need."""
 _UNMIXED_SAVING = 0.002
@@ -59,12 +59,12 @@ _MAX_TRIED = 50_000
 """Most samples that other methods are tried on before they are run on all samples."""
 _ISF_CLOSE = 0.005
 """Share of packs by which ISF may need more on some samples, and be tried on all of them."""
-MAX_TYPES = 176
+MAX_TYPES = 176  # of sizes that samples are told apart by
 _MIN_SAMPLES_PER_TYPE = 12
 """Least mean number of samples per type; with fewer, every epoch would get the same packs."""
 _MAX_ROUNDS = 100
 """Most rounds of column generation, which converges in fewer."""
-_TOLERANCE = 2e-4
+_TOLERANCE = 2e-4  # relative gap at which column generation ends
 _SPARE_SHARE = 4096
 """Patterns of types leave this part of the token cap free, so that evening out has room."""
 _RANDOM_SAMPLES = 20_000

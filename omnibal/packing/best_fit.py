@@ -16,7 +16,7 @@ import numpy as np
 
 from omnibal.packing.fit import size_keys
 
-_MAX_SHELVES = 32
+_MAX_SHELVES = 32  # that open packs are sorted on by their room for items
 _TRIES = 12
 """Most samples tried for one that fits by items, on a shelf of several item counts."""
 

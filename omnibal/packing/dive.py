@@ -16,8 +16,8 @@ from omnibal.packing.master import Cover
 from omnibal.packing.packs import Packs
 from omnibal.packing.rest import Rest
 
-_MAX_CELLS = 1 << 16
-_MAX_ROUNDS = 60
+_MAX_CELLS = 1 << 16  # of a knapsack table
+_MAX_ROUNDS = 60  # of column generation before the first pack is fixed
 _ROUNDS_AGAIN = 1
 """Rounds of column generation each time some packs are fixed."""
 _SHARE_AT_ONCE = 0.1
@@ -26,8 +26,8 @@ _LEAST_USED = 0.5
 """Times that a pattern must be used to become a pack, if it is not the most used one."""
 _SIZE_VALUE = 1e-6
 """Value of a pack's full capacity besides the dual values, which may be 0."""
-_USED = 1e-7
-_SAMPLES_PER_PART = 250
+_USED = 1e-7  # less is rounding of the linear program
+_SAMPLES_PER_PART = 250  # larger sets are packed in parts of as many
 _SEARCHED_SIZES = 200
 """Most distinct sizes whose best packs are searched for, beyond what the knapsack's table finds."""
 

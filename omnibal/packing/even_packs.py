@@ -16,8 +16,8 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.packs import Packs
 
-_MIN_ROUNDS = 5
-_MAX_ROUNDS = 15
+_MIN_ROUNDS = 5  # least, of samples trading places
+_MAX_ROUNDS = 15  # most, while some pack is above its cap
 _MOST_KINDS = 256
 """Kinds of samples that trade places; of more, as with image tokens, most are of few samples."""
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-MAX_SAMPLES = 12
+MAX_SAMPLES = 12  # 4,096 subsets
 
 
 def pack_exactly(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:

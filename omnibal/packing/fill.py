@@ -11,7 +11,7 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.patterns import Grid, no_more_items
 
-_MAX_CELLS = 1 << 14
+_MAX_CELLS = 1 << 14  # most of a knapsack table
 _MAX_PAIRED = 160
 """Most samples whose pairs are all tried: half of them the largest, half the smallest."""
 

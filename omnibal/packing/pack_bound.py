@@ -51,18 +51,18 @@ _GAP = 0.005
 _MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8
 _SIZES_TIMES_ROUNDS = 60_000
 """Distinct sizes times rounds of new columns, which keeps the bound of thousands to a minute."""
-_EXACT_WORK = 4e8
-_KNOT_ROUNDS = 40
-_COARSE_ROUNDS = 30
-_FINE_ROUNDS = 3
-_COARSE_WORK = 1.5e8
+_EXACT_WORK = 4e8  # table cells times sizes, where each size has a value of its own
+_KNOT_ROUNDS = 40  # with values at the knots alone
+_COARSE_ROUNDS = 30  # on a coarse grid
+_FINE_ROUNDS = 3  # on the fine grid
+_COARSE_WORK = 1.5e8  # as below, on the coarse grid
 _FINE_WORK = 1.5e9
 """Table cells times sizes in one pricing, which decide how coarse the grid is."""
-_MAX_CELLS = 1 << 19
-_TOLERANCE = 2e-4
+_MAX_CELLS = 1 << 19  # most of a table
+_TOLERANCE = 2e-4  # relative gap at which column generation ends
 _CLOSE = 1e-3
 """Relative distance to the fit on the knots alone at which no more is asked for."""
-_NEW_COLUMNS = 128
+_NEW_COLUMNS = 128  # most in a round
 _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
 

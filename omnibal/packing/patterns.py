@@ -27,13 +27,13 @@ _MAX_CELLS = 1 << 17
 """Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
 _MAX_ITEM_CELLS = 512
 """Most units of all items together."""
-_MAX_ITEM_LEVELS = 40
-_MIN_IMPROVEMENT = 1e-7
+_MAX_ITEM_LEVELS = 40  # of item counts that are told apart
+_MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
 _EMPTY = 1e-12
 _UNLIMITED = np.iinfo(np.int64).max
 _MORE_PACKS = 2e-4
 """Share of packs that being mixed may cost."""
-_MAX_RANDOM = 1200
+_MAX_RANDOM = 1200  # packs of random samples that mixtures are made of besides
 _FOLLOWING = 0.1
 """Share of all features but one in most first guesses of what samples are worth."""
 

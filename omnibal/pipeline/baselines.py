@@ -39,8 +39,8 @@ from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tab
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-BMP_RADIUS = 3  # of the paper's search around its best split
-BMP_RUNS = 15  # of the paper's search
+BMP_RADIUS = 3  # units by which a cut may move, in which the paper always found the best
+BMP_RUNS = 15  # splits that are run, as in the paper
 BMP_STEPS = 200
 """Steps of each BMP run, spread evenly over the data; the paper runs 3."""
 _TIE = 1e-9

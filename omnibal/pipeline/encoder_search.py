@@ -32,10 +32,10 @@ from omnibal.pipeline.workload import Workload
 
 _KEPT_CHOICES = 12
 """Most numbers of kept items that are tried between none and all."""
-_MOST_ITEMS_OF_PASS = 64  # items in a pass; its fixed cost is small by then
+_MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
 _MAX_SEARCHES = 48
 """Most choices for which stages are searched."""
-_TOLERANCE = 1e-9  # rounding of times that are added up
+_TOLERANCE = 1e-9  # relative, by which a choice must be better
 _DIGITS = 6
 """Decimals of an item's time in a plan."""
 

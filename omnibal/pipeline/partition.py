@@ -72,8 +72,8 @@ from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-MAX_SAMPLED_STEPS = 32  # steps that every split is simulated on
-_MIN_SAMPLED_STEPS = 4  # steps differ, so that one alone would mislead
+MAX_SAMPLED_STEPS = 32  # most, that splits are simulated on
+_MIN_SAMPLED_STEPS = 4  # least, however many packs a step has
 _SAMPLED_PACKS = 2_048
 """Packs to sample: steps are added until they hold this many, within the two limits above."""
 _FIRST_LIMIT = 1.15

@@ -22,8 +22,8 @@ from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
-MAX_SIMULATED_STEPS = 2_000  # the mean is taken over so many, evenly drawn
-_MS_PER_DAY = 86_400_000  # 24 h
+MAX_SIMULATED_STEPS = 2_000  # of a run; of more, so many are spread over it
+_MS_PER_DAY = 86_400_000
 
 
 def predict(

@@ -16,8 +16,8 @@ TOLERANCE = 1e-9
 """Relative improvement below which a better split is not searched for."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
 """Relative slack of the slowest stage of a first split over the fastest possible one."""
-_MAX_ROUNDS = 60  # after which the search ends with a gap
-_FIRST_WIDTH = 1_000  # candidates of the first round, before a bound prunes
+_MAX_ROUNDS = 60  # most of growing splits
+_FIRST_WIDTH = 1_000  # partial splits kept in the first round
 _MAX_WIDTH = 8_000
 """Partial splits kept at a time while splits are grown, doubled from round to round."""
 _SAMPLE = 64

@@ -91,7 +91,8 @@ def measure_packs(
     cut = _cut(scheduled, lengths, caps.names, levels)
     attention = rank_sums(cut.shares, cut.squared_tokens, dp)
     shared = np.array([level.context > 1 for level in levels] or [False])[scheduled.level]
-    room = {name: _caps_of_packs(scheduled, caps, levels, name) for name in caps.names}
+    caps_of = [level.caps for level in levels] or [caps]
+    room = {name: np.array([one[name] for one in caps_of])[scheduled.level] for name in caps.names}
     return PackMetrics(
         samples=len(lengths) * epochs,
         packed=samples,
@@ -116,12 +117,6 @@ def measure_packs(
         straggler_factor=straggler_factor(rank_sums(cut.shares, load[cut.shares.pack], dp)),
         steps=scheduled.steps,
     )
-
-
-def _caps_of_packs(
-    scheduled: ScheduledPacks, caps: Caps, levels: Sequence[Level], name: str
-) -> np.ndarray:
-    return np.array([level.caps[name] for level in levels] or [caps[name]])[scheduled.level]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from omnibal.steps.full_steps import size_of_step
 
 _MOST_MERGING = 0.1
 """Share of packs that come together from which on changing places is of no use."""
-_MOST_ROUNDS = 3  # of moving samples between packs
+_MOST_ROUNDS = 3  # of changing places
 
 
 def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:

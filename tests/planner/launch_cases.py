@@ -9,13 +9,7 @@ from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
-from omnibal.model.config import (
-    LanguageConfig,
-    ModelConfig,
-    load_cluster,
-    load_model,
-    preset_names,
-)
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
 
 ROOT = Path(__file__).parents[2]
 

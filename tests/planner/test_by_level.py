@@ -11,12 +11,7 @@ from length_cases import make_lengths
 from omnibal.base.errors import UserError
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.packing.by_level import (
-    fill_packs,
-    levels_of_packs,
-    levels_of_samples,
-    pack_by_level,
-)
+from omnibal.packing.by_level import fill_packs, levels_of_packs, levels_of_samples, pack_by_level
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 

@@ -24,10 +24,7 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.pipeline.unit_runs import (
-    check_stages,
-    stages_from_cuts,
-)
+from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 

@@ -9,12 +9,7 @@ from cost_cases import assumed_h100
 from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
-from omnibal.cost.shaped_rates import (
-    ProductTimes,
-    exchanged_line,
-    ring_line,
-    send_line,
-)
+from omnibal.cost.shaped_rates import ProductTimes, exchanged_line, ring_line, send_line
 from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster
 from omnibal.model.rates import CollectiveTime, ProductTime
 

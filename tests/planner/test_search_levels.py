@@ -34,12 +34,7 @@ from omnibal.search.level_sets import (
     search_levels,
     shared_anew,
 )
-from omnibal.search.level_trial import (
-    LevelTrial,
-    LevelTrials,
-    levels_in_use,
-    shorter_first,
-)
+from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
 
 MODEL = load_model("llama3.1-8b")
 

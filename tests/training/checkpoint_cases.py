@@ -8,13 +8,8 @@ from megatron.core import parallel_state
 from ranks import logged
 from toy import OPTIONS, toy_batch
 
-from megatron.vlm.checkpoint.files import (
-    checkpoint_path,
-)
-from megatron.vlm.checkpoint.save_load import (
-    CheckpointWriter,
-    load_checkpoint,
-)
+from megatron.vlm.checkpoint.files import checkpoint_path
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step

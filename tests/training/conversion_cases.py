@@ -5,10 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
-from released import (
-    IMAGE_TOKEN,
-    KINDS,
-)
+from released import IMAGE_TOKEN, KINDS
 from toy import ToySample
 
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released

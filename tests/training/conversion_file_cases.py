@@ -5,19 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conversion_cases import (
-    OURS,
-)
-from released import (
-    write_tensors,
-)
+from conversion_cases import OURS
+from released import write_tensors
 from safetensors.torch import load_file
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
-from megatron.vlm.conversion.importing import (
-    open_released,
-)
+from megatron.vlm.conversion.importing import open_released
 from omnibal.data.tokenizer import open_tokenizer
 
 SHARD_BYTES = 20_000

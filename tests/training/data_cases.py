@@ -8,11 +8,7 @@ import torch
 from PIL import Image
 from toy import stages_of
 
-from megatron.vlm.inputs.data import (
-    DataOptions,
-    OnBadSample,
-    PackDataset,
-)
+from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths

@@ -61,11 +61,7 @@ from transformers import (
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.conversion.exporting import plan_export_as, write_export
-from megatron.vlm.conversion.importing import (
-    ReleasedCheckpoint,
-    import_checkpoint,
-    open_released,
-)
+from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
 from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.inputs.batch import MicroBatchStream

@@ -18,14 +18,7 @@ from conversion_cases import (
     predicting_positions,
 )
 from ranks import run_ranks
-from released import (
-    CASES,
-    KINDS,
-    imported,
-    renamed,
-    save_released,
-    transformers_model,
-)
+from released import CASES, KINDS, imported, renamed, save_released, transformers_model
 from tensor_parallel_cases import by_name, gather_gradients, whole
 from toy import OPTIONS, ToySample, pack, stages_of, toy_plan
 from transformers import InternVLVisionModel, LlamaForCausalLM, Qwen2ForCausalLM

@@ -24,12 +24,7 @@ from shard_cases import SAMPLES, make_samples, write_lines, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
-from megatron.vlm.inputs.data import (
-    DataOptions,
-    LossWeighting,
-    PackDataset,
-    load_batches,
-)
+from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset, load_batches
 from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation

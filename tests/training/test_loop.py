@@ -22,12 +22,7 @@ from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run import loop
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.loop import (
-    RunData,
-    RunOptions,
-    TrainingLoop,
-    gather_stage_records,
-)
+from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop, gather_stage_records
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError

@@ -76,10 +76,10 @@ _METADATA = {
 }
 _OPTIMIZER_OF = "optimizer of "
 """Start of the names of optimizers' gathered state."""
-_FILES_PER_RANK = 2
+_FILES_PER_RANK = 2  # each written by a thread of its own
 _TENSOR_OVERHEAD_BYTES = 4096
 """Bytes of overhead of one tensor in its file and in the metadata."""
-_TURN_S = 0.02
+_TURN_S = 0.02  # between two looks at whether writing has ended
 
 
 class CheckpointWriter:

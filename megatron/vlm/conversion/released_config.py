@@ -327,7 +327,8 @@ def _kind_of(language: LanguageConfig) -> LanguageType:
 
 
 def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
-    head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
+    states_head_size = language.head_size is not None or kind in ("qwen3", "qwen3_moe")
+    head_size = {"head_dim": language.head_width} if states_head_size else {}
     experts = language.kinds[0].experts
     of_experts = {} if experts is None else _experts(experts, language.layers)
     return (
@@ -347,10 +348,6 @@ def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
             "vocab_size": language.vocab_size,
         }
     )
-
-
-def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
-    return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
 
 
 def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:

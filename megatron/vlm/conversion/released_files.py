@@ -28,7 +28,7 @@ SINGLE_FILE = "model.safetensors"
 _OPEN_FILES = 2
 """Most files kept open, as a parameter's tensors may lie in two neighbouring files."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LISTED = 5
+_LISTED = 5  # most names in a message
 
 
 class _Index(BaseModel, extra="allow"):

@@ -41,7 +41,7 @@ _POSITIONS = "embed_positions.weight"
 _PREFIXES = ("model.encoder.", "encoder.", "")
 """What the encoder's tensors begin with: of WhisperForConditionalGeneration, WhisperModel, and
 WhisperEncoder alone."""
-_NORM_EPS = 1e-5
+_NORM_EPS = 1e-5  # torch's default, which Whisper's config does not state
 _WEIGHT_SUFFIX = ".safetensors"
 
 

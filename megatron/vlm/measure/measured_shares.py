@@ -69,15 +69,12 @@ def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
         share=share,
     )
     names = ("tokens", "squared_tokens", EXCHANGED)
-    most = part_features(_one_pack(tokens), _lengths(tokens), level, names)[0].max(axis=0)
+    pack = Packs.from_lists([list(range(len(tokens)))])
+    most = part_features(pack, _lengths(tokens), level, names)[0].max(axis=0)
     features = {name: round(value) for name, value in zip(names, most.tolist(), strict=True)}
     return MeasuredShare(
         batch=batch, context=level.context, exchange=level.exchange, features=features
     )
-
-
-def _one_pack(tokens: np.ndarray) -> Packs:
-    return Packs.from_lists([list(range(len(tokens)))])
 
 
 def _lengths(tokens: np.ndarray) -> Lengths:

@@ -80,10 +80,10 @@ from omnibal.model.units import HEAD, LANGUAGE_EMBED, projector_name
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
-_LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+_LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
 _KIND_OF_LAYER = "language_layer"
 """What names of language layers begin with, of whatever kind."""
-_SMALLEST_SHARE = 0.25
+_SMALLEST_SHARE = 0.25  # less is mostly latency, which tells no slope
 _PACK_SHARES = (
     # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
     # be told.

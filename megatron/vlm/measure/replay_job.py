@@ -45,7 +45,7 @@ from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # between two looks at the store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

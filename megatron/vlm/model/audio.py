@@ -19,7 +19,7 @@ from megatron.vlm.model.layers import Norm
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 
-_LONGEST_PERIOD = 10_000
+_LONGEST_PERIOD = 10_000  # of Whisper's sinusoids
 
 
 class AudioEmbedding(torch.nn.Module):

@@ -243,6 +243,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
+    job = run.planned.job
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.levels)
     shares = _encoder_shares(run)
     dataset = _dataset(run, trainer.links.rank, sharing, shares, range(first_step, last_step))
@@ -256,8 +257,8 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
                 sharing=sharing,
                 encoder_shares=shares,
                 batches=batches,
-                pack_flops=pack_flops(run.planned.job, run.packs.packs, run.lengths),
-                peak_flops_per_s=_peak_flops_per_s(run.planned.job),
+                pack_flops=pack_flops(job, run.packs.packs, run.lengths),
+                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
                 validation=validation,
             ),
             RunOptions(
@@ -372,10 +373,6 @@ def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
     """Operations that training needs for every pack, wherever encoders run. [packs]"""
     flops = model_flops(job.model, job.cluster, job.frozen)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
-
-
-def _peak_flops_per_s(job: JobSpec) -> float:
-    return job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size
 
 
 def _validation(run: Run, trainer: Trainer) -> Validation | None:

@@ -54,7 +54,7 @@ from omnibal.model.units import LANGUAGE, unit_kinds
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-_SMALLEST_WEIGHT = 1e-12
+_SMALLEST_WEIGHT = 1e-12  # divides by no zero where no token carries loss
 _log = logging.getLogger(__name__)
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_HEAD_SIZE = 256
-_ROWS_OF_FLASH_BLOCK = 128
+_MOST_HEAD_SIZE = 256  # of FlashAttention-2's kernels
+_ROWS_OF_FLASH_BLOCK = 128  # to which its backward rounds up
 FP32_BYTES = 4
 ALIGNED_ELEMENTS = 8
 """Leading dimensions of 16 bit matrices must be multiples of this for the fastest kernels."""

@@ -1,6 +1,6 @@
 """Write model presets from `config.json` files of a model hub.
 
-    python tools/hub_presets.py tests/planner/hub_configs omnibal/presets/models
+    python scripts/hub_presets.py tests/planner/hub_configs omnibal/presets/models
 
 The folder has a folder a preset, by its name, with a `config.json` and, where limits of pixels are
 not the family's, a `preprocessor_config.json`. `sources.json` there gives the model's id on the hub
@@ -31,7 +31,7 @@ def preset_texts(folder: Path) -> dict[str, str]:
     remedy = f"give a folder with a {SOURCES_FILE}, ids of models by preset"
     sources = read_json_model(dict[str, str], folder / SOURCES_FILE, remedy)
     return {
-        name: f"# {source}, by tools/hub_presets.py of its config.json.\n"
+        name: f"# {source}, by scripts/hub_presets.py of its config.json.\n"
         + model_toml(read_hub_config(folder / name))
         for name, source in sources.items()
     }
