@@ -357,7 +357,8 @@ class _Search:
                 request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
             )
         result, found = self._plan_of_strategies(request, found)
-        return Planned(result=result, placement=_placement_of(request, found), strategies=found)
+        placement = _placement_of(request, found, _prediction(result))
+        return Planned(result=result, placement=placement, strategies=found)
 
     def _strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
         goal, data, job = self.goal, self.goal.data, self.goal.job
@@ -560,12 +561,17 @@ def _prediction(result: PlanResult) -> Prediction:
     return result.plan.prediction
 
 
-def _placement_of(request: StrategyRequest, found: StrategySearch) -> PlacementChoice:
-    """The placement of the fastest strategy, beside the fastest one of the other."""
-    best: dict[EncoderPlacement, PredictedStep] = {}
+def _placement_of(
+    request: StrategyRequest, found: StrategySearch, planned: Prediction
+) -> PlacementChoice:
+    """The placement of the fastest strategy, beside the fastest one of the other: both in steps of
+    the samples that are drawn, where there are both."""
+    best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
     for strategy in found.ranking:
         step = PredictedStep.of(strategy, request.samples_per_step)
         best.setdefault(strategy.placement, step)
+    if len(best) == 1:
+        best = {found.best.placement: planned}
     return PlacementChoice(
         chosen=found.best.placement,
         predicted=best,
