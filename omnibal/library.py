@@ -23,7 +23,9 @@ from omnibal.job.check import check_plan
 from omnibal.job.check import open_plan as _open_plan
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import plan_files
-from omnibal.job.plan_files import PlanFiles, save_plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.plan_files import save_plan as _save_plan
+from omnibal.job.planner import PlanResult
 from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launch
@@ -100,6 +102,16 @@ def training_job(
         cost_source=costs,
         trainer=trainer_of(None if trainer is None else TargetName(trainer)),
     )
+
+
+def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
+    """Write a plan directory.
+
+    Raises:
+        UserError: the directory holds something else than a plan.
+    """
+    result = planned.result if isinstance(planned, Planned) else planned
+    _save_plan(result, Path(directory))
 
 
 def open_plan(directory: Path | str) -> PlanFiles:

@@ -1,7 +1,6 @@
 """Planning: a goal in; the best plan that is found, the alternatives and what is proven out.
 
-    from omnibal import Goal
-    from omnibal.job import plan
+    from omnibal import Free, Goal, Samples, plan
     planned = plan(Goal(job=job, data=Samples(lengths=lengths), free=Free.everything(gpus=64)))
 
 Where sizes are free, they are searched for together with caps, levels and the placement of encoders

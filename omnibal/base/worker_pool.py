@@ -105,6 +105,12 @@ class _Worker:
         self.process.join()
         code = self.process.exitcode or 0
         cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        if code > 0:
+            return UserError(
+                f"worker process {self.process.pid} could not start ({cause}, with the reason "
+                'above); a script that plans must do so under `if __name__ == "__main__":`, as '
+                "its processes read it again"
+            )
         return UserError(
             f"worker process {self.process.pid} was ended from outside ({cause}), as the system "
             "does where memory is short; run the command again, with fewer --processes if need be"

@@ -110,8 +110,7 @@ def run(
     if not gpus:
         raise UserError("no GPU is here to plan for: give the devices of the job by --gpus")
     asked.output.mkdir(parents=True, exist_ok=True)
-    for step in asked.steps(gpus):
-        _do(step, asked.output / _DONE)
+    _do_all(asked.steps(gpus), asked.data, asked.output / _DONE)
     if asked.made_for is not None:
         print_notes([f"what to run: {asked.output / 'export' / 'RUN.md'}"], prefix="")
         return
@@ -123,18 +122,30 @@ def run(
     print_notes([f"to train, where the devices are: bash {script}"], prefix="")
 
 
-def _do(step: _Step, done: Path) -> None:
-    """Run a step in a process of its own, unless it is done already."""
+def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
+    """Run the steps in processes of their own, from the first that was not done just so.
+
+    What was done counts as far as the data and all commands before it are the same.
+    """
+    about = data.stat() if data.exists() else None
+    of_data = "# no data" if about is None else f"# data {about.st_size} {about.st_mtime_ns}"
     earlier = done.read_text().splitlines() if done.exists() else []
-    if step.text in earlier and step.makes is not None and step.makes.exists():
-        print_notes([f"{step.text}  (done)"], prefix="$ ")
-        return
-    print_notes([step.text], prefix="$ ")
-    status = subprocess.run([sys.executable, "-m", "omnibal", *step.words], check=False).returncode
-    if status:
-        raise typer.Exit(status)
-    with done.open("a") as lines:
-        lines.write(f"{step.text}\n")
+    lines = [of_data]
+    for step in steps:
+        lines.append(step.text)
+        is_there = step.makes is not None and step.makes.exists()
+        if is_there and earlier[: len(lines)] == lines:
+            print_notes([f"{step.text}  (done)"], prefix="$ ")
+            continue
+        print_notes([step.text], prefix="$ ")
+        earlier = lines[:-1]
+        done.write_text("".join(f"{line}\n" for line in earlier))
+        command = [sys.executable, "-m", "omnibal", *step.words]
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            raise typer.Exit(status)
+        earlier = list(lines)
+        done.write_text("".join(f"{line}\n" for line in earlier))
 
 
 def _write_script(launch: str, output: Path) -> Path:

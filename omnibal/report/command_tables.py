@@ -9,7 +9,6 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import EncoderLayers
-from omnibal.model.parallel import Parallel
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
@@ -22,6 +21,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.caps import CapSearch
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
+    from omnibal.search.strategy import Sizing
 
 _SHOWN_CANDIDATES = 10
 
@@ -116,17 +116,22 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
-    plan = (*search.best.caps.names, "recom-\nputed", "GiB")
-    tried = [one.parallel for one in search.ranking] + [one.parallel for one in search.ruled_out]
-    names = max((parallel.sizes for parallel in tried), key=len)
+    tried = [strategy.sizing for strategy in search.ranking]
+    tried += [one.sizing for one in search.ruled_out]
+    names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
+    has_placements = len({sizing.placement for sizing in tried}) > 1
+    levels = ["levels"] if any(strategy.levels for strategy in search.ranking) else []
+    plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
 
-    def sizes(parallel: Parallel) -> list[str]:
-        return [str(parallel.sizes.get(name, 1)) for name in names]
+    def sizes(sizing: "Sizing") -> list[str]:
+        own = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
+        return [*own, sizing.placement.option] if has_placements else own
 
     fastest = [
         (
-            *sizes(strategy.parallel),
+            *sizes(strategy.sizing),
             *(f"{cap:,}" for cap in strategy.caps.values),
+            *(str(max(len(strategy.levels), 1)) for _ in levels),
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
             f"{strategy.samples_per_second:,.2f}",
@@ -139,12 +144,12 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         most, estimate = one.most_samples_per_second, one.estimated_samples_per_second
         rate = "" if most is None else f"< {most:,.2f}"
         rate = rate if estimate is None else f"~ {estimate:,.2f}"
-        others.append((*sizes(one.parallel), *len(plan) * ("",), rate, one.why))
+        others.append((*sizes(one.sizing), *len(plan) * ("",), rate, one.why))
     over_best = Column(title="over best", style="left", least_width=24)
     return Table.of_rows(
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
-        (*names, *plan, "samples\nper s", over_best),
+        (*names, *["encoders"] * has_placements, *plan, "samples\nper s", over_best),
         fastest,
         others,
     )

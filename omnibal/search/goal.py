@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -22,6 +23,15 @@ from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
 
 DEFAULT_MICRO_BATCHES = 8  # of a rank in a step
+
+
+def _check_counts(least: int, **counts: int | None) -> None:
+    """Refuse counts that are no whole numbers from the least on; None stands for none given."""
+    for name, count in counts.items():
+        if count is not None and (not isinstance(count, int) or count < least):
+            raise UserError(
+                f"{name} {count!r} was given, and must be a whole number from {least} on: give one"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,6 +51,11 @@ class Samples:
     curriculum_steps: int = 0
     """First steps of packs of the shortest level alone."""
 
+    def __post_init__(self) -> None:
+        steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
+        _check_counts(1, epochs=self.epochs, **steps)
+        _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stream:
@@ -53,6 +68,9 @@ class Stream:
     """Whether ranks get equal shares of a window."""
     epochs: int = 1
 
+    def __post_init__(self) -> None:
+        _check_counts(1, window=self.window, epochs=self.epochs)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShapesAlone:
@@ -62,6 +80,10 @@ class ShapesAlone:
     micro_batches: int | None = None
     packs_per_step: int | None = None
     """Packs of all ranks in a step, where sizes are free; a pack a device without."""
+
+    def __post_init__(self) -> None:
+        packs = {"micro_batches": self.micro_batches, "packs_per_step": self.packs_per_step}
+        _check_counts(1, **packs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,6 +112,13 @@ class Free:
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     """Placements of encoders to choose from."""
     split: SplitRule = JOINT
+
+    def __post_init__(self) -> None:
+        if not self.placements:
+            raise UserError("placements are empty; give one of encoders at least to choose from")
+        if self.sizes is not None:
+            sizes = self.sizes
+            _check_counts(1, gpus=sizes.gpus, expert=sizes.expert, **sizes.given)
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":
@@ -130,6 +159,8 @@ class Goal:
             has[Feature.MICRO_BATCHES] = data.micro_batches is not None
             has[Feature.SAMPLES_PER_STEP] = data.samples_per_step is not None
             has[Feature.CURRICULUM] = data.curriculum_steps > 0
+        if isinstance(data, ShapesAlone):
+            has[Feature.MICRO_BATCHES] = data.micro_batches is not None
         return {feature for feature, is_there in has.items() if is_there}
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from omnibal.cost.adapters import with_adapters
 
-from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
-from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
+from omnibal.cost.counts import Counts, Device, Features, Fp8Rates, with_adapters
+from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.model.config import LanguageConfig, ModelConfig
@@ -247,8 +246,12 @@ def test_layer_of_tiles_with_all_options() -> None:
         + 2 * H
         + round_up(3 * H * A + 3 * A + 2 * A + A * H + 2 * H * F + F, t),
     }
-    items = FEATURES.one("tiles")
-    check(counted(encoder_layer(TILES_TOWER, device(), items, 17)), expected)
+    check(counted(layer_of(TILES_TOWER, device())), expected)
+
+
+def layer_of(tower: TilesEncoder | ClipsEncoder, ranks: Device, *, padded: bool = True) -> Counts:
+    """A layer of an encoder; its model and its kind do not matter."""
+    return items_layer(None, tower, None, ranks, FEATURES, padded=padded)
 
 
 def round_up(number: int, parts: int) -> int:
@@ -272,7 +275,7 @@ def test_plain_layer_of_clips() -> None:
         "into GELU": 2 * F / 3,
         "out of GELU": 2 * F / 3,
     }
-    found = counted(encoder_layer(CLIPS_TOWER, device(), FEATURES.one("clips"), 7, padded=False))
+    found = counted(layer_of(CLIPS_TOWER, device(), padded=False))
     expected = {
         "kept": {what: rows * each for what, each in kept.items()},
         "attention": 4 * CLIPS * 7**2 * H / 3,
@@ -289,7 +292,7 @@ def test_plain_layer_of_clips() -> None:
     }
     check({name: found[name] for name in expected}, expected)
     normed = ClipsEncoder(**ENCODER | {"qk_norm": True}, frames=14, positions_per_token=7)
-    alone = counted(encoder_layer(normed, device(1), FEATURES.one("clips"), 7))
+    alone = counted(layer_of(normed, device(1)))
     assert alone["forward"] == rows * 2 * (9 * H + 4 * H + 2 * F)
     assert alone["backward"] == rows * 2 * (10 * H + 8 * H + 3 * F)
     assert "sent" not in alone

@@ -194,8 +194,10 @@ def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, 
         assert [line.split()[2] for line in shown] == ["lengths", "plan", "check"]
         assert [line.endswith("(done)") for line in shown] == [repeated, repeated, False]
     assert read_plan(tmp_path / "job" / "plan").parallel.world_size == 2
-    script = (tmp_path / "job" / "train.sh").read_text()
-    assert "train_nodes.sh 1 0 localhost" in script and script.endswith("--lr 1e-3\n")
+    words = shlex.split((tmp_path / "job" / "train.sh").read_text(), comments=True)
+    (launcher,) = (place for place, word in enumerate(words) if word.endswith("train_nodes.sh"))
+    assert words[launcher + 1 : launcher + 4] == ["1", "0", "localhost"]
+    assert words[-2:] == ["--lr", "1e-3"]
 
 
 def test_a_run_on_several_nodes_is_submitted():

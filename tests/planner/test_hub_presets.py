@@ -10,13 +10,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.hub_presets import preset_texts
 
 from omnibal import cli
 from omnibal.base.errors import UserError
 from omnibal.cost.parameters import model_parameters
 from omnibal.families.named import hub_ids, model_notes, named_model, named_model_file
 from omnibal.model.config import load_model, preset_names
+from scripts.hub_presets import preset_texts
 
 pytestmark = pytest.mark.quick
 

@@ -12,7 +12,7 @@ from rate_cases import ring_ms, tiled_ms, tiled_rates
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import Counts, Device, Features
-from omnibal.cost.encoder_counts import encoder_layer, encoder_projector
+from omnibal.cost.encoder_counts import encoder_projector, items_layer
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.language_counts import head, language_layer
 from omnibal.cost.model import CostModel
@@ -21,7 +21,7 @@ from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster, load
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Pass, ProductTime, Rates
-from omnibal.model.units import feature_names
+from omnibal.model.units import feature_names, unit_kinds
 
 pytestmark = pytest.mark.quick
 
@@ -149,11 +149,12 @@ def test_products_hold_every_weight_of_a_layer_once(name, tensor):
     if not model.language.prediction_layers:
         last = head(model.language, device, features)
         assert products_of(last) == last.parameters - h
-    for tower in model.encoders.values():
+    for tower_name, tower in model.encoders.items():
         if isinstance(tower, ImagesEncoder):
             continue
-        width, items = tower.hidden_size, features.one(tower.feature)
-        block = encoder_layer(tower, device, items, tower.positions_per_item)
+        width = tower.hidden_size
+        kinds = [kind for kind in unit_kinds(model) if kind.tower == tower_name and kind.is_layer]
+        block = items_layer(model, tower, kinds[0], device, features, padded=False)
         assert 0 < block.parameters - products_of(block) <= 20 * width
         projector = encoder_projector(tower, model, device, features)
         vectors = projector.parameters - products_of(projector)
