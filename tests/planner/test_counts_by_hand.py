@@ -168,11 +168,11 @@ def test_embedding_of_clips() -> None:
         "kernels": 7,
         "kept": {
             "frames": 2 * read,
-            "into GELU": 2 * middle,
-            "out of GELU": 2 * middle,
+            "into the activation": 2 * middle,
+            "out of the activation": 2 * middle,
             "into the second GELU": 2 * out,
         },
-        "for weights": {"frames", "out of GELU"},
+        "for weights": {"frames", "out of the activation"},
         "input": 2 * read,
         "output": 2 * out,
         # The second convolution's input gradient and weight, GELU's input just let go; then both
@@ -197,8 +197,8 @@ def test_layer_of_tiles_with_all_options() -> None:
         "middle residual": 2 * H,
         "second norm's output": 2 * H,
         "second norm's moments": 4 * 2,
-        "into GELU": 2 * F / t,
-        "out of GELU": 2 * F / t,
+        "into the activation": 2 * F / t,
+        "out of the activation": 2 * F / t,
         "normed q and k": 2 * 2 * A / t + 4 * 2,
         "attention's block, for its layer scale": 2 * H,
         "feed-forward's, for its layer scale": 2 * H,
@@ -222,7 +222,7 @@ def test_layer_of_tiles_with_all_options() -> None:
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
         "for weights": {
-            *("first norm's output", "second norm's output", "out of GELU"),
+            *("first norm's output", "second norm's output", "out of the activation"),
             *("attention's block, for its layer scale", "feed-forward's, for its layer scale"),
         },
         "input": rows * 2 * H,
@@ -272,8 +272,8 @@ def test_plain_layer_of_clips() -> None:
         "middle residual": 2 * H,
         "second norm's output": 2 * H,
         "second norm's moments": 4,
-        "into GELU": 2 * F / 3,
-        "out of GELU": 2 * F / 3,
+        "into the activation": 2 * F / 3,
+        "out of the activation": 2 * F / 3,
     }
     found = counted(layer_of(CLIPS_TOWER, device(), padded=False))
     expected = {
