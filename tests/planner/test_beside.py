@@ -359,6 +359,40 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         assert room.phase >= 2 * max(rows)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
+    """Prevents: a rank that embeds tokens out of memory as features of its pipeline arrive, where
+    that is more than encoding takes."""
+    cost = random_encoders(
+        np.random.default_rng(0), ("vision",), Parallel(tensor=tensor, pipeline=2, data=2)
+    )
+    one = replace(
+        cost.encoders["vision"], working_bytes=np.zeros((1, 2)), kept_bytes=np.zeros(2),
+        feature_bytes=1000.0, input_bytes=7.0, is_trained=is_trained,
+    )  # fmt: skip
+    cost, ranks = replace(cost, encoders={"vision": one}), 4 * tensor
+    beside = EncodersBeside(
+        pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
+    )
+    # Two steps: all images in one pipeline's packs, or a few in both.
+    shares = ItemShares(
+        steps=np.arange(2),
+        pipelines=2,
+        held={"vision": np.array([[6 * ranks, 0], [ranks, ranks]])},
+        encoded={"vision": np.array([[6] * ranks, [2] * ranks])},
+    )
+    room, arrived = encoder_room(shares, cost, beside), 6 * ranks * 1000
+    # Held to the step's end, with their gradients; as they came, and in order, and a rank's part.
+    assert room.features == (2 if is_trained else 1) * arrived
+    on_their_way = 2 * arrived + (arrived / 2 if tensor == 2 else 0)
+    assert room.features + room.phase == pytest.approx(
+        max(on_their_way, room.features + 2 * 6 * 1000)
+    )
+    # Inputs of what is encoded again.
+    assert room.kept == (5 if is_trained else 6) * 7
+
+
 @pytest.mark.parametrize("towers", ["vision language", "vision audio language"])
 def test_search_finds_what_trying_everything_finds(towers):
     """Prevents a choice that is not the fastest of those that fit: every size of groups, pass, kept
