@@ -215,6 +215,9 @@ def _of_operation(node: ast.BinOp) -> Iterator[ast.expr]:
     texts = any(isinstance(side, ast.Constant) and isinstance(side.value, str) for side in sides)
     if texts or any(isinstance(side, _SEQUENCES) for side in sides):
         return
+    if isinstance(node.left, ast.Constant) and node.left.value == 0:
+        # `0 * tokens`, a vector of zeros, is 0 whatever the operator.
+        return
     for operator in _OPERATORS.get(type(node.op), ()):
         yield ast.BinOp(node.left, operator(), node.right)
     if isinstance(node.op, _TERMS):

@@ -13,7 +13,7 @@ import pytest
 
 from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.adapters import with_adapters
-from omnibal.cost.counts import Counts, Device, Features
+from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
@@ -1094,6 +1094,86 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
     assert found["parameters"] == 2 * of_prediction + last["parameters"] + copy
     assert found["input"] == 2 * hidden and "output" not in found
     assert found.get("shared", 0) == (2 * 2 * block if sequence_parallel else 0)
+
+
+IN_FP8 = Fp8Rates(flops_per_ms=2.0, cast_bytes=6, cast_kernels=2, weight_bytes=2)
+
+
+def fp8_language(**changes: Any) -> LanguageConfig:
+    """Sizes of multiples of 16."""
+    sizes = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_size": 16, "ffn_hidden_size": 80}
+    return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
+
+
+SHARED_EXPERTS = ExpertsConfig(
+    experts=5, experts_per_token=2, ffn_hidden_size=32, shared_ffn_hidden_size=64
+)
+LATENT = LatentAttention(
+    query_rank=16, key_value_rank=32, head_size=16, rotary_head_size=16, value_head_size=16
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "kept_whole", "copied", "widest", "linears"),
+    [
+        # Of q, k and v 128 wide, the way back, the gate and value, and back.
+        (LayerKind(), {}, set(), {"attention's output": 64}, 160, 4),
+        (LayerKind(), {"output_gate": True}, set(), {}, 192, 4),
+        # Down twice, up twice and back; two linears take the first norm's output.
+        (LayerKind(latent=LATENT), {}, {"first norm's output"}, {"attention's output": 64}, 160, 7),
+        # Routed rows and what all tokens pass; the router takes the second norm's output.
+        (
+            LayerKind(experts=SHARED_EXPERTS),
+            {},
+            {"second norm's output"},
+            {"attention's output": 64, "second norm's output": 48},
+            None,
+            6,
+        ),
+    ],
+    ids=["dense", "gated", "latent", "experts"],
+)
+def test_layers_in_fp8(
+    kind: LayerKind,
+    options: dict[str, bool],
+    kept_whole: set[str],
+    copied: dict[str, int],
+    widest: int | None,
+    linears: int,
+) -> None:
+    """Prevents: inputs kept in FP8 that something else needs in bf16, casts of some linears alone,
+    and gradients' copies that take no memory."""
+    plain, fast = (
+        counted(language_layer(fp8_language(**options), kind, each, FEATURES))
+        for each in (device(1), device(1, fp8=IN_FP8))
+    )
+    assert fast["kernels"] - plain["kernels"] == 2 * linears
+    kept = {
+        what: each / 2 if what in plain["for weights"] - kept_whole else each
+        for what, each in plain["kept"].items()
+    }
+    kept |= {f"{what} in FP8": TOKENS * width for what, width in copied.items()}
+    assert fast["kept"] == pytest.approx(kept)
+    # The gradient of the widest output, by rows and by columns.
+    copies = 2 * (TOKENS * widest if widest else max(TOKENS * 128, 2 * TOKENS * 64))
+    for (there, weight), (before, as_before) in zip(fast["working"], plain["working"], strict=True):
+        # What is let go of is less by as much as was kept less.
+        assert weight == as_before
+        assert copies <= there - before <= copies + sum(plain["kept"].values()) / 2
+    first = fast["working"][0][0] - plain["working"][0][0]
+    assert first == pytest.approx(copies)
+
+
+def test_prediction_in_fp8() -> None:
+    """Prevents: a product that joins hidden states and words, left in bf16."""
+    plain, fast = (
+        counted(head(fp8_language(prediction_layers=1), each, FEATURES))
+        for each in (device(1), device(1, fp8=IN_FP8))
+    )
+    # Four linears of the layer, and the one that joins.
+    assert fast["kernels"] - plain["kernels"] == 2 * 5
+    assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
+    assert fast["kept"]["0: normed"] == plain["kept"]["0: normed"]
 
 
 def test_adapters_beside_products() -> None:

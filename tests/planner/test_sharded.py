@@ -8,7 +8,7 @@ import pytest
 from omnibal.config import ClusterConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import trained_features
-from omnibal.cost.sharded import ShardedExchange
+from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.data.lengths import Lengths
 from omnibal.data.packing import PackingMethod
 from omnibal.data.packs import ScheduledPacks
@@ -99,6 +99,41 @@ def test_weights_go_round_a_ring(ranks: int) -> None:
         found = exchange.gather_ms, exchange.gather_back_ms, exchange.reduce_ms
         expected = [ring_ms, is_trained * ring_ms, is_trained * ring_ms]
         assert [each[place] for each in found] == pytest.approx(expected), kind.name
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["all", "language"])
+def test_whole_weights_are_there_for_a_while(frozen: tuple[str, ...]) -> None:
+    """Prevents: a device out of memory where a unit's weights are gathered beside the next one's,
+    gradients of frozen weights, and an exchange that is counted once a step besides."""
+    given = Parallel(pipeline=1, data=8), "bf16", frozen
+    whole = analytic_cost(MODEL, load_cluster("h100-80g"), *given)
+    shared = sharded_cost(whole, 8)
+    assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
+    largest = sorted(unit.parameters for unit in whole.units.values())[-1]
+    for name, before in whole.units.items():
+        after, waits = shared.units[name], 1.0 if name == "head" else 0.0
+        # Its own weights and the next unit's, its gradients whole; all of bf16.
+        gathered = 2 * (before.parameters + largest)
+        expected = np.pad(before.transient_bytes, [(0, 0), (0, 2)])
+        expected[:, 0] += gathered + (
+            0 if before.trained_parameters == 0 else 2 * before.parameters
+        )
+        np.testing.assert_allclose(after.transient_bytes, expected, rtol=1e-12)
+        passing = np.pad(before.passing_bytes, (0, 2))
+        passing[0] += 0 if before.backward_ms.any() else gathered
+        np.testing.assert_allclose(after.passing_bytes, passing, rtol=1e-12)
+        np.testing.assert_array_equal(after.forward_ms, [*before.forward_ms, waits, 0])
+        np.testing.assert_array_equal(after.backward_ms, [*before.backward_ms, 0, waits])
+        collective = np.hstack([before.collective_ms, [[waits, 0], [0, waits]]])
+        np.testing.assert_array_equal(after.collective_ms, collective)
+    assert shared.runs_in_step and shared.bucket_parameters == np.inf
+    # Every micro-batch exchanges; nothing is left to exchange once a step.
+    for rates in (shared.reduction_ms, shared.gather_ms):
+        assert rates(1e9, 0) == rates(1e9, 1e9) == 0
+    for rates in ("optimizer_bytes", "update_ms"):
+        for experts in (0, 1e8):
+            counts = 1e9, experts
+            assert getattr(shared, rates)(*counts) == getattr(whole, rates)(*counts) > 0
 
 
 def job(ranks: int, **changes: object) -> JobSpec:
