@@ -12,6 +12,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, trained_parameters
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.rates import CopyTime, Rates
 from omnibal.units import unit_kinds, unit_names
 
 pytestmark = pytest.mark.quick
@@ -374,3 +375,31 @@ def test_frozen_vision_needs_a_third_of_its_operations():
         (free[1] - 6 * projector - 4 * 1024 * 588 * 3200) / 3 + 2 * 1024 * 588 * 3200, rel=1e-9
     )
     np.testing.assert_array_equal(frozen[2:], free[2:])
+
+
+def test_copies_timed_with_their_latency_are_long_ones():
+    """Prevents: element-wise kernels at the rate of copies whose latency is in it, where that of
+    kernels comes on top; and weights that are streamed at a guess beside a measurement."""
+    guessed = only(memory_gb_per_s=1000.0, memory_efficiency=0.5, kernel_us=3.0)
+    together = CopyTime(bytes=2**20, ms=0.004)
+    apart = CopyTime(latency_us=9.0, gb_per_s=800.0)
+    before, *after = (
+        cost_of(cluster=guessed.model_copy(update={"rates": rates, "basis": "measured"}))
+        for rates in (
+            {},
+            *({"bf16": Rates(device="test", copies=(one,))} for one in (together, apart)),
+        )
+    )
+    layer = "language_layer"
+    bytes_ = PACK[1:] @ before.units[layer].forward_ms[1:] * 1000e6 * 0.5
+    kernels = before.units[layer].forward_ms[0] / 0.003
+    assert PACK @ after[0].units[layer].forward_ms == pytest.approx(
+        bytes_ / (1000e6 * 0.5) + kernels * 0.003
+    )
+    assert PACK @ after[1].units[layer].forward_ms == pytest.approx(
+        bytes_ / 800e6 + kernels * 0.009
+    )
+    # Once a step, gradients are set to zero; they, weights and state are read and written.
+    streamed = 4 + 2 * (2 + 4 + 12)
+    rates = [each.optimizer_ms_per_parameter for each in (before, *after)]
+    assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])

@@ -239,3 +239,11 @@ def main_of(capsys, *command: str) -> str:
         cli.main([*command])
     assert ended.value.code in (0, None), capsys.readouterr().err
     return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_each_other_rank_of_experts_has_a_buffer(expert: int):
+    """Prevents: buffers of the communication library for the rank itself, or for none."""
+    cost = job_spec(model=expert_model(), parallel=parallel_of(1, 1, 4, expert)).cost
+    others = [rank for rank in range(expert) if rank != 0]
+    assert cost.expert_peer_bytes == sum(load_cluster("laptop-cpu").peer_bytes for _ in others)
