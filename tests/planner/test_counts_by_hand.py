@@ -17,6 +17,7 @@ from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.cost.transformer_engine import without_gradients
 from omnibal.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
 from omnibal.units import unit_kinds
@@ -1174,6 +1175,28 @@ def test_prediction_in_fp8() -> None:
     assert fast["kernels"] - plain["kernels"] == 2 * 5
     assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
     assert fast["kept"]["0: normed"] == plain["kept"]["0: normed"]
+
+
+def test_gradients_that_transformer_engine_leaves_in_its_buffers() -> None:
+    """Prevents: the word embedding's gradient, which torch makes, taken for one of a product, or a
+    gradient of the logits beside them."""
+    own = device(3)
+    moments = {
+        name: [
+            (of(counts.working_bytes(each, trained=True)), each.weight)
+            for each in without_gradients(counts.working)
+        ]
+        for name, counts in {
+            "embed": language_embed(model_with(), own, FEATURES),
+            "layer": language_layer(language(), LayerKind(), own, FEATURES),
+            "head": head(language(prediction_layers=1), own, FEATURES),
+        }.items()
+    }
+    text, words = TOKENS * WIDTH, 384 * WIDTH
+    assert moments["embed"] == [(2 * text, words)]
+    assert [weight for _, weight in moments["layer"]] == [0, 0, 0]
+    # Joined and embedded; a layer; its own logits, and the model's, without the first moment.
+    assert [weight for _, weight in moments["head"]] == [0, words, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_adapters_beside_products() -> None:
