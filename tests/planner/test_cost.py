@@ -7,6 +7,7 @@ from cost_cases import workload_of_a_step
 from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
+from omnibal.layers import ExpertsConfig, LayerRun
 from omnibal.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import once_a_step, trained_parameters
@@ -403,3 +404,15 @@ def test_copies_timed_with_their_latency_are_long_ones():
     streamed = 4 + 2 * (2 + 4 + 12)
     rates = [each.optimizer_ms_per_parameter for each in (before, *after)]
     assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])
+
+
+def test_routers_are_computed_in_fp32():
+    """Prevents: a router's product at the rate of bf16, or at a peak that no kernel reaches."""
+    slow = only(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
+    experts = ExpertsConfig(experts=7, experts_per_token=2, ffn_hidden_size=64)
+    model = MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
+    cost = analytic_cost(model, slow, Parallel(pipeline=1), "bf16")
+    unit = cost.units["language_layer_experts7"]
+    router_ms = 2 * 4096 * 6144 * 7 / (40e9 * 0.5)
+    assert PACK @ unit.forward_ms == pytest.approx(router_ms)
+    assert PACK @ unit.backward_ms == pytest.approx(2 * router_ms)

@@ -17,7 +17,7 @@ from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
 from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
-from omnibal.cost.transformer_engine import without_gradients
+from omnibal.cost.transformer_engine import rooms, without_gradients
 from omnibal.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
 from omnibal.units import unit_kinds
@@ -648,8 +648,8 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
 
 
 def language(**changes: Any) -> LanguageConfig:
-    """6 heads of 9 for q, 2 for k and v."""
-    sizes = {"heads": 6, "kv_heads": 2, "head_size": 9}
+    """5 heads of 11 for q, 1 for k and v, which 3 ranks would not divide."""
+    sizes = {"heads": 5, "kv_heads": 1, "head_size": 11}
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
 
@@ -657,7 +657,7 @@ def dense_layer(
     sequence_parallel: bool, *, qk_norm: bool = False, gate: bool = False, post_norms: bool = False
 ) -> dict[str, Any]:
     """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
-    t, q, k = 3, 54, 18
+    t, q, k = 3, 55, 11
     part = 1 / 3 if sequence_parallel else 1
     hidden = TOKENS * WIDTH * part
     block, inner = TOKENS * WIDTH, TOKENS * F / t
@@ -667,7 +667,7 @@ def dense_layer(
         "input": 2 * hidden,
         "first norm's output": 2 * hidden,
         "first norm's moments": 4 * TOKENS * part,
-        "attention's output and log-sum-exp": TOKENS * (2 * q + 4 * 6) / t,
+        "attention's output and log-sum-exp": TOKENS * (2 * q + 4 * 5) / t,
         "middle residual": 2 * hidden,
         "second norm's output": 2 * hidden,
         "second norm's moments": 4 * TOKENS * part,
@@ -675,7 +675,7 @@ def dense_layer(
         "their product": 2 * inner,
     }
     if views:
-        scales = 4 * (6 + 2) if qk_norm else 0
+        scales = 4 * (5 + 1) if qk_norm else 0
         kept["product with q, k and v"] = TOKENS * 2 * made / t
         kept["rotated q and k"] = TOKENS * (2 * (q + k) + scales) / t
     else:
@@ -721,7 +721,7 @@ def dense_layer(
         ],
         **({"shared": 2 * block} if sequence_parallel else {}),
         "parameters": (4 if post_norms else 2) * WIDTH
-        + (2 * 9 if qk_norm else 0)
+        + (2 * 11 if qk_norm else 0)
         + round_up(WIDTH * made + q * WIDTH + 3 * WIDTH * F + made, t),
     }
 
@@ -776,7 +776,7 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
     )
     own = device(3, sequence_parallel)
     counts = language_layer(language(), LayerKind(latent=latent), own, FEATURES)
-    t, part, q, v = 3, 1 / 3 if sequence_parallel else 1, 6 * (8 + 4), 6 * 7
+    t, part, q, v = 3, 1 / 3 if sequence_parallel else 1, 5 * (8 + 4), 5 * 7
     rows, ranks = TOKENS * part, 17 + (query_rank or 0)
     up_from = query_rank or WIDTH
     latents, block = TOKENS * (up_from + 17 + 4), TOKENS * WIDTH
@@ -793,10 +793,10 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
         "products": [
             *down,
             (TOKENS, up_from, q / t),
-            (TOKENS, 17, 6 * (8 + 7) / t),
+            (TOKENS, 17, 5 * (8 + 7) / t),
             (TOKENS, v / t, WIDTH),
         ],
-        "attention": 61 / 2 * 2 * 6 * (8 + 4 + 7) / t,
+        "attention": 61 / 2 * 2 * 5 * (8 + 4 + 7) / t,
         "forward": 2 * (2 * rows * ranks + copied),
         "backward": 2 * (3 * rows * ranks + copied),
         "sent": 2 / 3 * 2 * sent,
@@ -809,32 +809,32 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
             "latents' moments": 4 * rows * (2 if query_rank else 1),
             "normed latents": 2 * rows * ranks,
             "q, k and v": TOKENS * 2 * (q + q + v) / t,
-            "attention's output and log-sum-exp": TOKENS * (2 * v + 4 * 6) / t,
+            "attention's output and log-sum-exp": TOKENS * (2 * v + 4 * 5) / t,
         },
         "for weights": {"normed latents"},
         "working": [],
         "shared": 2 * max(latents, block) if sequence_parallel else 0,
     }
     check(found, expected)
-    weights = up_from * q + 17 * 6 * (8 + 7) + v * WIDTH + 3 * WIDTH * F
+    weights = up_from * q + 17 * 5 * (8 + 7) + v * WIDTH + 3 * WIDTH * F
     whole = WIDTH * (17 + 4) + 17 + (WIDTH * 13 + 13 if query_rank else 0)
     assert counts.parameters == 2 * WIDTH + whole + round_up(weights, t)
 
 
-@pytest.mark.parametrize("key_heads", [2, 6])
+@pytest.mark.parametrize("key_heads", [1, 5])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     """Prevents: operations and bytes of the gated delta rule that grow with the square of tokens,
     or that leave out one of its kernels."""
     d, e, c = 5, 8, 64
     linear = LinearAttention(
-        key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
+        key_heads=key_heads, value_heads=5, key_head_size=d, value_head_size=e, convolution_width=3
     )
     own = device(3, sequence_parallel)
     counts = language_layer(language(), LayerKind(linear=linear), own, FEATURES)
-    t, keys, values = 3, key_heads * d, 6 * e
+    t, keys, values = 3, key_heads * d, 5 * e
     mixed = keys + keys + values
-    made = mixed + values + 6 + 6
+    made = mixed + values + 5 + 5
     # A chunk's products of c tokens: k k^T; the triangle's inverse; w; u; then w S, q S, k^T v;
     # q k^T, and that with v.
     chunk = 2 * c * c * d + c**3 / 3 + 2 * c * c * d + 2 * c * c * e
@@ -850,7 +850,7 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     backward += 6 * k + 3 * v + 2 * state  # of q, k and w
     backward += 6 * k + 3 * v + triangle  # of the inverse and what it is made of
     fp32 = triangle + triangle  # the triangle written and read
-    per_token = TOKENS / c * 6
+    per_token = TOKENS / c * 5
     found = of_attention_alone(counted(counts), sequence_parallel)
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
     hidden = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1)
@@ -874,11 +874,11 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
             for what, each in {
                 "into the convolution": 2 * mixed,
                 "normed q and k, and their scales": 2 * 2 * keys + 4 * 2 * key_heads,
-                "q and k of every head": 0 if key_heads == 6 else 2 * 2 * 6 * d,
+                "q and k of every head": 0 if key_heads == 5 else 2 * 2 * 5 * d,
                 "v": 2 * values,
-                "beta and decay": 6 * (2 + 2 + 4 + 4 + 4),
-                "inverse of a chunk's triangle": 2 * 6 * c,
-                "rule's output and its norm's moments": 2 * values + 4 * 6,
+                "beta and decay": 5 * (2 + 2 + 4 + 4 + 4),
+                "inverse of a chunk's triangle": 2 * 5 * c,
+                "rule's output and its norm's moments": 2 * values + 4 * 5,
                 "output's gate": 2 * values,
                 "gated output": 2 * values,
             }.items()
@@ -890,8 +890,8 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     check(found, expected)
     # By then the feed-forward, and the norm before it, have let go of what they kept.
     let_go = 2 * (hidden + 3 * TOKENS * F / t)
-    assert working == pytest.approx((2 * (hidden + TOKENS * 6 * rule / t) - let_go, 0))
-    weights = WIDTH * made + 3 * mixed + 2 * 6 + values * WIDTH + 3 * WIDTH * F
+    assert working == pytest.approx((2 * (hidden + TOKENS * 5 * rule / t) - let_go, 0))
+    weights = WIDTH * made + 3 * mixed + 2 * 5 + values * WIDTH + 3 * WIDTH * F
     assert counts.parameters == 2 * WIDTH + e + round_up(weights, t)
 
 
@@ -964,7 +964,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
     ]
     weights = [0, held * WIDTH * f, 0, 0, held * 2 * WIDTH * f, 0]
     of_experts = held * 3 * WIDTH * f
-    attention = WIDTH * 90 + 54 * WIDTH
+    attention = WIDTH * (55 + 11 + 11) + 55 * WIDTH
     expected = dense | {
         "products": [*dense["products"][:2], *products],
         "forward": dense["forward"] - 2 * 3 * inner + forward,
@@ -1197,6 +1197,28 @@ def test_gradients_that_transformer_engine_leaves_in_its_buffers() -> None:
     assert [weight for _, weight in moments["layer"]] == [0, 0, 0]
     # Joined and embedded; a layer; its own logits, and the model's, without the first moment.
     assert [weight for _, weight in moments["head"]] == [0, words, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_empty_gradients_are_of_linears_alone() -> None:
+    """Prevents: room for gradients of routers and of gates, which are no layers of Transformer
+    Engine's, or one room for each layer of equal shapes."""
+    gated = ExpertsConfig(
+        experts=5, experts_per_token=2, ffn_hidden_size=21, shared_ffn_hidden_size=19,
+        shared_gate=True,
+    )  # fmt: skip
+    kinds = {"dense": LayerKind(), "experts": LayerKind(experts=gated)}
+    layers = {
+        name: language_layer(language(), kind, device(1), FEATURES) for name, kind in kinds.items()
+    }
+    found = {(room.bytes, room.kinds) for room in rooms(layers, 2) if "gradient" in room.what}
+    of_experts = [(WIDTH, 42), (21, WIDTH), (WIDTH, 38), (19, WIDTH)]
+    assert found == {
+        *((2 * a * b, frozenset(layers)) for a, b in ((WIDTH, 77), (55, WIDTH))),
+        *((2 * a * b, frozenset({"dense"})) for a, b in ((WIDTH, 2 * F), (F, WIDTH))),
+        *((2 * a * b, frozenset({"experts"})) for a, b in of_experts),
+    }
+    workspaces = {room.kinds: room.bytes for room in rooms(layers, 2) if "work" in room.what}
+    assert workspaces == {frozenset(layers): 2 * 32 * 2**20, frozenset({"experts"}): 4 * 32 * 2**20}
 
 
 def test_adapters_beside_products() -> None:
