@@ -339,10 +339,8 @@ def summary(verdicts: Sequence[tuple[Mutant, Verdict]]) -> tuple[str, float]:
         killed = number["killed"] + number["timed out"]
         all_tried = killed + number["survived"]
         besides = [f", {number[one]} {one}" for one in ("timed out", "not tried") if number[one]]
-        lines.append(
-            f"{package}: {killed} of {killed + number['survived']} killed{''.join(besides)}"
-        )
-    return "\n".join(lines), killed / max(killed + number["survived"], 1) if killed else 0.0
+        lines.append(f"{package}: {killed} of {all_tried} killed{''.join(besides)}")
+    return "\n".join(lines), killed / max(all_tried, 1)
 
 
 def _line(mutant: Mutant, verdict: Verdict) -> str:
