@@ -1,6 +1,6 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check format mutants quick test
+.PHONY: check format mutants planner-quick quick test
 
 check:
 	./scripts/check.sh
@@ -14,6 +14,9 @@ mutants:
 
 quick:
 	./scripts/test.sh -m quick
+
+planner-quick:
+	./scripts/test.sh -m quick tests/planner
 
 test:
 	./scripts/test.sh

@@ -15,7 +15,7 @@ from megatron.vlm.run.dry_run import print_dry_run
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.run.log import show_log
 from megatron.vlm.run.pretrain import execute, load_run, open_trainable
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ setup(
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
     package_data={
-        "omnibal": ["presets/*/*.toml", "report/*.css", "report/*.jinja"],
-        "megatron.vlm.measure.pretended": ["device.cpp"],
+        "omnibal": ["presets/*.toml", "presets/*/*.toml", "report/*.css", "report/*.jinja"],
+        "megatron.vlm.measure.fake_device": ["device.cpp"],
     },
     install_requires=PLANNER,
     extras_require={

@@ -52,20 +52,13 @@ from rich.table import Table
 
 from megatron.vlm.measure.profiler import ProfileOptions, device_name
 from megatron.vlm.measure.replay import MicroBatchTimes
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.files import atomic, read_json_model, write_json_model
+from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Profile, read_profile
+from omnibal.cost.profile import Measured, Profile, read_profile
 from omnibal.data.lengths import Lengths
-from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.files import atomic, read_json_model, write_json_model
-from omnibal.frozen import Frozen
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.stage_memory import GIB
-from omnibal.replay import (
+from omnibal.job.replay import (
     ReplayInfo,
     ReplaySummary,
     StageReplay,
@@ -73,6 +66,13 @@ from omnibal.replay import (
     plan_sha256,
     summarise_replay,
 )
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.report.comparison import ShownStep, before_and_after
 
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
@@ -308,7 +308,7 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
         caps=layout.caps,
         samples_per_step=layout.samples_per_step,
         lengths=lengths,
-        profile=profile,
+        cost_source=Measured(profile),
         seed=0,
     )
 
@@ -610,7 +610,7 @@ def measure(
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
-    cost = replace(job.spec, profile=profile).cost
+    cost = replace(job.spec, cost_source=Measured(profile)).cost
     return LayoutResult(
         layout=layout.name,
         device=device_name(),

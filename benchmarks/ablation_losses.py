@@ -38,18 +38,18 @@ from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
-from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, make_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
 
 RANKS = 2
 """That the balanced steps are planned for."""

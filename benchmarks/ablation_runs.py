@@ -44,18 +44,18 @@ from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.run.loop import gather_stage_records
 from megatron.vlm.step.clock import Phase, each_ms
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.runlog import StageRecord
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.runlog import StageRecord
 
 PAIR = 2
 """Processes that train and profile, and that replay at the same time."""

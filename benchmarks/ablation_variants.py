@@ -23,27 +23,28 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
 from omnibal.cost.model import CostModel, UnitCost, pack_features
-from omnibal.cost.profile import Profile, read_profile
-from omnibal.data.fit import check_samples_fit
+from omnibal.cost.profile import Measured, read_profile
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan_data import SampleData, describe_data, model_of_lengths
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import DataPlan, Plan
-from omnibal.plan_data import SampleData, describe_data, model_of_lengths
-from omnibal.planner import PlanRequest, PlanResult, make_plan
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
@@ -97,9 +98,8 @@ class AblationJob:
     samples_per_step: int
     """Of all ranks together; balanced packs come as near to it as whole packs can."""
     lengths: Lengths
-    profile: Profile | None
-    """Measured costs; None to count operations and bytes instead."""
     seed: int
+    cost_source: CostSource = ANALYTIC
     precision: Precision = "fp32"
 
     @property
@@ -110,7 +110,7 @@ class AblationJob:
             cluster=self.cluster,
             parallel=self.parallel,
             precision=self.precision,
-            profile=self.profile,
+            cost_source=self.cost_source,
         )
 
     @property
@@ -256,7 +256,7 @@ def _plain_plan(
         data=_data_plan(job, packs, lengths),
         prediction=predict(cost, model, job.parallel, [stages], packs, workload),
     )
-    return PlanResult(plan=plan, data=(packs, lengths), profile=job.profile, search=None)
+    return PlanResult(plan=plan, data=(packs, lengths), cost_source=job.cost_source, search=None)
 
 
 def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> DataPlan:
@@ -455,7 +455,7 @@ def main() -> None:
         caps=Caps.of(tiles=given.max_tiles, tokens=given.max_tokens),
         samples_per_step=given.samples_per_step,
         lengths=real_lengths(PUBLISHED, model),
-        profile=None if given.profile is None else read_profile(given.profile),
+        cost_source=ANALYTIC if given.profile is None else Measured(read_profile(given.profile)),
         seed=given.seed,
         precision=given.precision,
     )

@@ -8,24 +8,16 @@ fewer.
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
-from omnibal.dispatch.balance import (
-    Assignment,
-    balance,
-    balance_equal_counts,
-    balance_padded,
-    balance_sums,
-    balance_under_cap,
-    longest_first,
-)
-from omnibal.dispatch.bounds import load_bound
+from omnibal.dispatch.balance import balance, longest_first
 from omnibal.dispatch.items import share_items
-from omnibal.dispatch.placement import place_on_ranks
+from omnibal.dispatch.load_bounds import load_bound
 
-ITEMS, RANKS, RANKS_OF_NODE = 100_000, 2_560, 8
+ITEMS, RANKS = 100_000, 2_560
 _DRAWS = 10
 Found = TypeVar("Found")
 
@@ -33,9 +25,13 @@ Found = TypeVar("Found")
 def main() -> None:
     rng = np.random.default_rng(0)
     print(f"{ITEMS:,} items on {RANKS:,} ranks: seconds of one core, and above the bound")
-    second = rng.integers(1, 4_000, ITEMS)
-    print_rules("log-normal", rng.lognormal(0, 0.8, ITEMS), second)
-    print_rules("uniform", np.random.default_rng(1).uniform(0.1, 1, ITEMS), second)
+    drawn = {
+        "log-normal weights": rng.lognormal(0, 0.8, ITEMS),
+        "uniform weights": rng.uniform(0.1, 1, ITEMS),
+    }
+    for name, weight in drawn.items():
+        seconds, found = _timed(partial(balance, weight, RANKS))
+        print(f"  {name:18} {seconds:6.3f} s  {found.above_bound:7.3%}")
     packs = ITEMS // 5
     pipelines = RANKS // 32
     seconds, _ = _timed(
@@ -48,9 +44,6 @@ def main() -> None:
         )
     )
     print(f"  {'two encoders':18} {seconds:6.3f} s")
-    held = rng.integers(0, 9, (RANKS, RANKS)) * (rng.random((RANKS, RANKS)) < 0.02)
-    seconds, _ = _timed(lambda: place_on_ranks(held, RANKS_OF_NODE))
-    print(f"  {'placement':18} {seconds:6.3f} s")
     print(f"above the bound, mean of {_DRAWS}: longest first alone, and with all that follows it")
     for items, ranks in ((192, 64), (200, 8), (640, 64), (3_000, 500)):
         alone, best = [], []
@@ -60,28 +53,6 @@ def main() -> None:
             alone.append(busiest / load_bound(few, ranks) - 1)
             best.append(balance(few, ranks).above_bound)
         print(f"  {items:5,} on {ranks:3}       {np.mean(alone):7.2%} {np.mean(best):7.2%}")
-
-
-def print_rules(weights: str, weight: np.ndarray, second: np.ndarray) -> None:
-    """A line for every kind of load.
-
-    Args:
-        weights: what the weights are called.
-        weight: of every item, [items].
-        second: load of every item that is capped, [items].
-    """
-    cap = int(1.05 * second.sum() / RANKS)
-    rules: dict[str, Callable[[], Assignment]] = {
-        "sum": lambda: balance(weight, RANKS),
-        "sum under a cap": lambda: balance_under_cap(weight, RANKS, second, cap),
-        "padded": lambda: balance_padded(weight, RANKS),
-        "function of a sum": lambda: balance_sums(weight, RANKS, np.square),
-        "equal numbers": lambda: balance_equal_counts(weight, RANKS),
-    }
-    print(f" {weights} weights")
-    for name, rule in rules.items():
-        seconds, found = _timed(rule)
-        print(f"  {name:18} {seconds:6.3f} s  {found.above_bound:7.3%}")
 
 
 def _timed(run: Callable[[], Found]) -> tuple[float, Found]:

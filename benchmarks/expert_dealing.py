@@ -3,8 +3,8 @@
     python benchmarks/expert_dealing.py lengths.parquet --model MODEL [--cluster h100-80g]
 
 Packs of every step are dealt as to ranks that wait for each other at a step's end alone, and as to
-ranks that run every slot in step (`omnibal.data.deal`). Both are simulated on the same stages, with
-ranks in step. Costs are counted for the cluster preset: nothing here was measured.
+ranks that run every slot in lockstep (`omnibal.steps.deal`). Both are simulated on the same
+stages, with ranks in lockstep. Costs are counted for the cluster preset: nothing here was measured.
 """
 
 from dataclasses import replace
@@ -14,16 +14,16 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from omnibal.config import load_cluster, load_model
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 SIZES = ((1, 2, 8, 4), (1, 2, 8, 8), (2, 2, 8, 8), (1, 4, 16, 16), (1, 1, 32, 32))
 """Tensor, pipeline, data and expert sizes."""
@@ -31,7 +31,7 @@ MICRO_BATCHES = 8
 
 
 def compared(job: JobSpec, lengths: Lengths, caps: Caps) -> tuple[float, float, float, float]:
-    """Mean step and its wait for experts' ranks in ms, as dealt apart and as dealt in step."""
+    """Mean step and its wait for experts' ranks in ms, as dealt apart and as dealt in lockstep."""
     sizes = job.parallel
     request = DataRequest(
         caps=caps,
@@ -43,9 +43,13 @@ def compared(job: JobSpec, lengths: Lengths, caps: Caps) -> tuple[float, float, 
     )
     steps = draw_steps(lengths, request, lambda packs: job.load_ms(packs, lengths))
     found, stages = [], None
-    for in_step in (1, sizes.in_step):
+    for in_step in (1, sizes.lockstep_ranks):
         scheduled = deal_steps(
-            steps, lengths, lambda packs: job.load_ms(packs, lengths), sizes.data, in_step=in_step
+            steps,
+            lengths,
+            lambda packs: job.load_ms(packs, lengths),
+            sizes.data,
+            lockstep_ranks=in_step,
         )
         workload = job.workload(scheduled, lengths, ())
         if stages is None:
@@ -71,7 +75,7 @@ def main(
         model=load_model(model), cluster=load_cluster(cluster), parallel=first, precision="bf16"
     )
     caps = Caps.of(tiles=max_tiles, tokens=max_tokens)
-    print("TP  PP  DP  EP   step apart   waits   step in step   waits    gain")
+    print("TP  PP  DP  EP   step apart   waits   step in lockstep   waits    gain")
     for tensor, pipeline, data, expert in SIZES:
         parallel = Parallel(
             tensor=tensor,

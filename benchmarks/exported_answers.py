@@ -22,7 +22,7 @@ from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
 from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.runlog import read_evaluation
+from omnibal.job.runlog import read_evaluation
 
 QUICKSTART = Path(__file__).parent.parent / "work" / "quickstart"
 

@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from omnibal.config import load_model, preset_names
+from omnibal.base.program import ArgumentParser, one_line_errors
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.program import ArgumentParser, one_line_errors
+from omnibal.model.config import load_model, preset_names
 from tools.length_mixtures import TOKENS_PER_TILE
 from tools.make_lengths import make_lengths
 

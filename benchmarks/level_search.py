@@ -2,9 +2,10 @@
 
     python benchmarks/level_search.py [--samples 1000000] [--mixture tulu3-longcite] [--json]
 
-Makes synthetic lengths and plans Llama 3.1 8B on 32 H100 for them with `--levels auto` and with
-`--levels hbp`. Seconds are of the whole command, reading and writing of the plan included; memory
-is of all its processes together, as they are looked at ten times a second. Steps are simulated.
+Makes synthetic lengths and plans Llama 3.1 8B on 32 H100 for them with `--packing-levels auto` and
+with `--packing-levels hbp`. Seconds are of the whole command, reading and writing of the plan
+included; memory is of all its processes together, as they are looked at ten times a second. Steps
+are simulated.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def main() -> None:
 def measured(levels: str, lengths: Path, output: Path) -> Measured:
     """Run `omnibal plan` with these levels."""
     command = [sys.executable, "-m", "omnibal", *PLAN.split(), "--lengths", str(lengths)]
-    command += ["--levels", levels, "--json", "-o", str(output)]
+    command += ["--packing-levels", levels, "--json", "-o", str(output)]
     start = time.perf_counter()
     process = subprocess.Popen(
         command,

@@ -43,32 +43,32 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.measure.profiler import OPTIMIZATION, ProfileOptions, Profiler
 from megatron.vlm.measure.profiler import Round as ProfilerRound
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
-from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.measured_sizes import MeasuredSizes
-from omnibal.cost.profile import Profile
+from omnibal.cost.profile import Measured, Profile
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, Level, largest_caps
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.levels import ContextExchange, Level, largest_caps
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import Rates
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.simulate import simulate_levels
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan, PlannedLevel
-from omnibal.plan_data import SampleData
-from omnibal.rates import Rates
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 RANKS = 4
 MEDIAN_TOKENS = 64
@@ -174,7 +174,7 @@ class Prepared:
     def predicted_ms(self, profile: Profile, cluster: ClusterConfig) -> float:
         """Predict an epoch from measured costs and rates."""
         plan = self.plan.model_copy(update={"cluster": cluster})
-        job, levels = JobSpec.of_plan(plan, profile), plan.levels
+        job, levels = JobSpec.of_plan(plan, Measured(profile)), plan.levels
         workload = job.workload(self.packs, self.lengths, levels)
         simulated = simulate_levels(job.cost_of_all(levels), plan.stages_at_levels, workload)
         return float(simulated.step_ms.sum())
@@ -271,7 +271,7 @@ def run_ways(folder: Path, rounds: int, patience_s: float, launch: Launch) -> di
     reader = SampleReader(annotations, tokenizer, MODEL)
     ways = {name: prepared(levels, reader, lengths, links) for name, levels in WAYS.items()}
     profiler = Profiler(
-        JobSpec.of_plan(ways["levels"].plan, None),
+        JobSpec.of_plan(ways["levels"].plan),
         links,
         ProfileOptions(
             max_tiles=0,

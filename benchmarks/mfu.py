@@ -4,7 +4,7 @@
 
 MFU is model FLOPs utilization: needed operations over what all devices could do. Plans InternViT-6B
 with InternLM2-20B for TP 2 x PP 4 x DP 4, every micro-batch at 9 tiles and 4,096 tokens, counts the
-kernels of every stage on pretended devices (`tools/replay.py --pretend`), turns them into time at
+kernels of every stage on fake devices (`tools/replay.py --fake-device`), turns them into time at
 named rates, and simulates the plan's schedule; what ranks exchange is the cost model's. Nothing is
 measured: no GPU takes part, and rates of kernels are assumed.
 
@@ -24,21 +24,17 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import pretend_stages
+from megatron.vlm.measure.fake_device.job import run_fake_stages
 from megatron.vlm.measure.replay_job import load_replay
 from megatron.vlm.run.launch import Launch, open_store
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cost.analytic import model_flops
-from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import once_a_step
-from omnibal.plan_data import MockData
-from omnibal.plan_files import PlanFiles, save_plan
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.pretended import PretendedStage, Roofline, read_pretended
-from omnibal.replay import (
+from omnibal.job.fake_replay import FakeStage, Roofline, read_fake_stages
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData
+from omnibal.job.plan_files import PlanFiles, save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.job.replay import (
     ReplayInfo,
     ReplaySummary,
     StageReplay,
@@ -46,6 +42,10 @@ from omnibal.replay import (
     rows_of_steps,
     summarise_replay,
 )
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.pipeline.stage_cost import per_step_costs
 from omnibal.report.table import Column, Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -81,7 +81,7 @@ class Utilization:
     """Share of all computing that is neither matrix product nor attention."""
 
 
-def counted(work: Path) -> tuple[PlanFiles, tuple[PretendedStage, ...]]:
+def counted(work: Path) -> tuple[PlanFiles, tuple[FakeStage, ...]]:
     """Plan the job and count its stages, or take what is kept of them in the folder.
 
     Raises:
@@ -100,12 +100,12 @@ def counted(work: Path) -> tuple[PlanFiles, tuple[PretendedStage, ...]]:
     save_plan(plan, folder / "plan")
     replay = load_replay(folder / "plan", None, None)
     launch = Launch(rank=0, world_size=1, local_rank=0)
-    pretend_stages(replay, range(4), folder / "counted", launch, open_store(launch))
-    return replay.planned, read_pretended(folder / "counted", replay.plan)
+    run_fake_stages(replay, range(4), folder / "counted", launch, open_store(launch))
+    return replay.planned, read_fake_stages(folder / "counted", replay.plan)
 
 
 def as_replayed(
-    stage: PretendedStage, rates: Roofline, rows: Sequence[int], update_ms: float
+    stage: FakeStage, rates: Roofline, rows: Sequence[int], update_ms: float
 ) -> StageReplay:
     """A stage's counted kernels as the times of equal micro-batches.
 
@@ -132,7 +132,7 @@ def as_replayed(
     )
 
 
-def utilization(files: PlanFiles, stages: Sequence[PretendedStage], rates: Roofline) -> Utilization:
+def utilization(files: PlanFiles, stages: Sequence[FakeStage], rates: Roofline) -> Utilization:
     """Simulate a step of the plan with every stage's kernels at these rates."""
     plan, cost = files.plan, files.job.cost
     packs, lengths = files.steps
@@ -143,7 +143,7 @@ def utilization(files: PlanFiles, stages: Sequence[PretendedStage], rates: Roofl
     rows = rows_of_steps(packs, info.steps)
     workload = files.job.workload(packs, lengths, plan.levels)
     features = workload.features[rows]
-    update_ms = once_a_step(cost, plan.stages).update_ms
+    update_ms = per_step_costs(cost, plan.stages).update_ms
     replays = [
         as_replayed(stage, rates, rows.tolist(), float(update_ms[stage.stage])) for stage in stages
     ]
@@ -160,7 +160,7 @@ def utilization(files: PlanFiles, stages: Sequence[PretendedStage], rates: Roofl
     )
 
 
-def print_result(files: PlanFiles, stages: Sequence[PretendedStage], console: Console) -> None:
+def print_result(files: PlanFiles, stages: Sequence[FakeStage], console: Console) -> None:
     """Print a row of each set of rates, and the difference between them."""
     prediction = files.plan.prediction
     assert prediction is not None

@@ -30,12 +30,12 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from omnibal.data.annotations import Annotations
-from omnibal.data.image_files import ImageFile
 from omnibal.data.native_resolution import image_segments
 from omnibal.data.scan import image_size, scan_lengths
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.encoders import ImageRule
 from omnibal.families.named import named_model
+from omnibal.model.encoders import ImageRule
 
 SIZES = ((640, 480), (1024, 768), (1280, 960), (1920, 1080), (2048, 1536), (4032, 3024))
 FORMATS = ("jpg", "png", "webp")

@@ -22,7 +22,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.runlog import RUN_FILE, StageRecord, StepRecord, read_run
+from omnibal.job.runlog import RUN_FILE, StageRecord, StepRecord, read_run
 
 BAR = 0.02
 WARM_UP_STEPS = 5

@@ -34,19 +34,17 @@ from packing_stress import stress
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
-from omnibal.data.bound import packs_lower_bound
-from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.metrics import PackMetrics, measure_packs
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import packs_lower_bound
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.search.caps import (
     CapRule,
@@ -54,6 +52,8 @@ from omnibal.search.caps import (
     search_caps,
     usual_samples_per_step,
 )
+from omnibal.steps.metrics import PackMetrics, measure_packs
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

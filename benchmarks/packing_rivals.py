@@ -12,12 +12,12 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from omnibal.data.bound import naive_lower_bound
-from omnibal.data.fit import Seed, check_samples_fit
-from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.fit import Seed, check_samples_fit
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import naive_lower_bound
+from omnibal.packing.packs import Packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,4 +327,4 @@ RIVALS = (
         "nemo_automodel/components/datasets/vlm/neat_packing_vlm.py",
     ),
 )
-"""Every rule with its defaults; OmniBal's own is `omnibal.data.packing.pack_isf`."""
+"""Every rule with its defaults; OmniBal's own is `omnibal.packing.packing.pack_isf`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.make_lengths import make_lengths

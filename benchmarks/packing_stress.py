@@ -17,11 +17,11 @@ from packing_shapes import SHAPES
 from rich.console import Console
 from rich.progress import track
 
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.isf import pack_isf
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
 
 _MOST_ABOVE = 0.005
 _SLOWEST = 3.0

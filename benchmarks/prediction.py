@@ -30,7 +30,7 @@ from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.share import Sharing
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     ProfileOptions,
@@ -42,22 +42,22 @@ from megatron.vlm.measure.profiler import (
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
-from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.model import pack_features
-from omnibal.cost.profile import Profile
+from omnibal.cost.profile import Measured, Profile
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
 
 STEP_TIME_BAR = 0.08
 MEMORY_BAR = 0.03
@@ -245,7 +245,7 @@ def run_case(case: Case, rounds: int, patience_s: float) -> Outcome | None:
         layers=4,
         repetitions=rounds,
     )
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     passes: list[Pass] = []
     deadline = time.monotonic() + patience_s
     while len(passes) < rounds or (
@@ -351,7 +351,7 @@ def predicted(
     plan: Plan, profile: Profile, scheduled: ScheduledPacks, lengths: Lengths
 ) -> tuple[np.ndarray, list[StageMemory]]:
     """Time of each step and memory of each stage that the product predicts from measured costs."""
-    cost = JobSpec.of_plan(plan, profile).cost
+    cost = JobSpec.of_plan(plan, Measured(profile)).cost
     features = pack_features(scheduled.packs, lengths, cost.features)
     workload = Workload.of(scheduled, features, plan.parallel.data)
     prediction = predict(cost, plan.model, plan.parallel, [plan.stages], scheduled, workload)

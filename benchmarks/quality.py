@@ -37,25 +37,25 @@ from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
-from omnibal.check import check_plan
-from omnibal.config import load_cluster, load_model
+from omnibal.base.files import atomic, read_json_model, write_json_model
+from omnibal.base.frozen import Frozen
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks, read_packs
 from omnibal.data.scan import scan_lengths
-from omnibal.data.steps import Steps, deal_steps, size_load
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.files import atomic, read_json_model, write_json_model
-from omnibal.frozen import Frozen
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import LENGTHS_FILE, PACKS_FILE, read_plan
-from omnibal.plan_data import SampleData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
+from omnibal.job.check import check_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import LENGTHS_FILE, PACKS_FILE, read_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
 from omnibal.report.svg import Plot, polyline, rect, text
+from omnibal.steps.steps import Steps, deal_steps, size_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.config import load_cluster
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
-from omnibal.rates import ProductTime
+from omnibal.model.config import load_cluster
+from omnibal.model.rates import ProductTime
 
 
 def errors_of(

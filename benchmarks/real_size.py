@@ -2,7 +2,7 @@
 
     python benchmarks/real_size.py [--quick] [--provider local] [--work work/real_size]
 
-Plans each job, runs all of its stages on pretended CUDA devices (`tools/replay.py --pretend`) and
+Plans each job, runs all of its stages on fake CUDA devices (`tools/replay.py --fake-device`) and
 prints
 
 1. the predicted and the allocated peak of every stage, and the worst of all differences;
@@ -24,26 +24,26 @@ from typing import get_args
 
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import (
-    check_pretended_provider,
-    pretend_stages,
-    pretended_info,
+from megatron.vlm.measure.fake_device.job import (
+    check_fake_device_provider,
+    fake_replay_info,
+    run_fake_stages,
 )
 from megatron.vlm.measure.replay_job import load_replay
 from megatron.vlm.run.launch import Launch, open_store
-from omnibal.config import Provider, load_cluster, load_model
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import EXIT_USER_ERROR, UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.job.fake_replay import FakeStage, Roofline, read_fake_stages
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import MockData, SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import Provider, load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan import Plan
-from omnibal.plan_data import MockData, SampleData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.pretended import PretendedStage, Roofline, read_pretended
-from omnibal.report.pretended import pretended_launches_table
+from omnibal.report.fake_device_tables import fake_device_launches_table
 from omnibal.report.table import Column, Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -166,25 +166,25 @@ JOBS = (
 )  # fmt: skip
 
 
-def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[PretendedStage, ...]]:
+def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[FakeStage, ...]]:
     """Plan a job and count all of its stages, or take what is kept of them.
 
     Raises:
         UserError: no plan fits, or there is no compiler.
     """
     result = make_plan(job.request())
-    identity = pretended_info(result.plan)
+    identity = fake_replay_info(result.plan)
     key = f"{identity.plan_sha256[:8]}-{identity.trainer_sha256[:8]}"
     folder = work / job.name.replace(", ", "_").replace(" ", "-").replace("/", "-") / key
     save_plan(result, folder / "plan")
     launch = Launch(rank=0, world_size=1, local_rank=0)
     replayed = load_replay(folder / "plan", None, None)
     stages = range(len(result.plan.stages))
-    pretend_stages(replayed, stages, folder / "pretended", launch, open_store(launch))
-    return result.plan, read_pretended(folder / "pretended", result.plan)
+    run_fake_stages(replayed, stages, folder / "counted", launch, open_store(launch))
+    return result.plan, read_fake_stages(folder / "counted", result.plan)
 
 
-def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[PretendedStage]) -> list[list]:
+def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[FakeStage]) -> list[list]:
     """A row of each stage; the job's name is on its first."""
     return [
         [
@@ -232,7 +232,7 @@ def show_kernels(work: Path, console: Console) -> None:
     plan, stages = counted_stages(COUNTED, work)
     console.print(f"\n{COUNTED.name}: {described(plan.stages)}")
     for rates in (Roofline.of_cluster(plan.cluster, plan.precision), LARGE_KERNELS):
-        console.print(pretended_launches_table(stages, rates))
+        console.print(fake_device_launches_table(stages, rates))
 
 
 def main() -> None:
@@ -244,7 +244,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     console = Console(width=200)
     try:
-        check_pretended_provider(given.provider)
+        check_fake_device_provider(given.provider)
         console.print(f"provider of layers: {given.provider}")
         compare(QUICK if given.quick else JOBS, given.work, console)
         show_kernels(given.work, console)

@@ -50,17 +50,17 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.schedule import PipelineLinks, run_forward_backward
 from megatron.vlm.step.train import Trainer, build_trainer
-from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
 from omnibal.data.scan import scan_lengths
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))

@@ -23,17 +23,18 @@ from packing import make_lengths
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.job import JobSpec
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
@@ -41,10 +42,9 @@ from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, memory_tables
-from omnibal.pipeline.units import layer_kinds, stages_from_cuts
+from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan_data import SampleData
-from omnibal.units import unit_names
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32

@@ -14,7 +14,7 @@ import numpy as np
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes
 from omnibal.pipeline.workload import Workload
 
 MICRO_BATCHES, STAGES, RANKS = 32, 8, 16
@@ -71,7 +71,7 @@ def main() -> None:
         data_parallel_size=RANKS,
     )
     nothing = np.zeros(STAGES)
-    once = OnceAStep(
+    once = PerStepCosts(
         reduction_ms=nothing,
         gather_ms=nothing,
         buckets=np.ones(STAGES),

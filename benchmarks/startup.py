@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 _MIB = 1 << 10
 """Units of `ru_maxrss`, which is in KiB, in a MiB."""
@@ -33,7 +33,7 @@ def measure(ranks: int) -> None:
     from torch.distributed import distributed_c10d
 
     from megatron.vlm.measure.replay import standing_in
-    from megatron.vlm.model.context_groups import create_context_groups
+    from megatron.vlm.model.groups import create_context_groups
 
     parallel = sizes_of(ranks)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

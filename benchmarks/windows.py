@@ -11,15 +11,15 @@ import time
 
 import numpy as np
 
-from omnibal.config import load_cluster, load_model
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import Steps, deal_steps
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import StreamData
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import StreamData
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.steps import Steps, deal_steps
 
 CAPS = Caps.of(tiles=12, tokens=4096)
 SAMPLES = 20_000

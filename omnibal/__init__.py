@@ -1,7 +1,54 @@
 """OmniBal's planner: sample lengths and a cost model in, a checked training plan out.
 
 Nothing under `omnibal` may import torch or megatron (tests/planner/test_imports.py proves it), so a
-plan is made and read on any laptop in seconds.
+plan is made and read on any laptop in seconds. The names below are those of `omnibal.library`, as
+docs/python.md shows; they are imported when first used, as `import omnibal` waits for no scipy.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omnibal.library import (
+        Free,
+        Goal,
+        Planned,
+        Samples,
+        check,
+        export_plan,
+        lint_line,
+        open_plan,
+        pack,
+        plan,
+        read_lengths,
+        report_plan,
+        save_plan,
+        simulate,
+        training_job,
+    )
+
 __version__ = "0.1.0"
+__all__ = [
+    "Free",
+    "Goal",
+    "Planned",
+    "Samples",
+    "check",
+    "export_plan",
+    "lint_line",
+    "open_plan",
+    "pack",
+    "plan",
+    "read_lengths",
+    "report_plan",
+    "save_plan",
+    "simulate",
+    "training_job",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import one of the names above."""
+    if name not in __all__:
+        raise AttributeError(f"module 'omnibal' has no attribute {name!r}")
+    return import_module("omnibal.library").__dict__[name]

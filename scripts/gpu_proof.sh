@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one GPU says of this project, in at most 9 minutes and without a network:
 #   scripts/gpu_proof.sh OUT              writes OUT/proof.json and OUT/proof.html
-#   scripts/gpu_proof.sh OUT --pretend    the same parts without a GPU, as far as they go
+#   scripts/gpu_proof.sh OUT --fake-device    the same parts without a GPU, as far as they go
 #   WHEELS=FOLDER scripts/gpu_proof.sh OUT
 # Takes .venv where it is there, else the Python that is active (PYTHON, or python3) if it has torch,
 # with the wheels in WHEELS beside its own packages. Only without both is .venv made.

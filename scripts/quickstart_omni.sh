@@ -30,7 +30,7 @@ make $work/profile.json omnibal profile --model internvl-digits-omni --precision
 
 make "$plan" omnibal plan --model internvl-digits-omni --cluster laptop-cpu --pp 2 \
     --precision fp32 --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
-    --levels 1 --micro-batches 3 --epochs 3 --encoder "$encoder" -o "$plan"
+    --packing-levels 1 --micro-batches 3 --epochs 3 --encoder "$encoder" -o "$plan"
 
 show omnibal check "$plan"
 

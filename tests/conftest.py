@@ -13,6 +13,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 
 import pytest
+from end_to_end_cases import MODEL, succeed
 from hypothesis import HealthCheck, settings
 
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
@@ -48,3 +49,12 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(digits: Path) -> Tokenizer:
     return open_tokenizer(digits / "tokenizer.model")
+
+
+@pytest.fixture(scope="session")
+def lengths(digits, tmp_path_factory) -> Path:
+    """File of the digits' lengths, as the command writes it."""
+    path = tmp_path_factory.mktemp("lengths") / "lengths.parquet"
+    meta, tokenizer = digits / "train" / "meta.json", digits / "tokenizer.model"
+    succeed("-m", "omnibal", "lengths", meta, *MODEL, "--tokenizer-model", tokenizer, "-o", path)
+    return path

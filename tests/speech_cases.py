@@ -8,9 +8,9 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from omnibal.config import ModelConfig, load_model
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, Tokenizer, open_tokenizer
-from omnibal.encoders import ClipsEncoder
+from omnibal.model.config import ModelConfig, load_model
+from omnibal.model.encoders import ClipsEncoder
 
 AUDIO = ClipsEncoder(
     layers=2,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 from commands import REPOSITORY
-from test_end_to_end import pair_succeeds, records, succeed, training
+from end_to_end_cases import pair_succeeds, records, succeed, training
 
 from omnibal import cli
 from tools.make_spoken_digits import make_dataset
@@ -29,7 +29,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, tmp_path):
     """Prevents: commands of the quickstart of three modalities that do not fit together, or another
-    loss where the encoders stand beside the pipeline."""
+    loss where the encoders are data-parallel."""
     given = ("--tokenizer-model", spoken / "tokenizer.model")
     lengths, runs = tmp_path / "lengths.parquet", {}
     succeed(

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import launcher
-from test_end_to_end import (
-    lengths,
+from end_to_end_cases import (
     losses,
     plan_of,
     rank_environments,
+    ranks_succeed,
     records,
     succeed,
     training,
@@ -23,16 +23,14 @@ from test_end_to_end import (
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.launch import Launch
 from megatron.vlm.run.pretrain import load_run, open_trainable
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.levels import CutRule
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import PlannedLevel, read_plan
-from omnibal.plan_files import data_of_plan, save_plan
-from omnibal.planner import PlanResult
-
-__all__ = ["lengths"]  # a fixture
+from omnibal.base.errors import UserError
+from omnibal.job.plan import PlannedLevel, read_plan
+from omnibal.job.plan_files import data_of_plan, save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.levels import CutRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +74,7 @@ def shared_plan(single: Path, folder: Path, data: int, contexts: tuple[int, int]
         }
     )
     shared = type(plan).model_validate_json(shared.model_dump_json())
-    save_plan(
-        PlanResult(plan=shared, data=(dealt, sample_lengths), profile=None, search=None), folder
-    )
+    save_plan(PlanResult(plan=shared, data=(dealt, sample_lengths), search=None), folder)
     return folder
 
 
@@ -100,13 +96,6 @@ def deal(packs: ScheduledPacks, level: np.ndarray, contexts: np.ndarray, data: i
     columns = {name: column[order] for name, column in place.items()}
     fields = {name: getattr(moved, name) for name in moved.__slots__}
     return ScheduledPacks(**{**fields, **columns, "level": level[order]})
-
-
-def ranks_succeed(ranks: int, *command: object) -> str:
-    with launcher().start(command, list(rank_environments(ranks))) as started:
-        ended = started.ended
-    assert not any(one.returncode for one in ended), "".join(one.stderr for one in ended)
-    return "".join(one.stdout for one in ended)
 
 
 def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digits, tmp_path):

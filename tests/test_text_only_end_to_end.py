@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_end_to_end import losses, pair_succeeds, refuse, succeed, training
+from end_to_end_cases import losses, pair_succeeds, refuse, succeed, training
 
 WORDS = "the sum of two numbers is seven what do you read in this line a tree and a house".split()
 MODEL = """\

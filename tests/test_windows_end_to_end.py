@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import pytest
-from test_end_to_end import CAPS, MODEL, lengths, losses, records, succeed, training
-from test_shared_end_to_end import ranks_succeed
+from end_to_end_cases import CAPS, MODEL, losses, ranks_succeed, records, succeed, training
 
-__all__ = ["lengths"]  # a fixture
 PLAN = ("-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32")
 
 

@@ -17,17 +17,16 @@ from megatron.vlm.conversion.importing import TOKENIZER_FOLDER
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.config import PlainPrecision
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.program import run_app
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer
-from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import AUDIO, IMAGE, Sample, Turn
+from omnibal.data.stored_files import AudioFile, ImageFile
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
-from omnibal.frozen import MAX_COUNT
-from omnibal.parallel import Parallel
-from omnibal.program import run_app
+from omnibal.model.config import PlainPrecision
+from omnibal.model.parallel import Parallel
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -44,11 +44,11 @@ from megatron.vlm.conversion.whisper import (
     is_whisper,
     open_audio,
 )
+from omnibal.base.errors import UserError
+from omnibal.base.files import check_new_folder
+from omnibal.base.outputs import check_folder
+from omnibal.base.program import run_app
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
-from omnibal.files import check_new_folder
-from omnibal.outputs import check_folder
-from omnibal.program import run_app
 
 _NO_TOKENIZER = (
     "\nnote: no tokenizer goes along, so config.json does not set image_token_id; give one as "

@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from omnibal.config import cluster_file, load_cluster, precision_rates_toml
-from omnibal.errors import UserError
-from omnibal.files import atomic, complaint, read_text
-from omnibal.outputs import check_files
-from omnibal.program import ArgumentParser, check_arguments, one_line_errors
-from omnibal.rates import (
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, complaint, read_text
+from omnibal.base.outputs import check_files
+from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.model.config import cluster_file, load_cluster, precision_rates_toml
+from omnibal.model.rates import (
     AttentionTime,
     CollectiveKind,
     CollectiveTime,

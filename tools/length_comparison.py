@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import dist_ratio, pad_ratio
-from omnibal.data.packing import pack_isf
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.packing import pack_isf
+from omnibal.steps.metrics import dist_ratio, pad_ratio
 
 CAPS = Caps.of(tiles=9, tokens=4096)
 """Qv and Qt of OmniBal's Table 3."""

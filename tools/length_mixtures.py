@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from omnibal.data.tiling import tile_count
-from omnibal.encoders import TilingConfig
+from omnibal.model.encoders import TilingConfig
 
 TILING = TilingConfig(max_dynamic_patch=4)
 """At most 4 tiles and a thumbnail: the real files hold vit_num 1, 3, 4 and 5 only."""

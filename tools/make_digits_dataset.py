@@ -26,10 +26,10 @@ from sentencepiece import SentencePieceTrainer, SetMinLogLevel
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from omnibal.errors import UserError
-from omnibal.files import atomic_directory
-from omnibal.outputs import check_folder
-from omnibal.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory
+from omnibal.base.outputs import check_folder
+from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 
 FORMAT = 2
 """Raised whenever the same arguments give another dataset than before."""

@@ -27,11 +27,11 @@ from types import MappingProxyType
 
 import numpy as np
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import is_stream
+from omnibal.base.outputs import check_files
+from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 from omnibal.data.lengths import Lengths, length_files, read_lengths, write_lengths
-from omnibal.errors import UserError
-from omnibal.files import is_stream
-from omnibal.outputs import check_files
-from omnibal.program import ArgumentParser, check_arguments, one_line_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.length_comparison import (

@@ -25,9 +25,9 @@ import espeakng_loader
 import numpy as np
 from scipy.signal import resample_poly
 
+from omnibal.base.files import atomic_directory
+from omnibal.base.program import one_line_errors
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
-from omnibal.files import atomic_directory
-from omnibal.program import one_line_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_digits_dataset import (

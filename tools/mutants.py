@@ -32,8 +32,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omnibal.errors import UserError
-from omnibal.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.base.errors import UserError
+from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.mutations import Mutant, functions_by_line, mutants_by_place

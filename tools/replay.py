@@ -2,7 +2,7 @@
 
     python tools/replay.py PLAN -o REPLAY [--data META --tokenizer-model TOKENIZER]
     torchrun --nproc-per-node 8 tools/replay.py PLAN -o REPLAY
-    python tools/replay.py PLAN --pretend -o DIR [--json]
+    python tools/replay.py PLAN --fake-device -o DIR [--json]
 
 Each stage has the shapes, the micro-batches in flight and, on CUDA, the memory cap that it would
 have in the job; what its neighbours would send is made up. Measured times are put together in the
@@ -10,9 +10,9 @@ plan's schedule, and stand beside the prediction here and in `omnibal report PLA
 Several processes replay several stages at a time, one a device. What is finished is kept: the same
 command goes on where it was stopped.
 
-With --pretend no device is needed: the trainer's own step runs with tensors that have no data, on a
-CUDA device that is only counted with. What it would allocate, launch and read is real; times are
-not measured.
+With --fake-device no device is needed: the trainer's own step runs with tensors that have no data,
+on a CUDA device that is only counted with. What it would allocate, launch and read is real; times
+are not measured.
 """
 
 from collections.abc import Sequence
@@ -23,28 +23,32 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron.vlm.measure.pretended.job import (
-    check_pretended_precision,
-    check_pretended_provider,
-    pretend_stages,
+from megatron.vlm.measure.fake_device.job import (
+    check_fake_device_precision,
+    check_fake_device_provider,
+    run_fake_stages,
 )
 from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.run.launch import Launch, open_store
-from omnibal import tables
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.outputs import check_folder
+from omnibal.base.program import run_app
 from omnibal.cli.console import print_result
 from omnibal.cli.groups import with_groups
 from omnibal.cli.options import ProviderOption
-from omnibal.errors import UserError
-from omnibal.frozen import MAX_COUNT
-from omnibal.limits import memory_cap_gib
-from omnibal.outputs import check_folder
-from omnibal.pretended import Roofline, read_pretended
-from omnibal.program import run_app
-from omnibal.replay import read_replay, read_stages
-from omnibal.report.pretended import contents_table, pretended_launches_table, pretended_table
+from omnibal.job.fake_replay import Roofline, read_fake_stages
+from omnibal.job.replay import REPLAY_FILES, read_replay
+from omnibal.model.limits import memory_cap_gib
+from omnibal.report import command_tables
+from omnibal.report.fake_device_tables import (
+    contents_table,
+    fake_device_launches_table,
+    fake_device_table,
+)
 
-_STEPS, _REPETITIONS = 10, 3
+_STEPS, _REPETITIONS = 10, 3  # the defaults
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -92,15 +96,23 @@ class TimeOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PretendOptions:
+class FakeDeviceOptions:
     """Counting without a device."""
 
-    pretend: Annotated[
-        bool, typer.Option("--pretend", help="count memory and kernels without a device; no times")
+    fake_device: Annotated[
+        bool,
+        typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
     ] = False
+    pretend: Annotated[bool, typer.Option("--pretend", hidden=True)] = False
+    """The earlier name of `--fake-device`."""
     as_json: Annotated[
-        bool, typer.Option("--json", help="print what --pretend counted as JSON")
+        bool, typer.Option("--json", help="print what --fake-device counted as JSON")
     ] = False
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether stages run on a fake device, by either name of the option."""
+        return self.fake_device or self.pretend
 
 
 @app.command(help=__doc__.split("\n\n")[0])
@@ -110,23 +122,23 @@ def replay(
     output: Annotated[Path, typer.Option("--output", "-o", help="directory for what was measured")],
     samples: DataOptions,
     timed: TimeOptions,
-    counting: PretendOptions,
+    counting: FakeDeviceOptions,
     stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
 ) -> None:
     launch = Launch.from_environment()
     _check_together(timed, counting)
     check_provider(timed.provider)
-    if not counting.pretend:
+    if not counting.is_asked_for:
         launch.check_device()
     inputs = (plan, samples.data, samples.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
     job = load_replay(plan, samples.data, samples.tokenizer_model)
     numbers = _stage_numbers(stages, len(job.plan.stages))
-    if counting.pretend:
-        check_pretended_precision(job.plan.precision)
-        pretend_stages(job, numbers, output, launch, open_store(launch))
+    if counting.is_asked_for:
+        check_fake_device_precision(job.plan.precision)
+        run_fake_stages(job, numbers, output, launch, open_store(launch))
         if launch.rank == 0:
-            _print_pretended(job, numbers, output, counting.as_json)
+            _print_fake_stages(job, numbers, output, counting.as_json)
         return
     check_precision(job.plan.precision, timed.provider)
     replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
@@ -134,18 +146,18 @@ def replay(
         _print_result(job, output)
 
 
-def _check_together(timed: TimeOptions, counting: PretendOptions) -> None:
-    if counting.as_json and not counting.pretend:
-        raise UserError("--json: prints what --pretend counts; give both, or neither")
-    if not counting.pretend:
+def _check_together(timed: TimeOptions, counting: FakeDeviceOptions) -> None:
+    if counting.as_json and not counting.is_asked_for:
+        raise UserError("--json: prints what --fake-device counts; give both, or neither")
+    if not counting.is_asked_for:
         return
     for name, value in (("--steps", timed.steps), ("--repetitions", timed.repetitions)):
         if value is not None:
             raise UserError(
-                f"{name}: says what is timed, and --pretend times nothing, but counts the micro-"
+                f"{name}: says what is timed, and --fake-device times nothing, but counts micro-"
                 "batches that need most memory; give one of the two"
             )
-    check_pretended_provider(timed.provider)
+    check_fake_device_provider(timed.provider)
 
 
 def _stage_numbers(given: str, count: int) -> list[int]:
@@ -160,27 +172,27 @@ def _stage_numbers(given: str, count: int) -> list[int]:
     return sorted(set(numbers))
 
 
-def _print_pretended(job: ReplayJob, stages: Sequence[int], output: Path, as_json: bool) -> None:
+def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_json: bool) -> None:
     plan = job.plan
-    counted = [one for one in read_pretended(output, plan) if one.stage in stages]
+    counted = [one for one in read_fake_stages(output, plan) if one.stage in stages]
     rates = Roofline.of_cluster(plan.cluster, plan.precision)
     result = {
         "cap_gib": memory_cap_gib(plan.cluster),
         "roofline": rates.model_dump(),
         "stages": [one.figures(rates) for one in counted],
     }
-    tables_of_all = [pretended_table(plan, counted), pretended_launches_table(counted, rates)]
+    tables_of_all = [fake_device_table(plan, counted), fake_device_launches_table(counted, rates)]
     of_each = [contents_table(one) for one in counted]
-    print_result(as_json, result, *tables_of_all, *of_each, f"pretended replay: {output}")
+    print_result(as_json, result, *tables_of_all, *of_each, f"fake-device replay: {output}")
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:
-    kept = read_stages(output, job.plan)
+    kept = REPLAY_FILES.read(output, len(job.plan.stages))
     console = Console()
-    console.print(tables.replayed_stages_table(job.plan, kept))
+    console.print(command_tables.replayed_stages_table(job.plan, kept))
     if len(kept) == len(job.plan.stages):
         summary = read_replay(output, job.plan, job.cost, job.workload)
-        console.print(tables.run_table(job.plan, None, summary))
+        console.print(command_tables.run_table(job.plan, None, summary))
     print(f"replay: {output}")
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from omnibal import __version__
+from omnibal.base.program import run_app
 from omnibal.cli import (
     caps,
     check,
@@ -23,17 +24,19 @@ from omnibal.cli import (
     presets,
     profile,
     report,
+    run,
     simulate,
 )
+from omnibal.cli.earlier_names import with_current_names
 from omnibal.cli.groups import with_groups
-from omnibal.program import run_app
 
 app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's mistake is one line on stderr and exit status 2."""
-    run_app(app, "omnibal", arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    run_app(app, "omnibal", with_current_names(given))
 
 
 @app.callback(invoke_without_command=True)
@@ -61,5 +64,7 @@ for command in (
     report.report,
 ):
     app.command()(with_groups(command))
+# What follows `--` is the trainer's.
+app.command(context_settings={"allow_extra_args": True})(with_groups(run.run))
 # A launch line of flags alone begins as an option does.
 app.command(context_settings={"ignore_unknown_options": True})(with_groups(lint.lint))

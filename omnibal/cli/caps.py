@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from omnibal import tables
+from omnibal.base.frozen import MAX_COUNT
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import (
     DEFAULT_CAP_SAMPLES,
@@ -22,8 +22,8 @@ from omnibal.cli.options import (
     limits_given,
 )
 from omnibal.data.lengths import read_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.frozen import MAX_COUNT
+from omnibal.packing.packing import PackingMethod
+from omnibal.report import command_tables
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ def caps(
     as_json: JsonOption = False,
 ) -> None:
     """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
-    from omnibal.data.scan_pool import usable_cores
+    from omnibal.base.worker_pool import usable_cores
     from omnibal.search import caps as cap_search
 
     start = time.perf_counter()
@@ -105,7 +105,7 @@ def caps(
     print_result(
         as_json,
         result,
-        tables.caps_table(found, job.memory_cap_gib),
+        command_tables.caps_table(found, job.memory_cap_gib),
         *unusable,
         f"use: {' '.join(found.best.options)}",
     )

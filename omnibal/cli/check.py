@@ -9,7 +9,7 @@ def check(
     as_json: JsonOption = False,
 ) -> None:
     """Prove that training can follow a plan, or say why not."""
-    from omnibal.check import check_and_open, training_obstacles
+    from omnibal.job.check import check_and_open, training_obstacles
     from omnibal.pipeline.reading import slow_reading
 
     files, passed = check_and_open(directory)

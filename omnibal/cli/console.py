@@ -4,20 +4,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from omnibal.report.table import Facts, Table
 
@@ -38,12 +29,12 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
-_SECONDS_BETWEEN_LINES = 30.0
+_SECONDS_BETWEEN_LINES = 30.0  # of progress, where no terminal shows a bar
 
 
-class _RateColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:,.0f}/s")
+class _RateColumn(bars.ProgressColumn):
+    def render(self, task: bars.Task) -> str:
+        return f"{task.finished_speed or task.speed or 0:,.0f}/s"
 
 
 @contextmanager
@@ -56,14 +47,9 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     if not console.is_terminal:
         yield progress_lines(title, total)
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        _RateColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    named = bars.TextColumn("{task.description}")
+    counts = bars.MofNCompleteColumn(), _RateColumn(), bars.TimeRemainingColumn()
+    with bars.Progress(named, bars.BarColumn(), *counts, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
 
@@ -101,3 +87,19 @@ def status(what: str) -> Iterator[None]:
     """Show a spinner on stderr for work whose length is not known."""
     with Console(stderr=True).status(what):
         yield
+
+
+class ConsoleListener:
+    """Notes and progress of a search on stderr."""
+
+    def note(self, text: str) -> None:
+        """Print a note."""
+        print_notes([text])
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show progress; yields what to call with what is newly done."""
+        return progress(title, total)
+
+    def status(self, what: str) -> AbstractContextManager[None]:
+        """Show a spinner."""
+        return status(what)

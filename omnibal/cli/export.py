@@ -5,14 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import check_new_folder
+from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption
-from omnibal.errors import UserError
-from omnibal.files import check_new_folder
-from omnibal.outputs import check_folder, check_outside
-from omnibal.plan import Plan, plan_files
+from omnibal.job.plan import Plan, plan_files
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.report.table import Facts
-from omnibal.targets import TARGETS, Target, TargetName
 
 _MOST_WORKERS = 256
 _PARQUET = b"PAR1"
@@ -45,17 +45,17 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as the files, flags and command of another trainer."""
-    from omnibal.check import open_plan
     from omnibal.data.annotations import Annotations
-    from omnibal.data.counted_elsewhere import cached_folder
+    from omnibal.data.external_lengths import cached_folder
     from omnibal.data.loongforge_manifest import is_manifest, read_manifest
     from omnibal.export.directory import (
         check_expressible,
-        given_plan,
+        export_input,
         make_export,
         with_manifest,
     )
     from omnibal.export.trainers import EXPORTS
+    from omnibal.job.check import open_plan
 
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]
@@ -64,21 +64,22 @@ def export(
         _check_data(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
     check_outside("--to", to, [directory])
-    chosen = _target(files.plan, target)
+    name = _trainer_name(files.plan, target)
+    chosen = TARGETS[name]
     check_expressible(files, chosen)
     with status("reading the data"):
         manifest = read_manifest(data) if data is not None and is_manifest(data) else None
         annotations = None if data is None or manifest else Annotations.open(data)
-    given = given_plan(files, chosen, annotations, to.absolute(), workers)
+    given = export_input(files, chosen, annotations, to.absolute(), workers)
     if manifest is not None:
         given = with_manifest(given, manifest)
-    made = make_export(given, EXPORTS[chosen.name])
+    made = make_export(given, EXPORTS[name])
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")
     print_notes(made.exported.notes)
     result: dict[str, Any] = {
-        "target": chosen.name,
+        "target": name,
         "folder": str(to),
         "files": made.files,
         "command": made.exported.command,
@@ -122,11 +123,11 @@ def _is_parquet(path: Path) -> bool:
         return False
 
 
-def _target(plan: Plan, given: TargetName | None) -> Target:
+def _trainer_name(plan: Plan, given: TargetName | None) -> TargetName:
     name = given or plan.made_for
     if name is None:
         raise UserError(
             "the plan was not made for another trainer; name one with --for, one of "
             f"{', '.join(TargetName)}"
         )
-    return TARGETS[name]
+    return name

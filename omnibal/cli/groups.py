@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
@@ -52,11 +52,7 @@ def _parameters_of(group: type) -> list[inspect.Parameter]:
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
             annotation=hints[one.name],
-            default=_default_of(one),
+            default=inspect.Parameter.empty if one.default is MISSING else one.default,
         )
         for one in fields(group)
     ]
-
-
-def _default_of(field: Field) -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default

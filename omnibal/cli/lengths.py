@@ -13,17 +13,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 import typer
 from pydantic import ValidationError
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import complaint, is_stream
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption, TokenizerOption
-from omnibal.config import ModelConfig
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.encoders import MAX_TILES_OF_IMAGE
-from omnibal.errors import UserError
 from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.files import complaint, is_stream
-from omnibal.frozen import MAX_COUNT
-from omnibal.limits import words
-from omnibal.outputs import check_files
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import MAX_TILES_OF_IMAGE
+from omnibal.model.limits import words
 
 _PARQUET_MAGIC = b"PAR1"
 
@@ -92,7 +92,7 @@ def lengths(
     """Scan a dataset: items and tokens of every sample, from headers of files and text.
 
     DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
-    from omnibal.data.counted_elsewhere import is_counted
+    from omnibal.data.external_lengths import is_counted
 
     start = time.perf_counter()
     _check_earlier_lengths(output)
@@ -124,14 +124,14 @@ def lengths(
 
 
 def _print_lengths(as_json: bool, found: Lengths, result: dict[str, Any]) -> None:
-    from omnibal.report.sources import source_statistics, sources_table
+    from omnibal.report.length_sources import source_statistics, sources_table
 
     print_result(as_json, result | {"sources": source_statistics(found)}, sources_table(found))
 
 
 def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
     """Read and write the lengths of a dataset that another program has counted."""
-    from omnibal.data.counted_elsewhere import counted_files, counted_lengths, counted_tokens
+    from omnibal.data.external_lengths import counted_files, counted_lengths, counted_tokens
 
     check_files({"-o": output}, [*counted_files(meta), named_model_file(model)])
     print_notes(model_notes(model))
@@ -157,10 +157,10 @@ class _Scan(NamedTuple):
 
 def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | None]:
     """Scan and write the lengths; how many samples were skipped, and the list of these."""
+    from omnibal.base.worker_pool import usable_cores
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
-    from omnibal.data.scan_pool import usable_cores
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
     output = asked.output

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import JsonOption, ModelOption
-from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.parallel import MAX_DEVICES
+from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
-"""Largest script that is read."""
+"""Largest script that is read: launch scripts have some KiB, and data is none."""
 LineArgument = Annotated[
     str,
     typer.Argument(
@@ -60,9 +60,9 @@ def lint(
 
     The exit status is 2 if it cannot. Nothing of the line is executed.
     """
+    from omnibal.lint.all_rules import findings_of
     from omnibal.lint.command_line import read_launch
     from omnibal.lint.line import line_of
-    from omnibal.lint.rules import findings_of
     from omnibal.lint.split import layers_by_chunk
 
     launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
@@ -71,7 +71,7 @@ def lint(
     starts = not any(finding.is_refusal for finding in findings)
     checked = line_of(launch, sizes)
     layers = layers_by_chunk(checked) if starts else None
-    costed = cost.told(checked, sizes) if starts else NO_COST
+    costed = cost.line_cost(checked, sizes) if starts else NO_COST
     findings = [*findings, *costed.findings]
     result = {
         "starts": starts,
@@ -118,11 +118,7 @@ def _shown(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _text_of(line: str) -> str:
-    """The line, or the text of the script that it is the path of.
-
-    Raises:
-        UserError: it is empty, or there is no such script, or it cannot be read.
-    """
+    """The line, or the text of the script that it is the path of."""
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
@@ -140,11 +136,7 @@ def _text_of(line: str) -> str:
 
 
 def _given(variables: Sequence[str]) -> dict[str, str]:
-    """Values by name, of `--set`.
-
-    Raises:
-        UserError: one is not of that form.
-    """
+    """Values by name, of `--set`."""
     for text in variables:
         if not re.match(r"\w+=", text):
             raise UserError(f"--set {text}: must be a variable and its value, such as NNODES=4")

@@ -7,24 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from omnibal.base.errors import UserError
 from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
-from omnibal.config import ModelConfig
 from omnibal.data.lengths import read_lengths
-from omnibal.errors import UserError
 from omnibal.lint.launch import Finding, Launcher
+from omnibal.model.config import Accuracy, ModelConfig
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.lint.device_memory import DeviceMemory
     from omnibal.lint.line import Line
     from omnibal.lint.predicted import Costed, Verdict
+    from omnibal.pipeline.prediction import StagePrediction
+    from omnibal.pipeline.stage import Stage
 
 DEFAULT_CLUSTER = "h100-80g"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Told:
+class LineCost:
     """What is printed of a line's cost."""
 
     result: dict[str, Any]
@@ -34,7 +36,7 @@ class Told:
     notes: tuple[str, ...] = ()
 
 
-NO_COST = Told(
+NO_COST = LineCost(
     result={"prediction": None, "better": None, "least_recompute": None, "not_predicted": None}
 )
 
@@ -62,7 +64,7 @@ class CostOptions:
         bool, typer.Option("--cost/--no-cost", help="predict memory and time of a line that starts")
     ] = True
 
-    def told(self, line: "Line", model: ModelConfig) -> Told:
+    def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
         """Predict a line that starts; why not, where that cannot be.
 
         Raises:
@@ -83,27 +85,38 @@ class CostOptions:
             verdict = Verdict.of(launched(line, model, cluster, samples))
         except UserError as error:
             why = f"the cost is not predicted: {error}"
-            return Told(result=NO_COST.result | {"not_predicted": why}, notes=(why,))
-        return _told(verdict)
+            return LineCost(result=NO_COST.result | {"not_predicted": why}, notes=(why,))
+        return LineCost(
+            result=NO_COST.result | _result(verdict),
+            findings=() if verdict.finding is None else (verdict.finding,),
+            shown=(_stages_table(verdict), _facts(verdict), *_advice(verdict)),
+            notes=verdict.launched.notes,
+        )
 
 
-def _told(verdict: "Verdict") -> Told:
-    return Told(
-        result={
-            "prediction": _prediction_result(verdict),
-            "better": _better_result(verdict),
-            "least_recompute": None if verdict.least is None else _costed(verdict, verdict.least),
-            "not_predicted": None,
-        },
-        findings=() if verdict.finding is None else (verdict.finding,),
-        shown=(_stages_table(verdict), _facts(verdict), *_advice(verdict)),
-        notes=verdict.launched.notes,
-    )
+def _result(verdict: "Verdict") -> dict[str, Any]:
+    """The prediction and what would be better, for JSON."""
+    job, better, least = verdict.launched.job, verdict.better, verdict.least
+    accuracy = _accuracy(verdict)
+    prediction = {
+        **_costed_result(verdict, verdict.line),
+        "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
+        "cluster": job.cluster.name,
+        "device_gib": job.cluster.memory_gib,
+        "usable_gib": job.memory_cap_gib,
+        "fits": verdict.finding is None,
+        "cost_source": verdict.line.prediction.cost_source,
+        "accuracy": None if accuracy is None else accuracy.model_dump(),
+        "notes": list(verdict.launched.notes),
+    }
+    faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saved}
+    smaller = least and _advised_result(verdict, least)
+    return {"prediction": prediction, "better": faster, "least_recompute": smaller}
 
 
-def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
-    """Stages and what is predicted of them, for JSON."""
-    prediction, towers = costed.prediction, verdict.launched.job.model.towers
+def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
+    """Stages and what is predicted of them."""
+    towers = verdict.launched.job.model.towers
     stages = [
         {
             "peak_gib": memory.allocated_gib,
@@ -114,58 +127,40 @@ def _costed(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
             "backward_ms": each.backward_ms,
             "wait_fraction": waits,
         }
-        for stage, each, memory, waits in zip(
-            costed.stages, prediction.stages, costed.memory, costed.wait_fractions, strict=True
-        )
+        for stage, each, memory, waits in _by_stage(costed)
     ]
     return {
         "step_ms": costed.step_ms,
         "bubble_fraction": costed.bubble_fraction,
-        "samples_per_second_per_gpu": prediction.samples_per_second_per_gpu,
+        "samples_per_second_per_gpu": costed.prediction.samples_per_second_per_gpu,
         "stages": stages,
-        **({} if costed is verdict.line else _told_stages(verdict, costed)),
     }
 
 
-def _told_stages(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
-    """Flags of stages, and the encoders whose recomputation no flag says."""
+def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
+    """Stages with their flags, and the encoders whose recomputation no flag says."""
     return {
+        **_costed_result(verdict, advised),
         "flags": list(advised.flags),
         "recompute_without_flag": _without_field(verdict, advised),
     }
 
 
-def _prediction_result(verdict: "Verdict") -> dict[str, Any]:
-    cluster = verdict.launched.job.cluster
-    return {
-        **_costed(verdict, verdict.line),
-        "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
-        "cluster": cluster.name,
-        "device_gib": cluster.memory_gib,
-        "usable_gib": verdict.launched.job.memory_cap_gib,
-        "fits": verdict.finding is None,
-        "cost_source": verdict.line.prediction.cost_source,
-        "accuracy": _accuracy_result(verdict),
-        "notes": list(verdict.launched.notes),
-    }
+def _by_stage(costed: "Costed") -> "Iterator[tuple[Stage, StagePrediction, DeviceMemory, float]]":
+    """Every stage, its times, its memory and the share of a step in which it idles."""
+    predicted = costed.prediction.stages
+    return zip(costed.stages, predicted, costed.memory, costed.wait_fractions, strict=True)
 
 
-def _accuracy_result(verdict: "Verdict") -> dict[str, Any] | None:
+def _accuracy(verdict: "Verdict") -> Accuracy | None:
     """How far published steps are predicted off on such devices; None where none are known."""
     job = verdict.launched.job
-    accuracy = job.cluster.accuracy.get(job.precision)
-    return None if accuracy is None else accuracy.model_dump()
-
-
-def _better_result(verdict: "Verdict") -> dict[str, Any] | None:
-    if verdict.better is None:
-        return None
-    return {**_costed(verdict, verdict.better), "saved_fraction": verdict.saved}
+    return job.cluster.accuracy.get(job.precision)
 
 
 def _stages_table(verdict: "Verdict") -> Table:
     """Units of every stage, its memory and its times per micro-batch."""
-    line, towers = verdict.line, verdict.launched.job.model.towers
+    towers = verdict.launched.job.model.towers
     rows = [
         (
             str(index),
@@ -177,15 +172,7 @@ def _stages_table(verdict: "Verdict") -> Table:
             f"{each.backward_ms:,.2f}",
             f"{waits:.1%}",
         )
-        for index, (stage, each, memory, waits) in enumerate(
-            zip(
-                line.stages,
-                line.prediction.stages,
-                line.memory,
-                line.wait_fractions,
-                strict=True,
-            )
-        )
+        for index, (stage, each, memory, waits) in enumerate(_by_stage(verdict.line))
     ]
     times = ("forward\nms", "backward\nms", "waits")
     titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)
@@ -196,34 +183,32 @@ def _stages_table(verdict: "Verdict") -> Table:
 def _facts(verdict: "Verdict") -> Facts:
     launched, prediction = verdict.launched, verdict.line.prediction
     sizes, tokens = launched.job.parallel, verdict.tokens_per_second_per_gpu
+    memory = max(verdict.line.memory, key=lambda each: each.device_gib)
+    torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
     entries = [
         ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
         ("step", f"{verdict.line.step_ms:,.1f} ms"),
-        ("memory", _memory_words(max(verdict.line.memory, key=lambda each: each.device_gib))),
-        ("stages wait", f"{verdict.line.bubble_fraction:.1%} of it"),
+        ("memory", f"{memory.device_gib:,.1f} GiB at most; {torch}"),
+        ("pipeline idle time", f"{verdict.line.bubble_fraction:.1%} of the step"),
         ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
     ]
     if prediction.samples_per_second_per_gpu is not None:
         per_second = prediction.samples_per_second_per_gpu * sizes.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))
     entries.append(("costs from", prediction.cost_source))
-    job = launched.job
-    accuracy = job.cluster.accuracy.get(job.precision)
-    said = "not known" if accuracy is None else str(accuracy)
-    entries.append(("error of published steps", said))
+    entries.append(("error of published steps", str(_accuracy(verdict) or "not known")))
     return Facts("Prediction", entries)
-
-
-def _memory_words(memory: "DeviceMemory") -> str:
-    torch = f"torch {memory.reserved_gib:,.1f}, its tensors {memory.allocated_gib:,.1f}"
-    return f"{memory.device_gib:,.1f} GiB at most; {torch}"
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:
     """Sentences on what would be better."""
     better, least = verdict.better, verdict.least
     if better is not None:
-        how = _difference(verdict.saved, fits=verdict.finding is None)
+        how = f"another split takes {verdict.saved:.1%} less time"
+        if verdict.saved < 0:
+            how = f"a split that fits takes {-verdict.saved:.1%} longer"
+        elif verdict.finding is not None:
+            how += ", and fits"
         yield f"{how}, {better.step_ms:,.1f} ms a step: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
@@ -257,9 +242,3 @@ def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
         return []
     encoders = verdict.launched.job.model.encoders
     return [name for name in encoders if any(stage.recomputed(name) for stage in advised.stages)]
-
-
-def _difference(saved: float, *, fits: bool) -> str:
-    if saved < 0:
-        return f"a split that fits takes {-saved:.1%} longer"
-    return f"another split takes {saved:.1%} less time{'' if fits else ', and fits'}"

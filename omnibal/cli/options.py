@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.families.named import model_notes, named_model, named_model_file
+from omnibal.job.plan import MAX_SEED
+from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
     Precision,
@@ -19,23 +22,22 @@ from omnibal.config import (
     load_cluster,
     with_imbalance,
 )
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.frozen import MAX_COUNT
-from omnibal.layers import MAX_IMBALANCE
-from omnibal.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
-from omnibal.parallel import MAX_DEVICES, Parallel, expert_counts
-from omnibal.plan import MAX_SEED
-from omnibal.units import model_parts
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.layers import MAX_IMBALANCE
+from omnibal.model.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
+from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
+from omnibal.model.targets import OWN, TrainerConstraints
+from omnibal.model.units import model_parts
+from omnibal.packing.packing import PackingMethod
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
-    from omnibal.job import JobSpec
+    from omnibal.job.job import JobSpec
+    from omnibal.search.strategy import FreeSizes
 
-DEFAULT_MICRO_BATCHES = 8
+DEFAULT_MICRO_BATCHES = 8  # as of goals
 DEFAULT_CAP_SAMPLES = 20_000
 """Default number of samples to try caps and strategies on."""
-MOST_PROCESSES = 1_024
+MOST_PROCESSES = 1_024  # more is a mistake in a number
 _MOST_GIB = 1e9
 """Largest memory in GiB, and largest network rate in GB/s."""
 
@@ -55,7 +57,10 @@ TokenizerOption = Annotated[
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", help=f"{preset_help('model')}, or a model hub's config.json or folder"),
+    typer.Option(
+        "--model",
+        help=f"{preset_help('model')}, its id on a model hub, or a hub's config.json or folder",
+    ),
 ]
 ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
 ImbalanceOption = Annotated[
@@ -109,6 +114,15 @@ ChosenMaxTokensOption = Annotated[
 ]
 MicroBatchesOption = Annotated[
     int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
+]
+ChosenMicroBatchesOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_PACKS_PER_STEP,
+        help="packs of one rank in a step, were all full ones of the longest size "
+        f"(default: {DEFAULT_MICRO_BATCHES})",
+    ),
 ]
 PrecisionOption = Annotated[
     Precision,
@@ -224,27 +238,30 @@ class JobOptions:
         self,
         parallel: Parallel | None = None,
         placement: EncoderPlacement = EncoderPlacement.PIPELINE,
+        trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
         """Make the job with these parallel sizes, or with the smallest that its costs are of.
 
         Raises:
             UserError: a file is missing or broken, or the options do not go together.
         """
-        from omnibal.cost.profile import read_profile
-        from omnibal.job import JobSpec
+        from omnibal.cost.profile import Measured, read_profile
+        from omnibal.cost.source import ANALYTIC
+        from omnibal.job.job import JobSpec
 
         model, cluster = self._model(), self._cluster()
-        profile = None if self.profile is None else read_profile(self.profile)
+        source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
         if parallel is None:
-            parallel = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
+            parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
         return JobSpec(
             model=model,
             cluster=cluster,
             parallel=parallel,
             precision=self.precision,
             frozen=self._frozen(model),
-            profile=profile,
+            cost_source=source,
             placement=placement,
+            trainer=trainer,
         )
 
     def _model(self) -> ModelConfig:
@@ -323,6 +340,19 @@ class SizeOptions:
             expert=expert,
         )
 
+    def free(self, gpus: int) -> "FreeSizes":
+        """Return the devices to share out, and the sizes that were given."""
+        from omnibal.search.strategy import FreeSizes
+
+        return FreeSizes(
+            gpus=gpus,
+            tensor=self.tp,
+            pipeline=self.pp,
+            data=self.dp,
+            expert=self.ep,
+            sequence_parallel=self.sequence_parallel,
+        )
+
 
 def limits_given(
     limits: Sequence[str] | None, max_tiles: int | None = None, max_tokens: int | None = None
@@ -363,8 +393,9 @@ def refuse_given(context: typer.Context, options: Sequence[str], why: str) -> No
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if given:
         # Of an option with two names, such as --compare, the one of the two that was given.
+        names = {one.name: one.opts[0] for one in context.command.params}
         listed = ", ".join(
-            f"--{'no-' if context.params[name] is False else ''}{name.replace('_', '-')}"
+            names[name].replace("--", "--no-" if context.params[name] is False else "--", 1)
             for name in given
         )
         raise UserError(f"{listed} cannot be given: {why}; leave it out")

@@ -8,7 +8,9 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from omnibal import tables
+from omnibal.base.errors import UserError
+from omnibal.base.files import is_stream
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
     DEFAULT_MICRO_BATCHES,
@@ -22,18 +24,15 @@ from omnibal.cli.options import (
     limits_given,
     preset_help,
 )
-from omnibal.config import cluster_file, load_cluster
 from omnibal.data.lengths import Lengths, length_files, read_lengths
-from omnibal.data.metrics import measure_packs
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks, write_packs
-from omnibal.encoders import ITEM_FEATURES
-from omnibal.errors import UserError
 from omnibal.families.named import named_model, named_model_file
-from omnibal.files import is_stream
-from omnibal.limits import Caps, check_limits, check_packs_per_step
-from omnibal.outputs import check_files
-from omnibal.parallel import MAX_DEVICES, Parallel
+from omnibal.model.config import cluster_file, load_cluster
+from omnibal.model.encoders import ITEM_FEATURES
+from omnibal.model.limits import Caps, check_limits, check_packs_per_step
+from omnibal.model.parallel import MAX_DEVICES, Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks, write_packs
+from omnibal.steps.metrics import measure_packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +96,12 @@ def pack(
     as_json: JsonOption = False,
 ) -> None:
     """Pack samples under caps, match packs into steps, share them out, and measure it all."""
-    from omnibal.data.balanced import pack_balanced
-    from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-    from omnibal.job import JobSpec
-    from omnibal.plan_data import SampleData
-    from omnibal.report.loads import LoadSetting, write_loads
+    from omnibal.job.job import JobSpec
+    from omnibal.job.plan_data import SampleData
+    from omnibal.packing.balanced import pack_balanced
+    from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+    from omnibal.report.loads import write_loads
+    from omnibal.report.page_tables import packing_facts
     from omnibal.search.caps import isf_note
 
     inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]
@@ -131,8 +131,7 @@ def pack(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
     if picture is not None:
-        setting = LoadSetting(job=job, request=data.draw_request(job))
-        write_loads(setting, packs, samples, picture)
+        write_loads(job, data.draw_request(job), packs, samples, picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:
@@ -149,7 +148,7 @@ def pack(
     print_notes(_ranks_without_packs(packs, steps.dp))
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}
-    print_result(as_json, result, tables.packing_facts(metrics, f"{name}, {source}"))
+    print_result(as_json, result, packing_facts(metrics, f"{name}, {source}"))
 
 
 def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:

@@ -1,24 +1,33 @@
 """`omnibal presets`: list models and clusters."""
 
-from omnibal import tables
 from omnibal.cli.console import print_result
 from omnibal.cli.options import JsonOption
-from omnibal.config import load_cluster, load_model, preset_names
+from omnibal.families.named import hub_ids
+from omnibal.model.config import load_cluster, load_model, preset_names
+from omnibal.report import command_tables
 
 
 def presets(as_json: JsonOption = False) -> None:
-    """List the models and clusters that can be named, and the models' parameters."""
+    """List the models and clusters that can be named, the models' parameters and hub ids."""
     from omnibal.cost.parameters import model_parameters
 
     models = [load_model(name) for name in preset_names("models")]
     counted = [(model, model_parameters(model)) for model in models]
+    ids = hub_ids()
     clusters = [load_cluster(name) for name in preset_names("clusters")]
     result = {
         "models": [
             model.model_dump(mode="json")
             | {"parameters": parameters.stored, "active_parameters": parameters.active}
+            | {"hub_ids": ids.get(model.name, [])}
             for model, parameters in counted
         ],
         "clusters": [cluster.model_dump(mode="json") for cluster in clusters],
     }
-    print_result(as_json, result, tables.models_table(counted), tables.clusters_table(clusters))
+    print_result(
+        as_json,
+        result,
+        command_tables.models_table(counted),
+        command_tables.hub_ids_table(ids),
+        command_tables.clusters_table(clusters),
+    )

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from omnibal import tables
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
+from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
 from omnibal.cli.options import (
     MOST_PROCESSES,
@@ -24,7 +27,9 @@ from omnibal.cli.options import (
     limits_given,
     preset_help,
 )
-from omnibal.config import (
+from omnibal.data.lengths import length_files, read_lengths
+from omnibal.families.named import named_model, named_model_file
+from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
     PlainPrecision,
@@ -32,13 +37,8 @@ from omnibal.config import (
     cluster_toml,
     load_cluster,
 )
-from omnibal.data.lengths import length_files, read_lengths
-from omnibal.errors import UserError
-from omnibal.families.named import named_model, named_model_file
-from omnibal.files import atomic
-from omnibal.frozen import MAX_COUNT, MAX_LAYERS
-from omnibal.limits import check_limits
-from omnibal.outputs import check_files
+from omnibal.model.limits import check_limits
+from omnibal.report import command_tables
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.cost.profile import Profile
@@ -248,13 +248,13 @@ def profile(
             "provider": result.provider,
             "residuals": [asdict(residual) for residual in residuals],
         },
-        tables.residuals_table(residuals, result.provider),
+        command_tables.residuals_table(residuals, result.provider),
     )
 
 
 def _check_model(model: ModelConfig, limits: Collection[str]) -> None:
     """Refuse a model that the trainer cannot build, and caps of other features than it has."""
-    from omnibal.check import model_obstacle
+    from omnibal.job.check import model_obstacle
 
     obstacle = model_obstacle(model)
     if obstacle is not None:

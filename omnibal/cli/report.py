@@ -6,13 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from omnibal import tables
+from omnibal.base.errors import UserError
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
-from omnibal.errors import UserError
-from omnibal.outputs import check_files
-from omnibal.plan import plan_files
-from omnibal.runlog import RUN_FILE, run_files
+from omnibal.job.plan import plan_files
+from omnibal.job.runlog import RUN_FILE, run_files
+from omnibal.report import command_tables
 
 
 def report(
@@ -23,31 +23,34 @@ def report(
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(help="directory of its replay, or pretended one (the -o of tools/replay.py)"),
+        typer.Option(
+            help="directory of its replay, on devices or a fake one (the -o of tools/replay.py)"
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a page that shows the plan, and beside it what its replay and its run took."""
-    from omnibal.check import open_plan
-    from omnibal.pretended import Roofline, pretended_files
-    from omnibal.replay import replay_files
+    from omnibal.job.check import open_plan
+    from omnibal.job.fake_replay import PRETENDED_FILES, Roofline
+    from omnibal.job.replay import REPLAY_FILES
+    from omnibal.report.fake_device_tables import fake_device_table
     from omnibal.report.page import write_report
-    from omnibal.report.pretended import pretended_table
+    from omnibal.report.page_tables import accuracy_table
     from omnibal.report.summary import replay_figures
-    from omnibal.report.tables import accuracy_table
 
     trained = _run_directory(run)
     inputs = [*plan_files(directory)]
     inputs += [] if trained is None else run_files(trained)
-    inputs += [] if replay is None else [*replay_files(replay), *pretended_files(replay)]
+    if replay is not None:
+        inputs += [*REPLAY_FILES.all_files(replay), *PRETENDED_FILES.all_files(replay)]
     check_files({"-o": output}, inputs)
     shown = write_report(open_plan(directory), trained, output, replay)
     result: dict[str, Any] = {}
     if shown.replay is not None:
         result["replay"] = replay_figures(shown.plan, shown.replay)
-    if shown.pretended:
+    if shown.fake_stages:
         rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
-        result["pretended"] = [one.figures(rates) for one in shown.pretended]
+        result["pretended"] = [one.figures(rates) for one in shown.fake_stages]
     if shown.run is not None:
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:
@@ -58,8 +61,8 @@ def report(
     result["report"] = str(output)
     measured = []
     if shown.replay is not None or shown.run is not None:
-        measured.append(tables.run_table(shown.plan, shown.run, shown.replay))
-    measured += [pretended_table(shown.plan, shown.pretended)] if shown.pretended else []
+        measured.append(command_tables.run_table(shown.plan, shown.run, shown.replay))
+    measured += [fake_device_table(shown.plan, shown.fake_stages)] if shown.fake_stages else []
     accuracy = accuracy_table(shown.evaluation) if shown.evaluation else None
     measured += [] if accuracy is None else [accuracy]
     print_result(as_json, result, *measured, f"report: {output}")

@@ -7,14 +7,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from omnibal import tables
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption
-from omnibal.errors import UserError
-from omnibal.files import atomic
-from omnibal.frozen import MAX_COUNT
-from omnibal.outputs import check_files
-from omnibal.plan import plan_files
+from omnibal.job.plan import plan_files
+from omnibal.report import command_tables
+from omnibal.report.formatting import write_ascii
 
 
 def simulate(
@@ -29,7 +29,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """Simulate all steps of a plan on its own packs."""
-    from omnibal.check import open_plan
+    from omnibal.job.check import open_plan
     from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace
 
@@ -48,9 +48,7 @@ def simulate(
         )
     if trace is not None:
         events = chrome_trace(cost, stages_at, workload, shown)
-        trace.parent.mkdir(parents=True, exist_ok=True)
-        with atomic(trace) as temporary:
-            temporary.write_text(json.dumps(events) + "\n")
+        write_ascii(json.dumps(events) + "\n", trace)
     result = {
         "steps": packs.steps,
         "step_ms_mean": float(steps.step_ms.mean()),
@@ -62,4 +60,4 @@ def simulate(
         "trace": None if trace is None else str(trace),
         "trace_step": None if trace is None else shown,
     }
-    print_result(as_json, result, tables.simulation_facts(result))
+    print_result(as_json, result, command_tables.simulation_facts(result))

@@ -34,7 +34,7 @@ inputs of linear layers.
 Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
 that spans nodes pays the network's price at every cut, also where two stages share a node. Bytes
 moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
---pretend` counts them.
+--fake-device` counts them.
 
 What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_counts` and
 `omnibal.cost.language_counts`.
@@ -47,8 +47,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
-from omnibal.cost.adapters import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
@@ -57,6 +55,7 @@ from omnibal.cost.counts import (
     Features,
     Kept,
     Product,
+    with_adapters,
 )
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
@@ -75,12 +74,13 @@ from omnibal.cost.links import (
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
-from omnibal.cost.transformer_engine import rooms, without_gradients
-from omnibal.fp8 import Fp8
-from omnibal.parallel import Parallel
-from omnibal.rates import CopyKind, CopyTime, Pass, Rates
-from omnibal.runtime import OWN, RuntimeOptions
-from omnibal.units import (
+from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import (
     HEAD,
     LANGUAGE,
     LANGUAGE_EMBED,
@@ -94,7 +94,7 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments, and beside weights of bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section
 3.1)."""
 
-_BACKWARD_OF_ATTENTION = 2.5
+_BACKWARD_OF_ATTENTION = 2.5  # five products for two: one is made again
 _TILE_ROWS = 128
 """Rows of a tile of a grouped product's kernel (CUTLASS's largest for 16 bit), of which every group
 leaves half of one empty on average."""
@@ -107,7 +107,7 @@ class _Counted:
     kind: UnitKind
     counts: Counts
     unpadded: Counts
-    """The same without padded attention heads and words."""
+    """Counts without padded attention heads and words."""
     trained: bool
     adapted: bool
     """Whether adapters are trained beside it."""
@@ -133,7 +133,7 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     distributed_optimizer: bool = True,
-    runtime: RuntimeOptions = OWN,
+    runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
@@ -177,7 +177,7 @@ def analytic_cost(
         expert_rates=once.rates(expert_copies(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
-        rooms=rooms(trained, element_bytes) if engine else (),
+        library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
 
 
@@ -223,12 +223,12 @@ class _Once:
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
         gathered_bytes = _gathered_bytes(self.precision, self.runtime.fp8) if self.is_sharded else 0
         gather_ms = byte_ms * gathered_bytes
-        is_beside = self.runtime.overlap_weights
+        is_overlapped = self.runtime.overlap_weights
         return ParameterRates(
             optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
-            optimizer_ms=update_ms + (0.0 if is_beside else gather_ms),
+            optimizer_ms=update_ms + (0.0 if is_overlapped else gather_ms),
             gradient_reduction_ms=byte_ms * gradient_bytes * (1 if self.is_sharded else 2),
-            weight_gather_ms=gather_ms if is_beside else 0.0,
+            weight_gather_ms=gather_ms if is_overlapped else 0.0,
         )
 
 
@@ -261,8 +261,9 @@ def unit_flops(
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
-    for one in _counted(model, device, frozen, OWN):
-        products = 1 + _backward_products(one)
+    for one in _counted(model, device, frozen, OWN_RUNTIME):
+        # Of the input and of the weights; norms before a product are trained too.
+        products = 1 + int(one.trained) + int(_wants_input_gradient(one))
         attention = 3 if one.trained or one.before_trained else 1
         counts = one.unpadded
         flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
@@ -300,7 +301,7 @@ def kept_lines(
         one.kind.name: tuple(
             line for line in one.counts.kept if one.trained or not line.for_weights
         )
-        for one in _counted(model, device, frozen, OWN)
+        for one in _counted(model, device, frozen, OWN_RUNTIME)
     }
 
 
@@ -308,7 +309,7 @@ def _device(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
-    runtime: RuntimeOptions = OWN,
+    runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> Device:
     in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
     rates = cluster.measured(precision)
@@ -476,12 +477,6 @@ def _counts(
     return counts, counts
 
 
-def _backward_products(one: _Counted) -> int:
-    """Gradients of the input and of the weights are a product each; norms before a product are
-    trained too."""
-    return int(one.trained) + int(_wants_input_gradient(one))
-
-
 def _wants_input_gradient(one: _Counted) -> bool:
     own = (one.trained or one.adapted) and not one.counts.begins_with_weights
     return one.before_trained or own
@@ -523,7 +518,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
         passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
-        shared_bytes=one.trained * (nothing + counts.shared_bytes),
+        shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),
         parameters=counts.parameters,
         trained_parameters=counts.parameters if one.trained else 0,
         expert_parameters=counts.expert_parameters,
@@ -533,24 +528,27 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
 
 def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
     """Time of a unit's collectives in forward, [features]."""
-    passes_ms = _passes_ms(device, counts.collective_bytes, counts.passes)
-    return passes_ms + _exchanges_ms(device, counts, counts.exchanges)
+    sent = counts.collectives
+    sent_bytes = 0 * counts.moved_bytes + sent.forward_bytes
+    return _passes_ms(device, sent_bytes, sent.passes) + _exchanges_ms(
+        device, counts, sent.exchanges
+    )
 
 
 def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
     """Time of a unit's collectives in backward, [features]."""
-    counts = one.counts
+    counts, sent = one.counts, one.counts.collectives
+    nothing = 0 * counts.moved_bytes
     if not one.has_backward:
-        return 0 * counts.back_collective_bytes
-    back_sent_bytes = counts.back_collective_bytes + one.trained * counts.gathered_again_bytes
-    passes = counts.back_passes + one.trained * counts.passes_again
-    passes_ms = _passes_ms(device, back_sent_bytes, passes)
-    return passes_ms + _exchanges_ms(device, counts, counts.back_exchanges)
+        return nothing
+    sent_bytes = nothing + sent.backward_bytes + one.trained * sent.again_bytes
+    passes_ms = _passes_ms(device, sent_bytes, sent.back_passes + one.trained * sent.passes_again)
+    return passes_ms + _exchanges_ms(device, counts, sent.back_exchanges)
 
 
 def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
     """Time of so many all-to-alls of the tokens of a unit's experts, [features]."""
-    sent_ms = counts.exchanged_bytes / device.expert_bytes_per_ms
+    sent_ms = counts.collectives.exchanged_bytes / device.expert_bytes_per_ms
     return sent_ms + _fixed(exchanges * device.expert_pass_ms, counts.moved_bytes)
 
 
@@ -618,7 +616,7 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
     times, softmax = device.attention_times, counts.attended
     if times is None:
         return scale * counts.attention_flops / device.flops_per_ms
-    rest = counts.attention_flops - np.sum([one.flops for one in softmax], axis=0)
+    rest = 0 * counts.moved_bytes + counts.other_attention_flops
     time_ms = scale * rest / device.flops_per_ms
     for one in softmax:
         tokens = device.sample_tokens if one.causal else None

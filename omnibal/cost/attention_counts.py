@@ -9,11 +9,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import LanguageConfig
-from omnibal.cost.block_counts import Block, Collectives, whole_inputs
-from omnibal.cost.counts import FP32_BYTES, Attended, Device, Features, Kept, Product, Working
-from omnibal.layers import LatentAttention, LayerKind, LinearAttention
-from omnibal.units import attended_feature
+from omnibal.cost.block_counts import Block, whole_inputs
+from omnibal.cost.counts import (
+    FP32_BYTES,
+    Attended,
+    Collectives,
+    Device,
+    Features,
+    Kept,
+    Product,
+    Working,
+)
+from omnibal.model.config import LanguageConfig
+from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
+from omnibal.model.units import attended_feature
 
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule, in flash-linear-attention and in Megatron-core."""
@@ -79,13 +88,11 @@ def _grouped_query(
             Product(rows=tokens, inner=h, outer=made / t),
             Product(rows=tokens, inner=query / t, outer=h),
         ),
-        attention_flops=seen.flops,
         attended=(seen,),
         # A gate: attention's output, the gate, their product; backward both gradients too.
         moved_bytes=tokens * (rotated + 3 * gate) / t * size,
         back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
         collectives=whole_inputs(device, tokens * h * size),
-        exchanged_bytes=0 * tokens,
         kernels=4 + (1 if gate else 0),
         kept=_grouped_query_kept(language, widths, device, tokens),
         divided_parameters=h * made + query * h + (made if language.qkv_bias else 0),
@@ -178,14 +185,12 @@ def _latent(
             Product(rows=tokens, inner=rank, outer=up_to / t),
             Product(rows=tokens, inner=widths.output / t, outer=h),
         ),
-        attention_flops=seen.flops,
         attended=(seen,),
         moved_bytes=(own * 2 * norms + tokens * copied / t) * size,
         back_moved_bytes=(own * 3 * norms + tokens * copied / t) * size,
         collectives=_latent_collectives(
             device, tokens * (up_from + rank + rotary) * size, tokens * h * size
         ),
-        exchanged_bytes=0 * tokens,
         kernels=7 if query_rank is None else 9,
         kept=_latent_kept(language, latent, widths, device, tokens),
         divided_parameters=up_from * widths.query + rank * up_to + widths.output * h,
@@ -197,6 +202,7 @@ def _latent_collectives(
     device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray
 ) -> Collectives:
     """Latents are gathered where blocks' inputs are elsewhere; outputs are scattered as ever."""
+    again_bytes: np.ndarray | float = 0.0
     if device.sequence_parallel:
         both_bytes = device.sent * (latents_bytes + block_bytes)
         forward_bytes = backward_bytes = both_bytes
@@ -204,7 +210,6 @@ def _latent_collectives(
     else:  # all-reduces, of the output, and backward of the latents' gradients
         forward_bytes = 2 * device.sent * block_bytes
         backward_bytes = 2 * device.sent * latents_bytes
-        again_bytes = 0 * block_bytes
     return Collectives(
         forward_bytes=forward_bytes,
         backward_bytes=backward_bytes,
@@ -213,7 +218,7 @@ def _latent_collectives(
         passes=4 if device.sequence_parallel else 2,
         back_passes=4 if device.sequence_parallel else 6,
         passes_again=2 if device.sequence_parallel else 0,
-        gathered_bytes=latents_bytes if device.sequence_parallel else 0 * latents_bytes,
+        gathered_bytes=latents_bytes if device.sequence_parallel else 0.0,
     )
 
 
@@ -275,11 +280,10 @@ def _gated_delta_rule(
             Product(rows=tokens, inner=h, outer=made / t),
             Product(rows=tokens, inner=values / t, outer=h),
         ),
-        attention_flops=tokens * (rule_flops(linear) + convolved_flops) / t,
+        other_attention_flops=tokens * (rule_flops(linear) + convolved_flops) / t,
         moved_bytes=tokens * (around * size + moved) / t,
         back_moved_bytes=tokens * (back_around * size + back_moved) / t,
         collectives=whole_inputs(device, tokens * h * size),
-        exchanged_bytes=0 * tokens,
         # Both products; eight copies, the convolution, norms, beta and decay; seven of the rule.
         kernels=2 + 8 + 1 + 3 + 5 + 7,
         kept=_rule_kept(linear, device, tokens),

@@ -19,7 +19,7 @@ from typing import Literal, Self
 import numpy as np
 
 from omnibal.cost.shaped_rates import Line, fitted_line
-from omnibal.rates import AttentionTime
+from omnibal.model.rates import AttentionTime
 
 TILE = 128
 """Keys of a tile (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)."""
@@ -34,7 +34,7 @@ class _Kernel:
     of: AttentionPass
     causal: bool
     elements: int
-    """Of q and k of a head, and of v."""
+    """Elements of q and k of a head, and of v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

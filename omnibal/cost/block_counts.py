@@ -5,23 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.counts import Attended, Device, Kept, Product, Working
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collectives:
-    """What a tensor-parallel rank sends for a block; bytes are [features]."""
-
-    forward_bytes: np.ndarray
-    backward_bytes: np.ndarray
-    again_bytes: np.ndarray
-    """In backward besides, to gather inputs again where weights are trained."""
-    passes: int = 0
-    """All-gathers and reduce-scatters; an all-reduce is one of each. Those of backward next."""
-    back_passes: int = 0
-    passes_again: int = 0
-    gathered_bytes: np.ndarray
-    """Widest input that is gathered, for which core has room once."""
+from omnibal.cost.counts import Attended, Collectives, Device, Kept, Product, Working
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,26 +13,24 @@ class Block:
     """Attention or feed-forward of a layer on one device; vectors are [features]."""
 
     products: tuple[Product, ...]
-    attention_flops: np.ndarray
     attended: tuple[Attended, ...] = ()
+    """Softmax attention."""
+    other_attention_flops: np.ndarray | float = 0.0
+    """Operations of attention that is not softmax's."""
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray
     collectives: Collectives
-    exchanged_bytes: np.ndarray
-    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
-    exchanges: int = 0
-    back_exchanges: int = 0
     kernels: int
     kept: tuple[Kept, ...]
     working: tuple[Working, ...] = ()
     """Moments of its backward, with nothing of what earlier blocks keep gone."""
     divided_parameters: int
-    """Those that tensor-parallel ranks divide, before they do."""
+    """Parameters that tensor-parallel ranks divide, before they do."""
     whole_parameters: int = 0
-    """Those that every tensor-parallel rank has."""
+    """Parameters that every tensor-parallel rank has."""
     expert_parameters: int = 0
-    """Those of experts, on this device."""
+    """Parameters of experts, on this device."""
 
 
 def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
@@ -62,21 +44,11 @@ def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
     return Collectives(
         forward_bytes=sent_bytes + gathered_bytes,
         backward_bytes=sent_bytes + gathered_bytes,
-        again_bytes=gathered_bytes if sequence else 0 * block_bytes,
+        again_bytes=gathered_bytes if sequence else 0.0,
         passes=2,
         back_passes=2,
         passes_again=1 if sequence else 0,
-        gathered_bytes=block_bytes if sequence else 0 * block_bytes,
-    )
-
-
-def no_collectives(like: np.ndarray) -> Collectives:
-    """Of a block whose ranks each have their own tokens."""
-    return Collectives(
-        forward_bytes=0 * like,
-        backward_bytes=0 * like,
-        again_bytes=0 * like,
-        gathered_bytes=0 * like,
+        gathered_bytes=block_bytes if sequence else 0.0,
     )
 
 

@@ -30,17 +30,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.errors import UserError
 from omnibal.cost.attention_counts import AttentionWidths, attention_widths
 from omnibal.cost.counts import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.profile import Profile, measured_exchange
 from omnibal.cost.shaped_rates import Line
-from omnibal.errors import UserError
-from omnibal.levels import ContextExchange, Level
-from omnibal.parallel import Parallel
-from omnibal.units import (
+from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import (
     EXCHANGED,
     LANGUAGE_EMBED,
     attended_feature,
@@ -53,15 +53,11 @@ from omnibal.units import (
 class ExchangeSource:
     """Where the times of exchanges come from, if not all are counted."""
 
-    profile: Profile | None = None
-    """Measured times of layers on shares; None where there are none."""
+    costs: CostSource = ANALYTIC
+    """Source of the job's costs, which may have measured layers on shares."""
     ring_tokens: int | None = None
     """Tokens of the samples that hide a ring of keys and values
-    (`omnibal.runtime.RuntimeOptions`); None where they are gathered."""
-
-
-COUNTED = ExchangeSource()
-"""All exchanges are counted."""
+    (`omnibal.model.runtime.RuntimeOptions`); None where they are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,9 +98,9 @@ class _Rates:
     """Rates of a block of ranks."""
 
     line: Line
-    """Of its collectives."""
+    """Time of the block's collectives."""
     bytes_per_ms: float
-    """Of copies."""
+    """Rate of copies."""
     kernel_ms: float
 
     def of(self, added: _Added) -> "_Times":
@@ -188,7 +184,7 @@ def costs_at(
     precision: Precision,
     frozen: Collection[str],
     levels: Sequence[Level],
-    source: ExchangeSource = COUNTED,
+    source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
@@ -216,12 +212,12 @@ def costs_at(
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
     """Error message for a level that attention, its heads or ranks that share out experts do not
     allow; None if they do."""
-    in_step = parallel.in_step
-    if level.context % in_step and in_step % level.context:
+    lockstep_ranks = parallel.lockstep_ranks
+    if level.context % lockstep_ranks and lockstep_ranks % level.context:
         return (
-            f"context size {level.context} was given with {parallel.options}, whose {in_step} "
-            "data-parallel ranks that share out experts run in step; one must divide the other: "
-            "take another context size, or another --ep"
+            f"context size {level.context} was given with {parallel.options}, whose "
+            f"{lockstep_ranks} data-parallel ranks that share out experts run in lockstep; one "
+            "must divide the other: take another context size, or another --ep"
         )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (
@@ -258,9 +254,9 @@ def _at_level(
         raise UserError(mistake)
     if level.context == 1:
         return cost
-    group, profile = Group(level.context, parallel.tensor), source.profile
-    if not group.is_within(cluster):
-        profile = None  # which is of one node
+    group = Group(level.context, parallel.tensor)
+    # What is measured is of one node.
+    costs = source.costs if group.is_within(cluster) else ANALYTIC
     rates = _Rates(
         line=(
             pass_line(cluster, group, precision)
@@ -279,7 +275,7 @@ def _at_level(
             in_ring = source.ring_tokens is not None and level.exchange is ContextExchange.GATHER
             sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
             added = _of_attention(*sizes, in_ring=in_ring)
-            measured = measured_exchange(profile, model, kind, level) if profile else None
+            measured = costs.exchange_ms(model, kind, level)
             times = _as_measured(*measured, added) if measured else rates.of(added)
             if in_ring:
                 assert source.ring_tokens is not None

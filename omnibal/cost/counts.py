@@ -1,19 +1,21 @@
 """Types of counting: a device's rates, and what one unit's forward pass counts on it.
 
-Vectors have one entry per feature of a micro-batch (`omnibal.units.feature_names`).
+Vectors have one entry per feature of a micro-batch (`omnibal.model.units.feature_names`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import Precision
 from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
+from omnibal.model.config import Precision
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
-FP32_BYTES = 4
+FP32_BYTES = 4  # of a number
+_ADAPTER_KERNELS = 3
+"""Kernels of an adapter in forward, two products and a sum; backward has twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ class Attended:
     """Queries."""
     heads: float
     elements: float
-    """Of q and k of a head, and of v."""
+    """Elements of q and k of a head, and of v."""
     causal: bool
 
     @property
@@ -81,7 +83,7 @@ class Attended:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Rates:
-    """What products in FP8 cost on a device (`omnibal.fp8.Fp8`)."""
+    """What products in FP8 cost on a device (`omnibal.model.fp8.Fp8`)."""
 
     flops_per_ms: float
     cast_bytes: int
@@ -97,15 +99,15 @@ class Device:
     """Rates of one device, and how its tensor-parallel group divides a unit."""
 
     flops_per_ms: float
-    """Of attention, and of matrix products where their times were not measured."""
+    """Rate of attention, and of matrix products where their times were not measured."""
     fp32_flops_per_ms: float
-    """Of products in fp32."""
+    """Rate of products in fp32."""
     fp8: Fp8Rates | None = None
-    """Of products in FP8; None where no product is."""
+    """Rates of products in FP8; None where no product is."""
     product_times: ProductTimes | None
     """Times of matrix products by shape, where they were measured."""
     grouped_times: ProductTimes | None = None
-    """The same of grouped products, by groups."""
+    """Times of grouped products by shape, where they were measured."""
     attention_times: AttentionTimes | None = None
     """Times of attention, where they were measured."""
     bytes_per_ms: float
@@ -127,7 +129,7 @@ class Device:
     """Whether the language model runs under Megatron's sequence parallelism."""
     element_bytes: int
     gradient_bytes: int = 4
-    """Of a gradient as it is summed: Megatron does so in fp32 unless it is told otherwise."""
+    """Bytes of a gradient as it is summed: Megatron does so in fp32 unless it is told otherwise."""
     overlaps_tensor: bool = False
     """Whether the exchange of tensor-parallel ranks runs beside products."""
     fused_loss: bool = True
@@ -187,33 +189,69 @@ class Working:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Collectives:
+    """What a rank sends to those it shares a unit with; bytes are [features], 0.0 for none."""
+
+    forward_bytes: np.ndarray | float = 0.0
+    backward_bytes: np.ndarray | float = 0.0
+    again_bytes: np.ndarray | float = 0.0
+    """Bytes sent in backward besides, to gather inputs again where weights are trained."""
+    passes: int = 0
+    """All-gathers and reduce-scatters of forward; an all-reduce is one of each."""
+    back_passes: int = 0
+    passes_again: int = 0
+    gathered_bytes: np.ndarray | float = 0.0
+    """Widest input that is gathered, for which core has room once for all layers of a stage."""
+    exchanged_bytes: np.ndarray | float = 0.0
+    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
+    exchanges: int = 0
+    """All-to-alls between expert-parallel ranks in forward."""
+    back_exchanges: int = 0
+
+    def __add__(self, other: "Collectives") -> "Collectives":
+        return Collectives(
+            forward_bytes=self.forward_bytes + other.forward_bytes,
+            backward_bytes=self.backward_bytes + other.backward_bytes,
+            again_bytes=self.again_bytes + other.again_bytes,
+            passes=self.passes + other.passes,
+            back_passes=self.back_passes + other.back_passes,
+            passes_again=self.passes_again + other.passes_again,
+            gathered_bytes=np.maximum(self.gathered_bytes, other.gathered_bytes),
+            exchanged_bytes=self.exchanged_bytes + other.exchanged_bytes,
+            exchanges=self.exchanges + other.exchanges,
+            back_exchanges=self.back_exchanges + other.back_exchanges,
+        )
+
+
+def all_reduced(
+    device: Device, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
+) -> Collectives:
+    """All-reduces of tensors of these bytes, so many times each way.
+
+    An all-reduce is a reduce-scatter and an all-gather.
+    """
+    return Collectives(
+        forward_bytes=2 * times * device.sent * forward_bytes,
+        backward_bytes=2 * times * device.sent * backward_bytes,
+        passes=2 * times,
+        back_passes=2 * times,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Counts:
     """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
 
     products: tuple[Product, ...]
-    attention_flops: np.ndarray
-    """Of all attention, softmax or not."""
     attended: tuple[Attended, ...] = ()
-    """Softmax attention of those."""
+    """Softmax attention."""
+    other_attention_flops: np.ndarray | float = 0.0
+    """Operations of attention that is not softmax's."""
     moved_bytes: np.ndarray
     """Bytes that element-wise kernels of forward read and write."""
     back_moved_bytes: np.ndarray
-    """The same of backward."""
-    collective_bytes: np.ndarray
-    """Bytes that the rank sends in collectives of forward; the next two are of backward."""
-    back_collective_bytes: np.ndarray
-    gathered_again_bytes: np.ndarray
-    """Bytes sent in backward on top, where the weights are trained."""
-    passes: int = 0
-    """All-gathers and reduce-scatters of forward; an all-reduce is one of each. The next two are of
-    backward, as the bytes are."""
-    back_passes: int = 0
-    passes_again: int = 0
-    exchanged_bytes: np.ndarray | float = 0.0
-    """Bytes of tensors that expert-parallel ranks exchange in forward, and as many in backward."""
-    exchanges: int = 0
-    """All-to-alls of them in forward; then in backward."""
-    back_exchanges: int = 0
+    """Bytes that element-wise kernels of backward read and write."""
+    collectives: Collectives = Collectives()
     kernels: int
     kept: tuple[Kept, ...]
     """What is kept where the unit has a backward, its input included."""
@@ -225,13 +263,17 @@ class Counts:
     """Moments of forward, where the unit has no backward and keeps nothing."""
     passing_bytes: np.ndarray | float = 0.0
     """What is there as long as the micro-batch runs forward, none of it kept."""
-    shared_bytes: np.ndarray | float = 0.0
-    """Room that core makes once for all layers of a stage, where they are trained."""
     parameters: int
     expert_parameters: int = 0
-    """Those of `parameters` that are experts'."""
+    """Parameters that are experts', part of `parameters`."""
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
+
+    @property
+    def attention_flops(self) -> np.ndarray:
+        """Operations of all attention, [features]."""
+        softmax = np.sum([0 * self.moved_bytes, *(one.flops for one in self.attended)], axis=0)
+        return softmax + self.other_attention_flops
 
     @property
     def matmul_flops(self) -> np.ndarray:
@@ -251,3 +293,27 @@ class Counts:
         """Bytes of those lines, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)
+
+
+def with_adapters(counts: Counts, device: Device) -> Counts:
+    """Counts of a frozen layer with an adapter beside every product, less their few parameters.
+
+    Beside y = x W stand x A and its product with B, added to y (Hu et al. 2021, LoRA, arXiv
+    2106.09685, section 4.1). Their ranks are a few dozen, so that both products take as long as
+    their inputs and outputs are read and written. The layer keeps its products' inputs, which A's
+    gradient needs; gradients of W are not made.
+    """
+    size, nothing = device.element_bytes, 0 * counts.moved_bytes
+    adapted = [product for product in counts.products if not product.is_fp32]
+    # Forward reads x, and reads y twice and writes it twice: B's output, and the sum.
+    forward = [product.rows * (product.inner + 4 * product.outer) * size for product in adapted]
+    # Backward reads y's gradient for B's and for its input's, x for A's, and adds to x's gradient.
+    backward = [
+        product.rows * (2 * product.outer + 5 * product.inner) * size for product in adapted
+    ]
+    return replace(
+        counts,
+        moved_bytes=counts.moved_bytes + np.sum([nothing, *forward], axis=0),
+        back_moved_bytes=counts.back_moved_bytes + np.sum([nothing, *backward], axis=0),
+        kernels=counts.kernels + _ADAPTER_KERNELS * len(adapted),
+    )

@@ -5,9 +5,12 @@ Those of images at their native resolution are in `omnibal.cost.image_counts`.
 Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.counts import (
     FP32_BYTES,
     Attended,
@@ -17,13 +20,17 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
+    all_reduced,
 )
-from omnibal.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
+from omnibal.model.units import UnitKind
 
-_SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _SECOND_GELU = "into the second GELU"
 LAST_OUTPUT = "last layer's output"
-"""What a norm before the projector's stacking keeps; the tower's last layer makes it."""
+"""Input of a projector that begins with a norm; the tower's last layer makes it."""
+_SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
+_INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
 def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Counts:
@@ -34,14 +41,10 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Coun
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
     return Counts(
         products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
-        attention_flops=0 * items,
         # Pixels in, patches out, then read and written again with the positions added; backward,
         # gradients of positions and class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
         back_moved_bytes=2 * output_bytes,
-        collective_bytes=0 * items,
-        back_collective_bytes=0 * items,
-        gathered_again_bytes=0 * items,
         kernels=5,
         kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
@@ -77,14 +80,10 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
             Product(rows=items * tower.frames, inner=taps * tower.mel_bins, outer=h),
             Product(rows=items * tower.positions_per_item, inner=taps * h, outer=h),
         ),
-        attention_flops=0 * items,
         # Frames into the type of the weights, both activations, laid out anew, positions added;
         # backward the activations read their inputs too.
         moved_bytes=read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
         back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
-        collective_bytes=0 * items,
-        back_collective_bytes=0 * items,
-        gathered_again_bytes=0 * items,
         kernels=7,
         kept=(
             Kept(what="frames", made_by="aten._to_copy", bytes=input_bytes, for_weights=True),
@@ -111,98 +110,202 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerForm:
+    """What a kind of encoder has otherwise than others in its layers."""
+
+    head_width: int
+    moved: Callable[[int, float], tuple[float, float]]
+    """Elements that fused kernels read and write per position, forward and backward, of (tensor
+    size, width of all heads with padding)."""
+    gated: bool = False
+    """Whether the feed-forward has a gate."""
+    bias: bool = True
+    """Whether linears but that of q, k and v have biases."""
+    rotates: bool = False
+    """Whether q and k are rotated, behind their norms if they have any."""
+
+
 def encoder_layer(
     tower: EncoderLayers,
+    form: LayerForm,
     device: Device,
-    items: np.ndarray,
-    positions: int,
+    rows: np.ndarray,
+    pairs: np.ndarray,
     *,
-    padded: bool = True,
+    padded: bool,
 ) -> Counts:
-    """Count a layer over `items` sequences of `positions` each."""
+    """Count a layer.
+
+    Args:
+        rows: positions, [features].
+        pairs: positions that all positions attend to, [features].
+        padded: whether heads that the ranks cannot share evenly are padded (25 become 28 on 4).
+    """
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
-    # Heads that the ranks cannot share evenly are padded (25 heads become 28 on 4 ranks).
-    a = h // tower.heads * (-(-tower.heads // t) * t) if padded else h
-    rows = items * positions
-    normed = 2 * a if tower.qk_norm else 0
-    scaled = 0 if tower.layer_scale_init is None else 2 * h
-    norm = h if tower.normalization == "RMSNorm" else 2 * h
-    whole = 2 * norm + scaled + 2 * h  # norms, layer scales, biases of both row-parallel linears
-    divided = 4 * h * a + 2 * h * f + f
-    divided += (3 * a if tower.qkv_bias else 0) + normed
-    forward_moved, backward_moved = _layer_moved(tower, t, a)
-    output_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
-    head_width = h // tower.heads
+    a = (-(-tower.heads // t) * t if padded else tower.heads) * form.head_width
+    into = (1 + form.gated) * f
+    # Norms, layer scales and biases of row-parallel linears are whole, all else is divided.
+    whole = 2 * norm_parameters(tower) + (2 * h if form.bias else 0)
+    whole += 0 if tower.layer_scale_init is None else 2 * h
+    divided = 4 * h * a + (into + f) * h + (into if form.bias else 0)
+    divided += (3 * a if tower.qkv_bias else 0) + (2 * a if tower.qk_norm else 0)
+    hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
+    forward_moved, back_moved = form.moved(t, a)
     seen = Attended(
-        pairs=rows * positions,
+        pairs=pairs,
         rows=rows,
-        heads=a / head_width / t,
-        elements=2 * head_width,
+        heads=a / form.head_width / t,
+        elements=2 * form.head_width,
         causal=False,
     )
     return Counts(
         products=(
             Product(rows=rows, inner=h, outer=3 * a / t),
             Product(rows=rows, inner=a / t, outer=h),
-            Product(rows=rows, inner=h, outer=f / t),
+            Product(rows=rows, inner=h, outer=into / t),
             Product(rows=rows, inner=f / t, outer=h),
         ),
-        attention_flops=seen.flops,
         attended=(seen,),
         moved_bytes=rows * forward_moved * size,
-        back_moved_bytes=rows * backward_moved * size,
-        # An all-reduce is a reduce-scatter and an all-gather.
-        collective_bytes=2 * 2 * device.sent * output_bytes,
-        back_collective_bytes=2 * 2 * device.sent * output_bytes,
-        gathered_again_bytes=0 * rows,
-        passes=2 * 2,
-        back_passes=2 * 2,
+        back_moved_bytes=rows * back_moved * size,
+        collectives=all_reduced(device, hidden_bytes, hidden_bytes, times=2),
         kernels=12,
-        kept=_layer_kept(tower, device, rows, a),
-        boundary_bytes=output_bytes,
-        output_bytes=output_bytes,
-        working=_layer_working(tower, device, output_bytes, inner_bytes),
+        kept=_layer_kept(tower, form, device, rows, a),
+        boundary_bytes=hidden_bytes,
+        output_bytes=hidden_bytes,
+        working=_layer_working(tower, into, device, hidden_bytes, inner_bytes),
         # The tower's input, and this layer's, stay. Besides, its middle: norm, attention's block,
-        # the sum and the norm of it; q, k and v before and after their norms; both sides of GELU
-        # and the feed-forward's output.
+        # the sum and the norm of it; q, k and v before and after norms and rotation; both sides of
+        # the activation and the feed-forward's output.
         forward_working=(
-            Working(bytes=6 * output_bytes),
-            Working(bytes=3 * output_bytes + 6 * width_bytes),
-            Working(bytes=5 * output_bytes + 2 * inner_bytes),
+            Working(bytes=6 * hidden_bytes),
+            Working(bytes=3 * hidden_bytes + 6 * width_bytes),
+            Working(bytes=5 * hidden_bytes + (1 + into / f) * inner_bytes),
         ),
         parameters=whole + -(-divided // t),
     )
 
 
 def _layer_working(
-    tower: EncoderLayers, device: Device, hidden_bytes: np.ndarray, inner_bytes: np.ndarray
+    tower: EncoderLayers,
+    into: int,
+    device: Device,
+    hidden_bytes: np.ndarray,
+    inner_bytes: np.ndarray,
 ) -> tuple[Working, ...]:
     """Moments of a layer's backward; where they are largest it has not come to the attention.
 
     Args:
+        into: width of what goes into the activation, of all ranks.
         hidden_bytes: of a tensor between the blocks, [features]; `inner_bytes` of one inside the
             feed-forward.
     """
-    weight = tower.hidden_size * tower.ffn_hidden_size / device.tensor
+    h, f, t = tower.hidden_size, tower.ffn_hidden_size, device.tensor
     scaled = tower.layer_scale_init is not None
     # The gradient, and where there is a layer scale that of the block besides.
     gradients_bytes = (1 + scaled) * hidden_bytes
-    gone: tuple[str, ...] = (_SCALED_FEED_FORWARD,)
+    gone = (_SCALED_FEED_FORWARD,)
     return (
-        Working(bytes=gradients_bytes),
-        # The second product's gradients; GELU's; the first product's.
-        Working(bytes=gradients_bytes + inner_bytes, weight=weight, gone=gone),
-        Working(bytes=hidden_bytes + 2 * inner_bytes, gone=(*gone, "out of GELU")),
+        *((Working(bytes=gradients_bytes),) if scaled else ()),
+        # The second product's gradients; the activation's; the first product's.
+        Working(bytes=gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
+        Working(bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF)),
         Working(
-            bytes=2 * hidden_bytes + inner_bytes,
-            weight=weight,
-            gone=(*gone, "out of GELU", "into GELU"),
+            bytes=2 * hidden_bytes + into / f * inner_bytes,
+            weight=h * into / t,
+            gone=(*gone, _OUT_OF, _INTO),
         ),
     )
 
 
-def _layer_moved(tower: EncoderLayers, tensor: int, heads_width: int) -> tuple[float, float]:
+def _layer_kept(
+    tower: EncoderLayers, form: LayerForm, device: Device, rows: np.ndarray, heads_width: int
+) -> tuple[Kept, ...]:
+    """List what a layer keeps; what stands between its two blocks is whole on every rank.
+
+    Args:
+        rows: positions, [features].
+        heads_width: of all attention heads, with padding.
+    """
+    t, size = device.tensor, device.element_bytes
+    hidden_bytes, width_bytes = rows * tower.hidden_size * size, rows * heads_width / t * size
+    inner_bytes, norm_bytes = rows * tower.ffn_hidden_size / t * size, moments_bytes(tower, rows)
+    log_sum_exp_bytes = rows * FP32_BYTES * heads_width / form.head_width / t
+    add_and_norm, attention = "scaled_add_norm", "self_attention"
+    product, product_by = "q, k and v", f"{attention}.linear_qkv"
+    normed, normed_by = "normed q and k", f"{attention}.head_norms"
+    activation = "bias_gelu"
+    if form.rotates:
+        product, product_by = "rotated q and k, and v", f"{attention}.split_and_rotate"
+        normed, normed_by = "q and k before norms", f"{attention}.norms"
+        activation = "mlp.activation"
+
+    def line(what: str, made_by: str, bytes_: np.ndarray, *, for_weights: bool = False) -> Kept:
+        return Kept(what=what, made_by=made_by, bytes=bytes_, for_weights=for_weights)
+
+    lines = [
+        line("input", "", hidden_bytes),
+        line("first norm's output", "norm", hidden_bytes, for_weights=True),
+        line("first norm's moments", "norm", norm_bytes),
+        line(product, product_by, 3 * width_bytes),
+        line(
+            "attention's output and log-sum-exp",
+            f"{attention}.core_attention",
+            width_bytes + log_sum_exp_bytes,
+        ),
+        line("middle residual", add_and_norm, hidden_bytes),
+        line("second norm's output", add_and_norm, hidden_bytes, for_weights=True),
+        line("second norm's moments", add_and_norm, norm_bytes),
+        line(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
+        line(_OUT_OF, activation, inner_bytes, for_weights=True),
+    ]
+    if tower.qk_norm:  # and of each position the scales of q and of k
+        lines.append(line(normed, normed_by, 2 * width_bytes + 2 * rows * FP32_BYTES))
+    if tower.layer_scale_init is not None:
+        lines += [
+            line(
+                "attention's block, for its layer scale",
+                f"{attention}.linear_proj",
+                hidden_bytes,
+                for_weights=True,
+            ),
+            line(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes, for_weights=True),
+        ]
+    return tuple(lines)
+
+
+def norm_parameters(tower: EncoderLayers) -> int:
+    """Parameters of one of the tower's norms."""
+    return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
+
+
+def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
+    """Bytes of the moments that a norm keeps of its rows, [features]."""
+    return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
+
+
+def items_layer(
+    model: ModelConfig,
+    tower: TilesEncoder | ClipsEncoder,
+    kind: UnitKind,
+    device: Device,
+    features: Features,
+    *,
+    padded: bool,
+) -> Counts:
+    """Count a layer whose items attend each within itself, all of one length."""
+    rows = features.one(tower.feature) * tower.positions_per_item
+    form = LayerForm(
+        head_width=tower.hidden_size // tower.heads, moved=partial(_layer_moved, tower)
+    )
+    return encoder_layer(tower, form, device, rows, rows * tower.positions_per_item, padded=padded)
+
+
+def _layer_moved(
+    tower: TilesEncoder | ClipsEncoder, tensor: int, heads_width: int
+) -> tuple[float, float]:
     """Elements that fused kernels of a layer read and write per position, forward and backward.
 
     Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
@@ -216,56 +319,6 @@ def _layer_moved(tower: EncoderLayers, tensor: int, heads_width: int) -> tuple[f
     scale = 3 if tower.layer_scale_init is not None else 1
     forward = (2 + 4 + 3) * h + (norms * a + 2 * f) / tensor
     return forward, 2 * (4 + scale) * h + (back_norms * a + 3 * f) / tensor
-
-
-def _layer_kept(
-    tower: EncoderLayers, device: Device, rows: np.ndarray, heads_width: int
-) -> tuple[Kept, ...]:
-    """List what a layer keeps; what stands between its two blocks is whole on every rank.
-
-    Args:
-        rows: positions of all items, [features].
-        heads_width: of all attention heads, with padding.
-    """
-    t, size = device.tensor, device.element_bytes
-    h, f, heads = tower.hidden_size, tower.ffn_hidden_size, heads_width * tower.heads
-    hidden_bytes, width_bytes = rows * h * size, rows * heads_width / t * size
-    moments_bytes = rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
-    log_sum_exp_bytes = rows * FP32_BYTES * heads / tower.hidden_size / t
-    add_and_norm = "scaled_add_norm"
-    lines = [
-        Kept(what="input", made_by="", bytes=hidden_bytes),
-        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
-        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
-        Kept(what="q, k and v", made_by="self_attention.linear_qkv", bytes=3 * width_bytes),
-        Kept(
-            what="attention's output and log-sum-exp",
-            made_by="self_attention.core_attention",
-            bytes=width_bytes + log_sum_exp_bytes,
-        ),
-        Kept(what="middle residual", made_by=add_and_norm, bytes=hidden_bytes),
-        Kept(
-            what="second norm's output", made_by=add_and_norm, bytes=hidden_bytes, for_weights=True
-        ),
-        Kept(what="second norm's moments", made_by=add_and_norm, bytes=moments_bytes),
-        Kept(what="into GELU", made_by="mlp.linear_fc1", bytes=rows * f / t * size),
-        Kept(what="out of GELU", made_by="bias_gelu", bytes=rows * f / t * size, for_weights=True),
-    ]
-    if tower.qk_norm:
-        # Of each position the scales of q and of k.
-        norms_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
-        lines.append(
-            Kept(what="normed q and k", made_by="self_attention.head_norms", bytes=norms_bytes)
-        )
-    if tower.layer_scale_init is not None:
-        lines += [
-            Kept(what=what, made_by=module, bytes=hidden_bytes, for_weights=True)
-            for what, module in (
-                ("attention's block, for its layer scale", "self_attention.linear_proj"),
-                (_SCALED_FEED_FORWARD, "mlp.linear_fc2"),
-            )
-        ]
-    return tuple(lines)
 
 
 def encoder_projector(
@@ -287,16 +340,11 @@ def encoder_projector(
             Product(rows=rows, inner=wide, outer=h / t),
             Product(rows=rows, inner=h / t, outer=h),
         ),
-        attention_flops=0 * rows,
         # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
         back_moved_bytes=(2 + 3) * input_bytes + rows * (3 * h / t + h) * size,
-        collective_bytes=2 * device.sent * output_bytes,
-        # Gradient of the first product's input, which the norm needs.
-        back_collective_bytes=2 * device.sent * rows * wide * size,
-        gathered_again_bytes=0 * rows,
-        passes=2,
-        back_passes=2,
+        # Backward, the gradient of the first product's input, which the norm needs.
+        collectives=all_reduced(device, output_bytes, wide_bytes),
         kernels=8,
         kept=(
             *folded,
@@ -326,16 +374,15 @@ def _projector_norm(
     wide = tower.projector_input_size
     input_bytes = items * tower.tokens_per_item * wide * element_bytes
     if isinstance(tower, TilesEncoder):
-        moments_bytes = items * tower.tokens_per_item * 2 * FP32_BYTES
+        norm_bytes = items * tower.tokens_per_item * 2 * FP32_BYTES
         return (
             Kept(what="shuffled input", made_by="", bytes=input_bytes),
             Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
-            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=norm_bytes),
         ), 2 * wide
-    vectors = 1 if tower.normalization == "RMSNorm" else 2
-    moments_bytes = items * tower.positions_per_item * vectors * FP32_BYTES
+    norm_bytes = moments_bytes(tower, items * tower.positions_per_item)
     return (
         Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
         Kept(what="stacked positions", made_by="", bytes=input_bytes, for_weights=True),
-        Kept(what="norm's moments", made_by="norm.norm", bytes=moments_bytes),
-    ), vectors * tower.hidden_size
+        Kept(what="norm's moments", made_by="norm.norm", bytes=norm_bytes),
+    ), norm_parameters(tower)

@@ -1,78 +1,33 @@
-"""What the planner counts of an encoder, in a line for each kind of `omnibal.encoders`."""
+"""What the planner counts of an encoder, in a line for each kind of `omnibal.model.encoders`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from omnibal.config import ModelConfig
-from omnibal.cost.counts import Counts, Device, Features
-from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
-from omnibal.cost.image_counts import images_embed, images_layer, images_projector, patch_values
-from omnibal.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
-from omnibal.errors import UserError
-from omnibal.limits import words
-from omnibal.units import UnitKind
+from omnibal.base.errors import UserError
+from omnibal.cost.counts import Counts
+from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.image_counts import images_embed, images_layer, images_projector
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.limits import words
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EncoderCounts:
-    """Counts of an encoder's units and items, each of an encoder of one kind."""
+    """Counts of the units of an encoder of one kind."""
 
     embed: Callable[..., Counts]
-    """Of the input embedding: (encoder, device, features)."""
+    """Counts of the input embedding: (encoder, device, features)."""
     layer: Callable[..., Counts]
-    """Of a layer: (model, encoder, unit's kind, device, features, padded=...), with attention heads
+    """Counts of a layer: (model, encoder, unit's kind, device, features, padded=...), with heads
     padded for kernels or without."""
     projector: Callable[..., Counts]
-    """Of the projector: (encoder, model, device, features)."""
-    values_of_item: Callable[..., int]
-    """Numbers that an item is read as: (encoder)."""
-
-
-def _layer_of_items(
-    model: ModelConfig,
-    tower: TilesEncoder | ClipsEncoder,
-    kind: UnitKind,
-    device: Device,
-    features: Features,
-    *,
-    padded: bool,
-) -> Counts:
-    """Count a layer whose items attend each within itself, all of one length."""
-    items = features.one(tower.feature)
-    return encoder_layer(tower, device, items, tower.positions_per_item, padded=padded)
-
-
-def _values_of_tile(tower: TilesEncoder) -> int:
-    return 3 * tower.image_size**2
-
-
-def _values_of_clip(tower: ClipsEncoder) -> int:
-    return tower.frames * tower.mel_bins
-
-
-def _values_of_cell(tower: ImagesEncoder) -> int:
-    return tower.positions_per_item * patch_values(tower)
+    """Counts of the projector: (encoder, model, device, features)."""
 
 
 _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {
-    TilesEncoder: EncoderCounts(
-        embed=tiles_embed,
-        layer=_layer_of_items,
-        projector=encoder_projector,
-        values_of_item=_values_of_tile,
-    ),
-    ClipsEncoder: EncoderCounts(
-        embed=clips_embed,
-        layer=_layer_of_items,
-        projector=encoder_projector,
-        values_of_item=_values_of_clip,
-    ),
-    ImagesEncoder: EncoderCounts(
-        embed=images_embed,
-        layer=images_layer,
-        projector=images_projector,
-        values_of_item=_values_of_cell,
-    ),
+    TilesEncoder: EncoderCounts(tiles_embed, items_layer, encoder_projector),
+    ClipsEncoder: EncoderCounts(clips_embed, items_layer, encoder_projector),
+    ImagesEncoder: EncoderCounts(images_embed, images_layer, images_projector),
 }
 
 

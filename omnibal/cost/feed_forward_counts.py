@@ -11,19 +11,19 @@ of tokens.
 
 import numpy as np
 
-from omnibal.config import LanguageConfig
-from omnibal.cost.block_counts import Block, no_collectives, whole_inputs
-from omnibal.cost.counts import FP32_BYTES, Device, Features, Kept, Product, Working
-from omnibal.layers import ExpertsConfig, LayerKind
+from omnibal.cost.block_counts import Block, whole_inputs
+from omnibal.cost.counts import FP32_BYTES, Collectives, Device, Features, Kept, Product, Working
+from omnibal.model.config import LanguageConfig
+from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """What is kept of the rows that experts are given."""
-_INDEX_BYTES, _BOOL_BYTES = 8, 1
+_INDEX_BYTES, _BOOL_BYTES = 8, 1  # int64 of torch, and bool
 _MAPS, _BACK_MAPS = 12, 10
 """Times that forward and backward read or write a value of each token for each expert: scores for
 the choice and for the auxiliary loss, weights put in their places, turned round and chosen."""
 _KERNELS_OF_EXPERTS = 32
-"""Of router, choice, copies and experts: some 50 in forward and 45 in backward, as core's layer
+"""Kernels of router, choice, copies and experts: some 50 forward and 45 backward, as core's layer
 launches them, of which a unit's backward counts as twice its forward."""
 _FUSED_KERNELS_OF_EXPERTS = 14
 """With Transformer Engine's kernels for the choice and for permutation: the router's product, the
@@ -49,11 +49,9 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
     gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
     return Block(
         products=_gated(h, f / t, tokens),
-        attention_flops=0 * tokens,
         moved_bytes=tokens * 3 * f / t * size,
         back_moved_bytes=tokens * 5 * f / t * size,
         collectives=whole_inputs(device, block_bytes),
-        exchanged_bytes=0 * tokens,
         kernels=3,
         kept=(
             Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
@@ -99,6 +97,13 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     routed = own * h * (size + FP32_BYTES)
     gate = 3 * own * h * size if experts.shared_gate else 0 * own
     summed = 3 * own * h * size if shared else 0 * own
+    exchanged = Collectives(
+        # Tokens out and back, and their weights.
+        exchanged_bytes=rows * (2 * h * size + FP32_BYTES),
+        # Three tensors; and how many tokens each rank will send.
+        exchanges=4,
+        back_exchanges=3,
+    )
     return Block(
         products=(
             Product(rows=own, inner=h, outer=experts.experts, is_fp32=True),
@@ -106,7 +111,6 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
             *(_gated(h, shared / t, tokens) if shared else ()),
             *((Product(rows=own, inner=h, outer=1),) if experts.shared_gate else ()),
         ),
-        attention_flops=0 * tokens,
         moved_bytes=copied
         + sorted_bytes
         + rows * f * (3 * size + weighted)
@@ -122,12 +126,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + 2 * routed
         + tokens * 5 * shared / t * size
         + 2 * gate,
-        collectives=whole_inputs(device, tokens * h * size) if shared else no_collectives(tokens),
-        # Tokens out and back, and their weights.
-        exchanged_bytes=rows * (2 * h * size + FP32_BYTES),
-        # Three tensors; and how many tokens each rank will send.
-        exchanges=4,
-        back_exchanges=3,
+        collectives=exchanged + whole_inputs(device, tokens * h * size) if shared else exchanged,
         kernels=(_FUSED_KERNELS_OF_EXPERTS if device.fused_routing else _KERNELS_OF_EXPERTS)
         + (4 if shared else 0)
         + (3 if experts.shared_gate else 0),

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.config import ClusterConfig
+from omnibal.base.errors import UserError
 from omnibal.cost.counts import Device, Fp8Rates, Kept, Product, Working
-from omnibal.errors import UserError
-from omnibal.fp8 import FP8_MULTIPLE, Fp8
+from omnibal.model.config import ClusterConfig
+from omnibal.model.fp8 import FP8_MULTIPLE, Fp8
 
 _BF16_BYTES, _COPIES = 2, 2
 """Copies are by rows and by columns, of a byte each."""

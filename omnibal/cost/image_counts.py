@@ -10,26 +10,32 @@ a cell. A cell is what becomes a token.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.counts import (
     FP32_BYTES,
-    Attended,
     Counts,
     Device,
     Features,
     Kept,
     Product,
     Working,
+    all_reduced,
 )
-from omnibal.encoders import ImagesEncoder
-from omnibal.units import LANGUAGE, UnitKind
+from omnibal.cost.encoder_counts import (
+    LAST_OUTPUT,
+    LayerForm,
+    encoder_layer,
+    moments_bytes,
+    norm_parameters,
+)
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
+from omnibal.model.units import LANGUAGE, UnitKind
 
-_LAST_OUTPUT = "last layer's output"
-_INTO, _OUT_OF = "into the activation", "out of the activation"
-_CHANNELS = 3
+_CHANNELS = 3  # red, green, blue
 
 
 def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
@@ -45,20 +51,16 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
     if tower.embed_norm:
         kept += [
             Kept(what="norm's input", made_by="", bytes=output_bytes),
-            Kept(what="norm's moments", made_by="norm", bytes=_moments_bytes(tower, rows)),
+            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes(tower, rows)),
         ]
     return Counts(
         products=(Product(rows=rows, inner=values, outer=h),),
-        attention_flops=0 * rows,
         # Pixels in, patches out, positions added; a norm reads and writes them.
         moved_bytes=pixel_bytes
         + output_bytes
         + positions_bytes
         + (2 * output_bytes if tower.embed_norm else 0),
         back_moved_bytes=positions_bytes + (3 + tower.embed_norm) * output_bytes,
-        collective_bytes=0 * rows,
-        back_collective_bytes=0 * rows,
-        gathered_again_bytes=0 * rows,
         kernels=5,
         kept=tuple(kept),
         boundary_bytes=pixel_bytes,
@@ -110,10 +112,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
         moved_bytes=layer.moved_bytes + projector.moved_bytes,
         # Gradients of the layer's output, from both, are added.
         back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
-        collective_bytes=layer.collective_bytes + projector.collective_bytes,
-        back_collective_bytes=layer.back_collective_bytes + projector.back_collective_bytes,
-        passes=layer.passes + projector.passes,
-        back_passes=layer.back_passes + projector.back_passes,
+        collectives=layer.collectives + projector.collectives,
         kernels=layer.kernels + projector.kernels + 1,
         kept=(*layer.kept, *(_of_deepstack(line) for line in projector.kept if line.made_by)),
         working=(
@@ -145,66 +144,16 @@ def _of_deepstack(line: Kept) -> Kept:
 def _layer(
     tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features, *, padded: bool
 ) -> Counts:
-    t, size = device.tensor, device.element_bytes
-    h, f = tower.hidden_size, tower.ffn_hidden_size
-    # Heads that the ranks cannot share evenly are padded.
-    a = (-(-tower.heads // t) * t if padded else tower.heads) * tower.head_width
+    form = LayerForm(
+        head_width=tower.head_width,
+        moved=partial(_layer_moved, tower),
+        gated=tower.gated,
+        bias=tower.bias,
+        rotates=True,
+    )
     rows = features.one(tower.feature) * tower.positions_per_item
-    into = (1 + tower.gated) * f
-    # Norms and biases of row-parallel linears are whole, all else is divided.
-    whole = 2 * norm_parameters(tower) + (2 * h if tower.bias else 0)
-    divided = 4 * h * a + (into + f) * h + (into if tower.bias else 0)
-    divided += (3 * a if tower.qkv_bias else 0) + (2 * a if tower.qk_norm else 0)
-    hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
-    forward_moved, back_moved = _layer_moved(tower, t, a)
-    collective_bytes = 2 * 2 * device.sent * hidden_bytes
-    seen = Attended(
-        pairs=_attended(tower, kind, features),
-        rows=rows,
-        heads=a / tower.head_width / t,
-        elements=2 * tower.head_width,
-        causal=False,
-    )
-    return Counts(
-        products=(
-            Product(rows=rows, inner=h, outer=3 * a / t),
-            Product(rows=rows, inner=a / t, outer=h),
-            Product(rows=rows, inner=h, outer=into / t),
-            Product(rows=rows, inner=f / t, outer=h),
-        ),
-        attention_flops=seen.flops,
-        attended=(seen,),
-        moved_bytes=rows * forward_moved * size,
-        back_moved_bytes=rows * back_moved * size,
-        # An all-reduce is a reduce-scatter and an all-gather.
-        collective_bytes=collective_bytes,
-        back_collective_bytes=collective_bytes,
-        gathered_again_bytes=0 * rows,
-        passes=2 * 2,
-        back_passes=2 * 2,
-        kernels=12,
-        kept=_layer_kept(tower, device, rows, a),
-        boundary_bytes=hidden_bytes,
-        output_bytes=hidden_bytes,
-        working=(
-            # The gradient, and what the second product's, the activation's and the first one's
-            # work with.
-            Working(bytes=hidden_bytes + inner_bytes, weight=h * f / t),
-            Working(bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(_OUT_OF,)),
-            Working(
-                bytes=2 * hidden_bytes + into / f * inner_bytes,
-                weight=h * into / t,
-                gone=(_OUT_OF, _INTO),
-            ),
-        ),
-        # The tower's input, and this layer's, stay; then as its middle keeps.
-        forward_working=(
-            Working(bytes=6 * hidden_bytes),
-            Working(bytes=3 * hidden_bytes + 6 * width_bytes),
-            Working(bytes=5 * hidden_bytes + (1 + into / f) * inner_bytes),
-        ),
-        parameters=whole + -(-divided // t),
-    )
+    pairs = _attended(tower, kind, features)
+    return encoder_layer(tower, form, device, rows, pairs, padded=padded)
 
 
 def _attended(tower: ImagesEncoder, kind: UnitKind, features: Features) -> np.ndarray:
@@ -231,50 +180,6 @@ def _layer_moved(tower: ImagesEncoder, tensor: int, heads_width: int) -> tuple[f
     return forward, 2 * 4 * h + (rotated + 2 * a + back_activated * f) / tensor
 
 
-def _layer_kept(
-    tower: ImagesEncoder, device: Device, rows: np.ndarray, heads_width: int
-) -> tuple[Kept, ...]:
-    """List what a layer keeps of `rows` positions [features]."""
-    t, size = device.tensor, device.element_bytes
-    hidden_bytes, width_bytes = rows * tower.hidden_size * size, rows * heads_width / t * size
-    inner_bytes, moments_bytes = (
-        rows * tower.ffn_hidden_size / t * size,
-        _moments_bytes(tower, rows),
-    )
-    log_sum_exp_bytes = rows * FP32_BYTES * heads_width / tower.head_width / t
-    lines = [
-        Kept(what="input", made_by="", bytes=hidden_bytes),
-        Kept(what="first norm's output", made_by="norm", bytes=hidden_bytes, for_weights=True),
-        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
-        Kept(
-            what="rotated q and k, and v",
-            made_by="self_attention.split_and_rotate",
-            bytes=3 * width_bytes,
-        ),
-        Kept(
-            what="attention's output and log-sum-exp",
-            made_by="self_attention.core_attention",
-            bytes=width_bytes + log_sum_exp_bytes,
-        ),
-        Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
-        Kept(
-            what="second norm's output",
-            made_by="scaled_add_norm",
-            bytes=hidden_bytes,
-            for_weights=True,
-        ),
-        Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
-        Kept(what=_INTO, made_by="mlp.linear_fc1", bytes=(1 + tower.gated) * inner_bytes),
-        Kept(what=_OUT_OF, made_by="mlp.activation", bytes=inner_bytes, for_weights=True),
-    ]
-    if tower.qk_norm:
-        norms_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
-        lines.append(
-            Kept(what="q and k before norms", made_by="self_attention.norms", bytes=norms_bytes)
-        )
-    return tuple(lines)
-
-
 def images_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
@@ -292,7 +197,7 @@ def images_projector(
         kernels=counts.kernels + 1,
         kept=(
             Kept(what="input", made_by="", bytes=input_bytes),
-            Kept(what="last norm's moments", made_by="norm", bytes=_moments_bytes(tower, rows)),
+            Kept(what="last norm's moments", made_by="norm", bytes=moments_bytes(tower, rows)),
             *counts.kept,
         ),
         parameters=counts.parameters + norm_parameters(tower),
@@ -316,27 +221,22 @@ def _two_products(
     input_bytes, output_bytes, inner_bytes = (
         cells * width * size for width in (wide, h, inner / t)
     )
-    moments_bytes = _moments_bytes(tower, cells * tower.positions_per_item)
+    norm_bytes = moments_bytes(tower, cells * tower.positions_per_item)
     return Counts(
         products=(
             Product(rows=cells, inner=wide, outer=inner / t),
             Product(rows=cells, inner=inner / t, outer=h),
         ),
-        attention_flops=0 * cells,
         # The norm, GELU, and the bias; backward the norm reads its input too.
         moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
         back_moved_bytes=3 * input_bytes + 3 * inner_bytes + output_bytes,
-        collective_bytes=2 * device.sent * output_bytes,
-        # Gradient of the first product's input, which the norm needs.
-        back_collective_bytes=2 * device.sent * input_bytes,
-        gathered_again_bytes=0 * cells,
-        passes=2,
-        back_passes=2,
+        # Backward, the gradient of the first product's input, which the norm needs.
+        collectives=all_reduced(device, output_bytes, input_bytes),
         kernels=8,
         kept=(
-            Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes),
+            Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
             Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
-            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes),
+            Kept(what="norm's moments", made_by="norm", bytes=norm_bytes),
             Kept(what="into GELU", made_by="linear_fc1", bytes=inner_bytes),
             Kept(what="out of GELU", made_by="bias_gelu", bytes=inner_bytes, for_weights=True),
         ),
@@ -367,12 +267,8 @@ def _pooled_projector(
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
     return Counts(
         products=(Product(rows=cells, inner=width, outer=h),),
-        attention_flops=0 * cells,
         moved_bytes=input_bytes + 3 * pooled_bytes,
         back_moved_bytes=input_bytes + 4 * pooled_bytes,
-        collective_bytes=0 * cells,
-        back_collective_bytes=0 * cells,
-        gathered_again_bytes=0 * cells,
         kernels=4,
         kept=(
             Kept(what="averaged cells", made_by="pool", bytes=pooled_bytes),
@@ -405,18 +301,13 @@ def _gated_projector(
             Product(rows=cells, inner=h, outer=2 * inner / t),
             Product(rows=cells, inner=inner / t, outer=h),
         ),
-        attention_flops=0 * cells,
         # Norm and GELU, SwiGLU; backward they read their inputs too.
         moved_bytes=4 * output_bytes + 3 * inner_bytes,
         back_moved_bytes=6 * output_bytes + 5 * inner_bytes,
-        collective_bytes=2 * device.sent * output_bytes,
-        back_collective_bytes=2 * device.sent * output_bytes,
-        gathered_again_bytes=0 * cells,
-        passes=2,
-        back_passes=2,
+        collectives=all_reduced(device, output_bytes, output_bytes),
         kernels=10,
         kept=(
-            Kept(what=_LAST_OUTPUT, made_by="", bytes=input_bytes, for_weights=True),
+            Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes, for_weights=True),
             Kept(what="folded cells", made_by="downsample", bytes=output_bytes, for_weights=True),
             Kept(what="norm's input", made_by="proj", bytes=output_bytes),
             Kept(what="norm's moments", made_by="norm", bytes=2 * cells * FP32_BYTES),
@@ -468,12 +359,3 @@ def deepstack_bytes(
 def patch_values(tower: ImagesEncoder) -> int:
     """Numbers of a patch."""
     return _CHANNELS * tower.frames_per_patch * tower.patch_size**2
-
-
-def norm_parameters(tower: ImagesEncoder) -> int:
-    """Parameters of one of the tower's norms."""
-    return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
-
-
-def _moments_bytes(tower: ImagesEncoder, rows: np.ndarray) -> np.ndarray:
-    return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)

@@ -8,15 +8,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.config import LanguageConfig, ModelConfig
 from omnibal.cost.attention_counts import attention
 from omnibal.cost.block_counts import Block, names_of
-from omnibal.cost.counts import FP32_BYTES, Counts, Device, Features, Kept, Product, Working
+from omnibal.cost.counts import (
+    FP32_BYTES,
+    Collectives,
+    Counts,
+    Device,
+    Features,
+    Kept,
+    Product,
+    Working,
+)
 from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
-from omnibal.layers import LayerKind
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.layers import LayerKind
 
-_TOKEN_ID_BYTES = 8
+_TOKEN_ID_BYTES = 8  # int64 of torch
 _FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _UNFUSED_LOSS_MOVED = (19, 7)
 """Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its
@@ -33,18 +42,19 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
     encoded_bytes = np.sum([features.none, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
+    # All-reduced, and backward is then free; or scattered, and backward gathers.
+    passes, back_passes = (1, 1) if device.sequence_parallel else (2, 0)
     words = model.language.words_of_rank(device.tensor)
     return Counts(
         products=(),
-        attention_flops=0 * tokens,
         moved_bytes=2 * (encoded_bytes + text_bytes),
         back_moved_bytes=3 * (encoded_bytes + text_bytes),
-        # All-reduced, and backward is then free; or scattered, and backward gathers.
-        collective_bytes=(1 if device.sequence_parallel else 2) * device.sent * text_bytes,
-        back_collective_bytes=(1 if device.sequence_parallel else 0) * device.sent * text_bytes,
-        gathered_again_bytes=0 * tokens,
-        passes=1 if device.sequence_parallel else 2,
-        back_passes=1 if device.sequence_parallel else 0,
+        collectives=Collectives(
+            forward_bytes=passes * device.sent * text_bytes,
+            backward_bytes=back_passes * device.sent * text_bytes,
+            passes=passes,
+            back_passes=back_passes,
+        ),
         kernels=6,
         # Of the encoders' features, their places alone.
         kept=(Kept(what="token ids", made_by="", bytes=ids_bytes),),
@@ -64,7 +74,7 @@ def language_layer(
     first = attention(language, kind, device, features)
     second = feed_forward(language, kind, device, features)
     products = in_fp8(device, first.products + second.products)
-    blocks, sent = (first, second), (first.collectives, second.collectives)
+    blocks = (first, second)
     # Read and written by fused kernels between blocks: the first norm, an add with the norm after
     # it, an add; backward each norm's input, and the residual's gradient with the norm's. Norms
     # after blocks read and write one tensor, backward two.
@@ -76,19 +86,11 @@ def language_layer(
     later = (_SECOND_OUTPUT, *names_of(second.kept))
     return Counts(
         products=products,
-        attention_flops=first.attention_flops + second.attention_flops,
         attended=first.attended + second.attended,
+        other_attention_flops=first.other_attention_flops + second.other_attention_flops,
         moved_bytes=moved_bytes + first.moved_bytes + second.moved_bytes,
         back_moved_bytes=back_moved_bytes + first.back_moved_bytes + second.back_moved_bytes,
-        collective_bytes=np.sum([each.forward_bytes for each in sent], axis=0),
-        back_collective_bytes=np.sum([each.backward_bytes for each in sent], axis=0),
-        gathered_again_bytes=np.sum([each.again_bytes for each in sent], axis=0),
-        passes=sum(each.passes for each in sent),
-        back_passes=sum(each.back_passes for each in sent),
-        passes_again=sum(each.passes_again for each in sent),
-        exchanged_bytes=first.exchanged_bytes + second.exchanged_bytes,
-        exchanges=first.exchanges + second.exchanges,
-        back_exchanges=first.back_exchanges + second.back_exchanges,
+        collectives=first.collectives + second.collectives,
         kernels=3 + post_norms + first.kernels + second.kernels + cast_kernels(device, products),
         kept=_inputs_in_fp8(
             kind, device, first, _layer_kept(language, device, tokens, first, second)
@@ -103,8 +105,6 @@ def language_layer(
             ),
             products,
         ),
-        # A layer's gathered input.
-        shared_bytes=np.maximum(*(each.gathered_bytes for each in sent)),
         parameters=(2 + post_norms) * h
         + sum(block.whole_parameters for block in blocks)
         + experts
@@ -201,17 +201,19 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
     )
     return Counts(
         products=products,
-        attention_flops=0 * tokens,
         # Embedded; both norms; side by side.
         moved_bytes=(2 + 2 * 2 + 4) * hidden_bytes,
         back_moved_bytes=(3 + 2 * 3 + 4) * hidden_bytes,
         # Its input is gathered, or its gradient all-reduced; its output gathered either way.
-        collective_bytes=device.sent * block_bytes * (embedded + 1 + (2 if sequence else 0)),
-        back_collective_bytes=device.sent * block_bytes * (1 + 2 if sequence else 2 * 2),
-        gathered_again_bytes=device.sent * block_bytes * (2 if sequence else 0),
-        passes=embedded + 1 + (1 if sequence else 0),
-        back_passes=2,
-        passes_again=1 if sequence else 0,
+        collectives=Collectives(
+            forward_bytes=device.sent * block_bytes * (embedded + 1 + (2 if sequence else 0)),
+            backward_bytes=device.sent * block_bytes * (1 + 2 if sequence else 2 * 2),
+            again_bytes=device.sent * block_bytes * (2 if sequence else 0),
+            passes=embedded + 1 + (1 if sequence else 0),
+            back_passes=2,
+            passes_again=1 if sequence else 0,
+            gathered_bytes=2 * block_bytes if sequence else 0.0,
+        ),
         kernels=6 + cast_kernels(device, products),
         kept=kept_in_fp8(device, kept, whole=(), copied=()),
         boundary_bytes=hidden_bytes,
@@ -225,7 +227,6 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
                 of_words=True,
             ),
         ),
-        shared_bytes=2 * block_bytes if sequence else 0 * tokens,
         parameters=2 * h + -(-2 * h * h // t),
     )
 
@@ -251,25 +252,16 @@ def _one_after_another(units: Sequence[Counts]) -> Counts:
 
     return Counts(
         products=tuple(product for unit in units for product in unit.products),
-        attention_flops=total(lambda unit: unit.attention_flops),
         attended=tuple(one for unit in units for one in unit.attended),
+        other_attention_flops=total(lambda unit: unit.other_attention_flops),
         moved_bytes=total(lambda unit: unit.moved_bytes),
         back_moved_bytes=total(lambda unit: unit.back_moved_bytes),
-        collective_bytes=total(lambda unit: unit.collective_bytes),
-        back_collective_bytes=total(lambda unit: unit.back_collective_bytes),
-        gathered_again_bytes=total(lambda unit: unit.gathered_again_bytes),
-        passes=sum(unit.passes for unit in units),
-        back_passes=sum(unit.back_passes for unit in units),
-        passes_again=sum(unit.passes_again for unit in units),
-        exchanged_bytes=total(lambda unit: unit.exchanged_bytes),
-        exchanges=sum(unit.exchanges for unit in units),
-        back_exchanges=sum(unit.back_exchanges for unit in units),
+        collectives=sum((unit.collectives for unit in units), Collectives()),
         kernels=sum(unit.kernels for unit in units),
         kept=tuple(kept),
         boundary_bytes=units[0].boundary_bytes,
         output_bytes=units[-1].output_bytes,
         working=tuple(working),
-        shared_bytes=np.max([nothing + unit.shared_bytes for unit in units], axis=0),
         parameters=sum(unit.parameters for unit in units),
         expert_parameters=sum(unit.expert_parameters for unit in units),
     )
@@ -286,26 +278,29 @@ def _logits(
         vocabulary = language.words_of_rank(device.tensor)
     hidden_bytes = tokens * h * size * device.whole
     gathered_bytes = tokens * h * size
-    gather_bytes = device.sent * gathered_bytes if device.sequence_parallel else 0 * tokens
-    reduced_bytes = 2 * device.sent * loss_tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
+    # Backward all-reduces the gradient of what carries loss; or the input is gathered, its gradient
+    # scattered, and the input gathered again.
+    collectives = Collectives(backward_bytes=2 * device.sent * loss_bytes, back_passes=2)
+    if device.sequence_parallel:
+        sent_bytes = device.sent * gathered_bytes
+        collectives = Collectives(
+            forward_bytes=sent_bytes,
+            backward_bytes=sent_bytes,
+            again_bytes=sent_bytes,
+            passes=1,
+            back_passes=1,
+            passes_again=1,
+        )
     loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
     loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
         products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
-        attention_flops=0 * tokens,
         # The norm, and the logits read once; backward they are read again, and their gradient
         # written.
         moved_bytes=2 * hidden_bytes + loss_moved * loss_bytes_moved,
         back_moved_bytes=3 * hidden_bytes + back_loss_moved * loss_bytes_moved,
-        # Backward all-reduces the gradient of what carries loss; or the input is gathered, its
-        # gradient scattered, and the input gathered again.
-        collective_bytes=gather_bytes,
-        back_collective_bytes=gather_bytes if device.sequence_parallel else reduced_bytes,
-        gathered_again_bytes=gather_bytes,
-        passes=1 if device.sequence_parallel else 0,
-        back_passes=1 if device.sequence_parallel else 2,
-        passes_again=1 if device.sequence_parallel else 0,
+        collectives=collectives,
         kernels=10,
         kept=(
             Kept(what="input", made_by="", bytes=hidden_bytes),

@@ -10,10 +10,10 @@ one adapter.
 
 from dataclasses import dataclass
 
-from omnibal.config import ClusterConfig, Precision
 from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
-from omnibal.parallel import Parallel
-from omnibal.rates import Place
+from omnibal.model.config import ClusterConfig, Precision
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import Place
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which sizes of matrix products and collectives to measure for a model."""
+"""Sizes of matrix products and collectives to measure for a model."""
 
 import math
 from collections.abc import Iterable
@@ -7,15 +7,15 @@ from itertools import chain
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.counts import ELEMENT_BYTES, Product
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel, expert_counts
-from omnibal.units import feature_names
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, check_parallel, expert_counts
+from omnibal.model.units import feature_names
 
-_TENSOR_SIZES = (1, 2, 4, 8)
+_TENSOR_SIZES = (1, 2, 4, 8)  # those within a node of eight devices
 _SMALL_BATCH = 1 / 8
 """Smallest micro-batch, as a share of the caps."""
 _SMALL_TENSOR = 1 / 16
@@ -45,7 +45,8 @@ def measured_sizes(
     """
     every = chain.from_iterable(_on_ranks(model, cluster))
     products = [one for one in every if not one.is_fp32 and one.outer > 1]
-    at_caps = np.array([_at_caps(name, caps) for name in feature_names(model)])
+    names = feature_names(model)
+    at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
     rows = [float(one.rows @ at_caps) for one in products]
     tensor_bytes = caps["tokens"] * model.language.hidden_size * ELEMENT_BYTES[precision]
     return MeasuredSizes(
@@ -69,10 +70,6 @@ def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Produ
         except UserError:
             continue
         yield layer_products(model, cluster, parallel)
-
-
-def _at_caps(feature: str, caps: Caps) -> float:
-    return float(caps.get(feature) or caps["tokens"])
 
 
 def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:

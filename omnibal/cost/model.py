@@ -1,7 +1,7 @@
 """The cost of every unit of the model, in one place: simulator, search and report all use it.
 
 A unit's time is linear in the features of a micro-batch, and so is its activation memory. Which
-features these are is the model's (`omnibal.units.feature_names`); InternVL's are
+features these are is the model's (`omnibal.model.units.feature_names`); InternVL's are
 
     [1, tiles, tokens, sum of squared sample tokens, loss tokens]
 
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.units import HEAD, TIMES, UnitKind, window_of_feature
+from omnibal.model.units import HEAD, TIMES, UnitKind, window_of_feature
+from omnibal.packing.packs import Packs
 
 Count = TypeVar("Count", float, np.ndarray)
 """A number of parameters, or an array of them."""
@@ -67,13 +67,13 @@ class UnitCost:
     trained_parameters: int
     """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
     expert_parameters: int = 0
-    """Those of `parameters` that are experts', which other ranks hold too than hold the rest."""
+    """Parameters that are experts', which other ranks hold too than hold the rest."""
     weight_copy_bytes: float = 0.0
     """Bytes of weights in FP8, besides `CostModel.weight_bytes_per_parameter`."""
 
     @property
     def trained_expert_parameters(self) -> int:
-        """Those of `trained_parameters` that are experts'."""
+        """Parameters of experts that are trained."""
         return self.expert_parameters if self.trained_parameters else 0
 
     @property
@@ -87,8 +87,8 @@ class ParameterRates:
     """What a trained parameter costs once a step, and of memory.
 
     Its gradient is reduced, its weight gathered and its optimizer state shared out over the ranks
-    that hold it: of an expert over `omnibal.parallel.Parallel.expert_data` ranks, in buffers of
-    their own.
+    that hold it: of an expert over `omnibal.model.parallel.Parallel.expert_data` ranks, in buffers
+    of their own.
     """
 
     optimizer_bytes: float
@@ -105,7 +105,7 @@ _NO_EXPERTS = ParameterRates(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class LibraryBuffer:
     """Room that a stage has once, to the end of the run, where it holds a unit of some kind."""
 
     what: str
@@ -153,9 +153,9 @@ class CostModel:
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that
     holds any."""
-    runs_in_step: bool = False
+    runs_in_lockstep: bool = False
     """Whether ranks meet in every unit, as those that divide weights do."""
-    rooms: tuple[Room, ...] = ()
+    library_buffers: tuple[LibraryBuffer, ...] = ()
     """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
 
     @property
@@ -169,9 +169,9 @@ class CostModel:
         return np.array([unit.expert_parameters > 0 for unit in self.units.values()])
 
     @property
-    def in_step(self) -> np.ndarray:
-        """Whether ranks that run in step meet in units of each kind. bool [kinds]"""
-        return self.of_experts | self.runs_in_step
+    def in_lockstep(self) -> np.ndarray:
+        """Whether ranks that run in lockstep meet in units of each kind. bool [kinds]"""
+        return self.of_experts | self.runs_in_lockstep
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of optimizer state of trained parameters of one device, or of arrays of them.
@@ -229,7 +229,8 @@ def _total(trained: Count, of_experts: Count, each: float, each_of_expert: float
 
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
-    """Features of every pack, float64 [packs, features], as `omnibal.units.feature_names` lists."""
+    """Features of every pack, float64 [packs, features], as `omnibal.model.units.feature_names`
+    lists."""
     columns = [packs.sums(_of_sample(lengths, name)) for name in features if name != "fixed"]
     return np.stack([np.ones(len(packs)), *columns], axis=1).astype(np.float64)
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from omnibal.config import ModelConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost
-from omnibal.layers import ExpertsConfig
-from omnibal.parallel import Parallel
-from omnibal.units import unit_names
+from omnibal.model.config import ModelConfig, load_cluster
+from omnibal.model.layers import ExpertsConfig
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 
 _ANY_CLUSTER = "h100-80g"
 """Parameters are the same on all; the counts that have them want one."""

@@ -1,4 +1,4 @@
-"""Measured costs: the types of `profile.json`, and the fit that turns one into a cost model.
+"""Measured costs: the types of `profile.json`, and the source of costs that fits them.
 
 Each unit's times are fitted by non-negative least squares over the features that the unit can
 depend on. Every row is divided by its measured value, so that the relative error is minimised and
@@ -16,7 +16,14 @@ import numpy as np
 from pydantic import ConfigDict, Field
 from scipy.optimize import nnls
 
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.frozen import Count, Frozen
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.shaped_rates import Line
+from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
+from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
     PlainPrecision,
@@ -24,18 +31,12 @@ from omnibal.config import (
     Provider,
     model_sizes,
 )
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line
-from omnibal.errors import UserError
-from omnibal.files import read_json_model, write_json_model
-from omnibal.frozen import Count, Frozen
-from omnibal.layers import LayerKind
-from omnibal.levels import MAX_CONTEXT, ContextExchange, Level
-from omnibal.parallel import Parallel
-from omnibal.rates import Rates
-from omnibal.runtime import OWN, RuntimeOptions
-from omnibal.units import (
+from omnibal.model.layers import LayerKind
+from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import (
     EXCHANGED,
     HEAD,
     LANGUAGE,
@@ -53,9 +54,9 @@ _NOT_COST = (
     *("imbalance", "auxiliary_loss"),
 )
 """Fields of towers, and of their experts, that no measured cost of a unit depends on."""
-_LEAST_MS, _MOST_MS = 1e-9, 1e12
-"""Limits of a measured time, in ms, so that fits stay finite."""
-_Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
+_LEAST_MS = 1e-9
+"""Least measured time, so that fits stay finite; `MOST_MS` is the most."""
+_Time = Annotated[float, Field(ge=_LEAST_MS, le=MOST_MS)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
@@ -63,7 +64,7 @@ class UnitMeasurement(Frozen):
     """One unit on one micro-batch, on one device.
 
     What else it is given are the micro-batch's features by name, such as `tiles` and `tokens`: all
-    that the model has (`omnibal.units.feature_names`) but for the fixed one.
+    that the model has (`omnibal.model.units.feature_names`) but for the fixed one.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -73,7 +74,7 @@ class UnitMeasurement(Frozen):
     forward_ms: _Time
     backward_ms: _Time
     """Backward time without recomputation."""
-    recompute_ms: Annotated[float, Field(ge=0, le=_MOST_MS)] | None = None
+    recompute_ms: Annotated[float, Field(ge=0, le=MOST_MS)] | None = None
     """Time that recomputing the unit adds to forward and backward together. None: not measured."""
     activation_bytes: _Bytes | None
     """Activations kept for backward, without parameters; the unit's input counts where backward
@@ -124,22 +125,6 @@ class LinkMeasurement(Frozen):
 
     bytes: _Bytes
     ms: _Time
-
-
-class ReadingMeasurement(Frozen):
-    """Processor time that reading samples drawn from the data takes: decoding, tiling, tokenizing
-    and handing over; waiting for storage is not in it."""
-
-    samples: Count
-    """Samples that were read."""
-    item_ms: dict[str, Annotated[float, Field(ge=0, le=_MOST_MS)]]
-    """Time for each item, by its feature."""
-    token_ms: Annotated[float, Field(ge=0, le=_MOST_MS)]
-    """Time for each token, of text and of items."""
-    cores: Count
-    """Cores of the machine for processes that read."""
-    is_shared: bool
-    """Whether the model computes on these cores too."""
 
 
 class Profile(Frozen):
@@ -205,77 +190,145 @@ def read_profile(path: Path) -> Profile:
     return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
-def fitted_cost(
-    profile: Profile,
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    frozen: Collection[str] = (),
-    *,
-    runtime: RuntimeOptions = OWN,
-) -> CostModel:
-    """Cost model with the profile's times; what it did not measure is counted analytically.
+@dataclass(frozen=True, slots=True)
+class Measured(CostSource):
+    """Times and bytes that a profile has measured, on devices of one kind."""
 
-    Links are measured on one machine, so they hold for jobs within one node; larger jobs take the
-    cluster's figures. Profiles are of trained units: backward times and activations of frozen ones
-    are shortened by as much as they are by counting. So are experts that ranks share out, which a
-    profile has on one: what their exchange and imbalance add is counted.
+    profile: Profile
 
-    Raises:
-        UserError: the profile is of another model, precision or tensor-parallel size, or lacks a
-            unit.
-    """
-    _check_match(profile, model, parallel, precision)
-    sizes = model, cluster, parallel, precision, frozen
-    cost = analytic_cost(*sizes, runtime=runtime)
-    trained = analytic_cost(model, cluster, parallel, precision).units
-    plural = "es" if profile.processes > 1 else ""
-    cost = replace(
+    def costs(
+        self,
+        model: ModelConfig,
+        cluster: ClusterConfig,
+        parallel: Parallel,
+        precision: Precision,
+        frozen: Collection[str] = (),
+        *,
+        runtime: RuntimeOptions = OWN_RUNTIME,
+    ) -> CostModel:
+        """Fit the profile's times to all units; what it did not measure is counted.
+
+        Links are measured on one machine, so they hold for jobs within one node; larger jobs take
+        the cluster's figures. Profiles are of trained units: backward times and activations of
+        frozen ones are shortened by as much as they are by counting. So are experts that ranks
+        share out, which a profile has on one: what their exchange and imbalance add is counted.
+
+        Raises:
+            UserError: the profile is of another model, precision or tensor-parallel size, or lacks
+                a unit.
+        """
+        profile = self.profile
+        _check_match(profile, model, parallel, precision)
+        sizes = model, cluster, parallel, precision, frozen
+        cost = analytic_cost(*sizes, runtime=runtime)
+        trained = analytic_cost(model, cluster, parallel, precision).units
+        plural = "es" if profile.processes > 1 else ""
+        cost = replace(
+            cost,
+            units={
+                kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
+                for kind in cost.kinds
+            },
+            source=f"profile:{profile.device}, {profile.processes} process{plural}, "
+            f"provider {profile.provider}",
+        )
+        if parallel.expert > 1:
+            alone = parallel.model_copy(update={"expert": 1})
+            counted = (
+                analytic_cost(model, cluster, each, precision, frozen) for each in (parallel, alone)
+            )
+            cost = _with_shared_out_experts(cost, *counted)
+        if profile.optimizer:
+            cost = _with_optimizer(cost, profile, parallel)
+        if (link := self.link) and parallel.world_size <= cluster.gpus_per_node:
+            cost = _with_link(cost, link)
+        return cost
+
+    @property
+    def tensor(self) -> int:
+        return self.profile.tensor
+
+    @property
+    def is_of_one_device(self) -> bool:
+        return True
+
+    @property
+    def reading(self) -> ReadingMeasurement | None:
+        return self.profile.reading
+
+    @property
+    def link(self) -> Line | None:
+        if not self.profile.links:
+            return None
+        latency, rate = _line([(m.bytes, m.ms) for m in self.profile.links])
+        return Line(fixed_ms=latency, each_ms=rate)
+
+    def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
+        return cluster if self.profile.rates is None else with_measured_rates(cluster, self.profile)
+
+    def exchange_ms(
+        self, model: ModelConfig, unit: UnitKind, level: Level
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Fit what layers on shares took longer than the fit says that they take of as much alone.
+
+        It is a constant, so much a token and so much an exchanged token, of least error relative to
+        the whole time; None where the profile has no such shares.
+        """
+        shares = [
+            one
+            for one in self.profile.shares
+            if (one.unit, one.context, one.exchange) == (unit.name, level.context, level.exchange)
+        ]
+        if not shares:
+            return None
+        names = feature_names(model)
+        at_levels = (*names, EXCHANGED)
+        given = np.array(
+            [[one.features.get(name, 0) for name in at_levels] for one in shares], float
+        )
+        can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
+
+        def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
+            features, alone_ms = _series(self.profile, unit.name, quantity, names)
+            fitted = _fit(features, alone_ms, _depends_on(model, unit))
+            more_ms = measured_ms - given[:, :-1] @ fitted
+            return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
+
+        return (
+            added_ms("forward_ms", np.array([one.forward_ms for one in shares])),
+            added_ms("backward_ms", np.array([one.backward_ms for one in shares])),
+        )
+
+    def save(self, path: Path) -> None:
+        write_profile(self.profile, path)
+
+
+def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
+    """Costs with the measured time of the update, of which each data-parallel rank has a share."""
+    fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
+    return replace(
         cost,
-        units={
-            kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
-            for kind in cost.kinds
-        },
-        source=(
-            f"profile:{profile.device}, {profile.processes} process{plural}, "
-            f"provider {profile.provider}"
+        optimizer_ms_fixed=fixed,
+        optimizer_ms_per_parameter=rate / parallel.data,
+        expert_rates=replace(cost.expert_rates, optimizer_ms=rate / parallel.expert_data),
+    )
+
+
+def _with_link(cost: CostModel, line: Line) -> CostModel:
+    """Costs with exchanges at the measured rate of a send."""
+    slower, experts = line.each_ms / cost.link_ms_per_byte, cost.expert_rates
+    return replace(
+        cost,
+        link_latency_ms=line.fixed_ms,
+        link_ms_per_byte=line.each_ms,
+        gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
+        weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
+        expert_rates=replace(
+            experts,
+            gradient_reduction_ms=experts.gradient_reduction_ms * slower,
+            weight_gather_ms=experts.weight_gather_ms * slower,
         ),
     )
-    if parallel.expert > 1:
-        alone = parallel.model_copy(update={"expert": 1})
-        cost = _with_shared_out_experts(
-            cost,
-            analytic_cost(model, cluster, parallel, precision, frozen),
-            analytic_cost(model, cluster, alone, precision, frozen),
-        )
-    if profile.optimizer:
-        fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
-        # Each data-parallel rank updates its own share.
-        experts = replace(cost.expert_rates, optimizer_ms=rate / parallel.expert_data)
-        cost = replace(
-            cost,
-            optimizer_ms_fixed=fixed,
-            optimizer_ms_per_parameter=rate / parallel.data,
-            expert_rates=experts,
-        )
-    if profile.links and parallel.world_size <= cluster.gpus_per_node:
-        line = link_line(profile)
-        slower = line.each_ms / cost.link_ms_per_byte
-        experts = replace(
-            cost.expert_rates,
-            gradient_reduction_ms=cost.expert_rates.gradient_reduction_ms * slower,
-            weight_gather_ms=cost.expert_rates.weight_gather_ms * slower,
-        )
-        cost = replace(
-            cost,
-            link_latency_ms=line.fixed_ms,
-            link_ms_per_byte=line.each_ms,
-            gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
-            weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
-            expert_rates=experts,
-        )
-    return cost
 
 
 def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostModel) -> CostModel:
@@ -304,48 +357,6 @@ def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostMod
     return replace(cost, units=units)
 
 
-def link_line(profile: Profile) -> Line:
-    """Time of a send and of a byte of it, as measured on one machine, where any was."""
-    latency, rate = _line([(m.bytes, m.ms) for m in profile.links])
-    return Line(fixed_ms=latency, each_ms=rate)
-
-
-def measured_exchange(
-    profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Time that sharing packs adds to a layer's forward and backward, both [features at levels].
-
-    It is what layers on shares took longer than the fit says that they take of as much alone: a
-    constant, so much a token and so much an exchanged token, of least error relative to the whole
-    time.
-
-    Returns:
-        None where the profile has no such shares.
-    """
-    shares = [
-        one
-        for one in profile.shares
-        if (one.unit, one.context, one.exchange) == (unit.name, level.context, level.exchange)
-    ]
-    if not shares:
-        return None
-    names = feature_names(model)
-    at_levels = (*names, EXCHANGED)
-    given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
-    can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
-
-    def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
-        features, alone_ms = _series(profile, unit.name, quantity, names)
-        fitted = _fit(features, alone_ms, _depends_on(model, unit))
-        more_ms = measured_ms - given[:, :-1] @ fitted
-        return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
-
-    return (
-        added_ms("forward_ms", np.array([one.forward_ms for one in shares])),
-        added_ms("backward_ms", np.array([one.backward_ms for one in shares])),
-    )
-
-
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
     """Return the cluster with the profile's rates, in its precision, to plan any model with.
 
@@ -362,7 +373,7 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `fitted_cost` makes of a profile of this model."""
+    """Relative errors of every fit that `Measured.costs` makes of a profile of this model."""
     residuals = []
     names = feature_names(model)
     for kind in unit_kinds(model):
@@ -454,7 +465,7 @@ def _fitted_unit(
 
 
 def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
-    """Which features a unit's cost can depend on, bool [features]."""
+    """Features that a unit's cost can depend on, bool [features]."""
     names = {"fixed"}
     if kind.tower != LANGUAGE:
         names |= {model.encoders[kind.tower].feature}
@@ -483,20 +494,10 @@ def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
 def _series(
     profile: Profile, unit: str, quantity: Quantity, features: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, features] and measured values [n] of one unit, where it was measured.
-
-    Raises:
-        UserError: a measurement lacks a feature.
-    """
+    """Features [n, features] and measured values [n] of one unit, where it was measured."""
     rows, measured = [], []
     for m in profile.measurements:
-        values: dict[Quantity, float | None] = {
-            "forward_ms": m.forward_ms,
-            "backward_ms": m.backward_ms,
-            "recompute_ms": m.recompute_ms,
-            "activation_bytes": m.activation_bytes,
-        }
-        value = values[quantity]
+        value: float | None = getattr(m, quantity)
         if m.unit == unit and value is not None:
             if m.features.keys() != set(features):
                 raise UserError(

@@ -26,9 +26,9 @@ from typing import Self
 import numpy as np
 from scipy.linalg import cho_factor, cho_solve
 
-from omnibal.rates import GroupedTime, Pass, ProductTime
+from omnibal.model.rates import GroupedTime, Pass, ProductTime
 
-_NEIGHBOURS = 8
+_NEIGHBOURS = 8  # measured shapes that a time is interpolated from
 _ELEMENT_BYTES = 2
 
 
@@ -38,7 +38,7 @@ class _Variances:
 
     level: float = 7e-3
     tiles: tuple[float, ...] = (0.3, 0.4, 0.06)
-    """Of the slopes of `_Shapes.tiles`."""
+    """Variances of the slopes of `_Shapes.tiles`."""
     sizes: float = 2e-3
     sums: float = 8e-4
     operations: float = 1.5e-3
@@ -114,7 +114,7 @@ _SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
     "input_gradient": (0, 1, 2, 3),
     "weight_gradient": (2, 1, 0, 3),
 }
-"""Which of rows, inner, outer and groups are the output's rows and columns, the sums' length and
+"""Places in (rows, inner, outer, groups) of the output's rows and columns, the sums' length and
 the groups."""
 
 
@@ -182,7 +182,7 @@ def covariance(some: Shapes, others: Shapes) -> np.ndarray:
 
 
 def _are_same(some: Shapes, others: Shapes) -> np.ndarray:
-    """Which are of one shape and pass, [some, others]."""
+    """Whether each is of one shape and pass with each of the others, [some, others]."""
     layers = (np.abs(some.layer[:, None] - others.layer[None]) < 1e-9).all(axis=2)
     passes = some.passes[:, None] == others.passes[None]
     return layers & passes & (some.output_bytes[:, None] == others.output_bytes[None])

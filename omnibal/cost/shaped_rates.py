@@ -24,7 +24,14 @@ import numpy as np
 from scipy.optimize import nnls
 
 from omnibal.cost.scattered_rates import ScatteredTimes, Shapes, shapes_of
-from omnibal.rates import CollectiveKind, CollectiveTime, GroupedTime, Pass, Place, ProductTime
+from omnibal.model.rates import (
+    CollectiveKind,
+    CollectiveTime,
+    GroupedTime,
+    Pass,
+    Place,
+    ProductTime,
+)
 
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Passes round a ring; in each a rank sends every share of the tensor but one."""

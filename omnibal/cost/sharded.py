@@ -13,7 +13,7 @@ et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et al. 2023, FSDP, arXiv 23
 What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
 Recomputation is taken to hide nothing, so that the time is on the safe side where layers recompute;
 so is the memory, as the largest unit is taken for the one gathered ahead. All ranks meet in every
-exchange: they run their micro-batches in step.
+exchange: they run their micro-batches in lockstep.
 """
 
 from collections import Counter
@@ -23,13 +23,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, Precision
+from omnibal.base.errors import UserError
 from omnibal.cost.links import Group, pass_line
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
-from omnibal.units import EXPOSED_MS, HEAD, unit_names
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import EXPOSED_MS, HEAD, unit_names
 
 _GATHERED = 2
 """Units whose whole weights are there at a time: the one that computes, and the next one."""
@@ -48,7 +48,7 @@ class ShardedExchange:
     gather_ms: np.ndarray
     """To gather the weights of a unit of every kind, [K]."""
     gather_back_ms: np.ndarray
-    """The same before its backward; 0 where it has none."""
+    """Time to gather the weights again before backward; 0 where there is none."""
     reduce_ms: np.ndarray
     """To reduce-scatter its gradients; 0 where it is frozen."""
     sequence: tuple[int, ...]
@@ -161,7 +161,7 @@ def sharded_cost(cost: CostModel, ranks: int) -> CostModel:
             gradient_reduction_ms=0.0,
             weight_gather_ms=0.0,
         ),
-        runs_in_step=True,
+        runs_in_lockstep=True,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks",
     )
 

@@ -15,11 +15,11 @@ exchange back, beside what the next product keeps of it (`AttnFuncWithCPAndQKVOA
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from omnibal.config import ModelConfig
 from omnibal.cost.attention_counts import attention_widths
 from omnibal.cost.counts import Counts, Features, Working
-from omnibal.cost.model import CostModel, Room
-from omnibal.levels import ContextExchange, Level
+from omnibal.cost.model import CostModel, LibraryBuffer
+from omnibal.model.config import ModelConfig
+from omnibal.model.levels import ContextExchange, Level
 
 _WORKSPACE_BYTES = 32 * 2**20
 """Room for a stream's products on devices from Hopper on (`get_cublas_workspace_size_bytes`; torch
@@ -37,7 +37,7 @@ def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     )
 
 
-def rooms(trained: Mapping[str, Counts], element_bytes: int) -> tuple[Room, ...]:
+def library_buffers(trained: Mapping[str, Counts], element_bytes: int) -> tuple[LibraryBuffer, ...]:
     """What the libraries keep for language units.
 
     Args:
@@ -50,7 +50,7 @@ def rooms(trained: Mapping[str, Counts], element_bytes: int) -> tuple[Room, ...]
             if not product.is_fp32 and product.outer > 1:
                 with_shape.setdefault((product.inner, product.outer), set()).add(name)
     gradients = [
-        Room(
+        LibraryBuffer(
             what=f"empty gradient of {inner:g} x {outer:g} weights",
             bytes=inner * outer * element_bytes,
             kinds=frozenset(kinds),
@@ -60,8 +60,8 @@ def rooms(trained: Mapping[str, Counts], element_bytes: int) -> tuple[Room, ...]
     some = frozenset(trained)
     grouped = frozenset(name for name, counts in trained.items() if counts.expert_parameters)
     workspaces = (
-        Room(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=some),
-        Room(
+        LibraryBuffer(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=some),
+        LibraryBuffer(
             what="workspaces of grouped products",
             bytes=_GROUPED_STREAMS * _WORKSPACE_BYTES,
             kinds=grouped,

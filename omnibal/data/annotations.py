@@ -22,8 +22,9 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from omnibal.data.audio_files import AudioFile
-from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
+from omnibal.base.frozen import Frozen
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.naming import Naming
 from omnibal.data.record_files import (
@@ -35,7 +36,7 @@ from omnibal.data.record_files import (
 )
 from omnibal.data.records import Media, read_record, video_file
 from omnibal.data.sample import Sample
-from omnibal.data.stored_files import natural_order
+from omnibal.data.stored_files import IMAGE_SUFFIXES, AudioFile, ImageFile, natural_order
 from omnibal.data.tar_shards import (
     Shard,
     energon_shards,
@@ -43,9 +44,6 @@ from omnibal.data.tar_shards import (
     read_shard_sample,
     webdataset_shards,
 )
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
-from omnibal.frozen import Frozen
 
 _MOST_REPEATS = 10_000
 
@@ -289,11 +287,7 @@ class Annotations:
         return f"{places.files[places.file[index]]}: {unit} {places.number[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Read, parse and check one record.
-
-        Raises:
-            UserError: it is not a well-formed sample; names its file and number.
-        """
+        """Read, parse and check one record."""
         source = self._sources[self.source[index]]
         where = self.where(index)
         try:

@@ -25,7 +25,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.base.errors import UserError
 from omnibal.data.native_resolution import (
     image_text,
     repeated_tokens,
@@ -61,7 +61,7 @@ from omnibal.data.tokenizer import (
     Tokenizer,
     lacking,
 )
-from omnibal.errors import UserError
+from omnibal.model.config import ChatTemplate, ModelConfig
 
 # InternVL's own words, with full-width commas, so that released models meet what they know.
 _SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
@@ -232,7 +232,7 @@ class WrittenSample:
 
     sample: Sample
     messages: tuple[str, ...]
-    """Of this project's templates; none of the tokenizer's own."""
+    """Messages in this project's templates; none of the tokenizer's own."""
     answers: tuple[int, ...]
     """Indices of the messages that are learned."""
     by_own: WrittenConversation | None

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from omnibal.encoders import ITEM_FEATURES, SQUARED_FEATURES
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.encoders import ITEM_FEATURES, SQUARED_FEATURES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

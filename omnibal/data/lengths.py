@@ -25,13 +25,13 @@ from pydantic import (
     model_serializer,
 )
 
-from omnibal.config import ChatTemplate, ModelConfig
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, parse_json_model, read_text
+from omnibal.base.frozen import Frozen
 from omnibal.data.columns import Columns, no_items
-from omnibal.encoders import SQUARED_FEATURES, ImageRule, TilingConfig, squares_of
-from omnibal.errors import UserError
-from omnibal.files import atomic, parse_json_model, read_text
-from omnibal.frozen import Frozen
-from omnibal.limits import words
+from omnibal.model.config import ChatTemplate, ModelConfig
+from omnibal.model.encoders import SQUARED_FEATURES, ImageRule, TilingConfig, squares_of
+from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
 _SAMPLE = "sample"

@@ -13,9 +13,9 @@ import numpy as np
 
 from omnibal.data.recordings import RATE_HZ, SAMPLES_PER_FRAME
 
-_WINDOW = 400
-_LEAST_POWER = 1e-10
-_DECADES = 8.0
+_WINDOW = 400  # samples, 25 ms, as Whisper has them
+_LEAST_POWER = 1e-10  # Whisper's floor
+_DECADES = 8.0  # below the loudest, at which Whisper cuts off
 # Slaney's scale: linear up to 1 kHz, from there 27 steps for a factor of 6.4.
 _HZ_PER_MEL, _LINEAR_HZ, _MELS_PER_NATURAL = 200 / 3, 1_000.0, 27 / np.log(6.4)
 
@@ -25,7 +25,8 @@ def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
     mirrored = np.pad(wave_S.astype(np.float64), _WINDOW // 2, mode="reflect")
     windows_FW = np.lib.stride_tricks.sliding_window_view(mirrored, _WINDOW)[::SAMPLES_PER_FRAME]
     # The last one, whose middle is the end of the clip, is left out.
-    spectrum_FQ = np.fft.rfft(windows_FW[:-1] * _hann())
+    hann_W = np.sin(np.pi * np.arange(_WINDOW) / _WINDOW) ** 2  # periodic
+    spectrum_FQ = np.fft.rfft(windows_FW[:-1] * hann_W)
     power_FQ = spectrum_FQ.real**2 + spectrum_FQ.imag**2
     power_BF = mel_filters(mel_bins) @ power_FQ.T
     decades_BF = np.log10(np.maximum(power_BF, _LEAST_POWER))
@@ -42,11 +43,6 @@ def mel_filters(mel_bins: int) -> np.ndarray:
     rising_BQ = (frequencies_Q - low) / (middle - low)
     falling_BQ = (high - frequencies_Q) / (high - middle)
     return np.maximum(0, np.minimum(rising_BQ, falling_BQ)) * 2 / (high - low)
-
-
-def _hann() -> np.ndarray:
-    """The periodic window, float64 [W]."""
-    return np.sin(np.pi * np.arange(_WINDOW) / _WINDOW) ** 2
 
 
 def _mels(hz: float) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _OPENING = b"SQLite format 3\0"
 _REMEDY = "give the sample_manifest.sqlite of `python -m wds_pack.cli.scan_manifest`"
@@ -24,7 +24,7 @@ class Manifest:
     path: Path
     names: tuple[str, ...]
     media: tuple[str, ...]
-    """Of every sample: text, image or video."""
+    """Medium of every sample: text, image or video."""
     tokens: np.ndarray
     """Language tokens of every sample, int64 [samples]."""
 

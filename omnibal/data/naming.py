@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import Field
 
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import Frozen
 from omnibal.data.messages import InvalidRecordError
-from omnibal.errors import UserError
-from omnibal.frozen import Frozen
 
 _COLUMNS = ("messages", "system", "tools", "images", "videos", "audios")
 _ROLES = {

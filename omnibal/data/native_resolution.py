@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from omnibal.encoders import ImageRule, VideoConfig
+from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
 """Longest side over shortest that processors of Qwen's and GLM's models take."""
@@ -26,7 +26,7 @@ class Segments:
 
     number: int
     tokens: int
-    """Of each."""
+    """Tokens of each run."""
 
     @property
     def all_tokens(self) -> int:

@@ -22,11 +22,11 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from omnibal.base.errors import UserError
 from omnibal.data.native_resolution import seen_frames, video_text
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import ImageRule
-from omnibal.errors import UserError
+from omnibal.model.encoders import ImageRule
 
 # Of a private plane of Unicode: no text has them but to deceive.
 _BEGIN, _END, _STAND_IN = "\U000f0000", "\U000f0001", "\U000f0002"
@@ -268,7 +268,7 @@ class _Conversation:
     """Text of the video's frames, if it shows one."""
 
     def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """These messages as the template writes them, with images and videos as text, and marks
+        """Messages as the template writes them, with images and videos as text, and marks
         around what the template marks."""
         text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
         if self.video and self.template.video is not None:
@@ -287,7 +287,7 @@ class _Conversation:
         return self._found(place, asked, text)
 
     def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
-        """The same where the template writes an answer otherwise once another question follows, as
+        """Span of an answer that the template writes otherwise once another question follows, as
         Qwen3's does, which shows no more what was thought before earlier answers."""
         message, path = self.messages[place], self.template.tokenizer.path
         if "reasoning_content" in message or _REASONED in message["content"]:

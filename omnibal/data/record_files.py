@@ -15,10 +15,10 @@ from typing import BinaryIO
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _CHUNK_BYTES = 1 << 24
-_OPENING_BYTES = 80
+_OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 import soundfile
 
-from omnibal.data.audio_files import AudioFile
+from omnibal.data.stored_files import AudioFile
 
 RATE_HZ = 16_000
 """Samples per second that Whisper takes (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""

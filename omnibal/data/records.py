@@ -8,8 +8,6 @@ from pathlib import PurePath
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-from omnibal.data.audio_files import AudioFile
-from omnibal.data.image_files import ImageFile
 from omnibal.data.messages import (
     InvalidRecordError,
     Medium,
@@ -18,6 +16,7 @@ from omnibal.data.messages import (
     read_messages,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn
+from omnibal.data.stored_files import AudioFile, ImageFile
 
 _PATHS = "a path, a list of paths, or absent"
 _VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))

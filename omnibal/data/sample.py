@@ -5,10 +5,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.data.audio_files import AudioFile
-from omnibal.data.image_files import ImageFile
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.data.stored_files import AudioFile, ImageFile
+from omnibal.model.encoders import TilingConfig
 
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
 VIDEO_LINE = f"{VIDEO}\n"

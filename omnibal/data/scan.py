@@ -16,9 +16,10 @@ import numpy as np
 from PIL import Image
 
 from omnibal import __version__
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, real_path
+from omnibal.base.worker_pool import map_unordered
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import (
     WrittenSample,
     check_tokenizer,
@@ -27,7 +28,6 @@ from omnibal.data.chat import (
     text_sha256,
     write_sample,
 )
-from omnibal.data.image_files import ImageFile, webp_size, why_unreadable
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -46,13 +46,12 @@ from omnibal.data.native_resolution import (
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
-from omnibal.data.scan_pool import map_unordered
-from omnibal.data.stored_files import HeldFile
+from omnibal.data.stored_files import AudioFile, HeldFile, ImageFile, webp_size, why_unreadable
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import SQUARED_FEATURES, ImageRule, squares_of
-from omnibal.errors import UserError
-from omnibal.files import atomic, real_path
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import SQUARED_FEATURES, ImageRule, squares_of
+from omnibal.model.limits import words
 
 Before = TypeVar("Before")
 After = TypeVar("After")
@@ -61,9 +60,9 @@ OnError = Literal["stop", "skip"]
 """Treatment of bad samples: raise an error that names the first few, or leave them all out."""
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
-_TAIL_BYTES = 1024
-_SAMPLES_PER_TASK = 256
-_MAX_MISTAKES = 5
+_TAIL_BYTES = 1024  # of a file, in which its end marker must be
+_SAMPLES_PER_TASK = 256  # handed to a process at a time
+_MAX_MISTAKES = 5  # that an error names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +117,7 @@ def scan_lengths(
             that lacks what the model's chat template writes or is larger than its vocabulary, or a
             process that was ended from outside.
     """
+    _check_counted(model)
     check_tokenizer(model, tokenizer)
     parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
     bad: list[BadSample] = []
@@ -339,6 +339,17 @@ def _each(
         except UserError as error:
             mistakes[place] = str(error)
     return found
+
+
+def _check_counted(model: ModelConfig) -> None:
+    """Refuse a model with items that no scan counts."""
+    assert COUNTED.names is not None
+    others = [name for name in model.item_features if name not in COUNTED.names]
+    if others:
+        raise UserError(
+            f"{model.name} takes {words(others)}, which no scan counts: plan with lengths of your "
+            "own, in Parquet or JSON files with a column of each"
+        )
 
 
 def _lengths(

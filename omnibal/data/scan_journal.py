@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
 _SQUARES = ("squared_image_tokens",)
@@ -28,7 +28,7 @@ COUNTED = np.dtype(
 
 _TITLE = b"omnibal scan journal "
 _FORM = b"3 "
-"""Of what the records hold; a journal of another form is discarded."""
+"""Version of what the records hold; a journal of another form is discarded."""
 _PREFIX = struct.Struct("<II")
 
 

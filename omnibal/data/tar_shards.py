@@ -20,13 +20,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from omnibal.data.audio_files import AUDIO_SUFFIXES, AudioFile
-from omnibal.data.image_files import IMAGE_SUFFIXES, ImageFile
+from omnibal.base.errors import UserError
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import is_video_file
-from omnibal.data.stored_files import natural_order, open_range
-from omnibal.errors import UserError
+from omnibal.data.stored_files import (
+    AUDIO_SUFFIXES,
+    IMAGE_SUFFIXES,
+    AudioFile,
+    ImageFile,
+    natural_order,
+    open_range,
+)
 
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.

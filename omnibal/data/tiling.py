@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from omnibal.encoders import TilingConfig
+from omnibal.model.encoders import TilingConfig
 
 
 @lru_cache(maxsize=65_536)

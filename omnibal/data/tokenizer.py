@@ -17,12 +17,12 @@ from sentencepiece import SentencePieceProcessor, SetMinLogLevel
 from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Tokenizer as FastModel
 
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
-"""Of Qwen2-Audio and Qwen2.5-Omni."""
+"""Tokens around and of audio in Qwen2-Audio and Qwen2.5-Omni."""
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 PHI_END = "<|end|>"

@@ -1,7 +1,5 @@
 """Exchanges that lower the busiest rank: an item moved, or two that trade places."""
 
-from dataclasses import dataclass
-
 import numpy as np
 
 _PARTNERS = 4
@@ -10,24 +8,10 @@ _OTHERS_PAIRS = 1 << 17
 """Pairs of items that are then looked at, of the ranks with the next least loads."""
 _MAX_WORK = 1 << 24
 """Pairs of items that are looked at in all."""
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # relative, of sums of weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Limits:
-    """What exchanges must leave as it is."""
-
-    second: np.ndarray | None = None
-    """A second load of every item, [items]."""
-    cap: float = 0.0
-    """Most of it on a rank; all ranks keep it already."""
-    equal_counts: bool = False
-    """Whether items only trade places."""
-
-
-def evened_out(
-    weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float, limits: Limits
-) -> np.ndarray:
+def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
     """Exchange items of the busiest rank until no exchange lowers it. int64 [items]
 
     Of all exchanges with the least loaded ranks the one is made that leaves the busier of the two
@@ -38,10 +22,9 @@ def evened_out(
         rank: of every item before, [items].
         ranks: at least 1.
         enough: a lower bound, at which nothing is left to gain.
-        limits: what holds of second loads and of numbers of items.
     """
     rank = rank.copy()
-    exchanges = _Exchanges(weight=weight, rank=rank, ranks=ranks, limits=limits)
+    exchanges = _Exchanges(weight, rank, ranks)
     work = 0
     while work < _MAX_WORK and ranks > 1:
         busiest = int(exchanges.load.argmax())
@@ -61,15 +44,11 @@ def evened_out(
 class _Exchanges:
     """Items of every rank, and the loads of all."""
 
-    def __init__(self, *, weight: np.ndarray, rank: np.ndarray, ranks: int, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, weight: np.ndarray, rank: np.ndarray, ranks: int) -> None:
         self.load = np.bincount(rank, weight, ranks)
-        second = np.zeros(len(weight)) if limits.second is None else limits.second
-        self.second_load = np.bincount(rank, second, ranks)
         # A move is an exchange for nothing: the item behind the last, which weighs nothing.
         self._nothing = len(weight)
         self._weight = np.append(weight, 0.0)
-        self._second = np.append(second, 0.0)
         self._rank = rank
         by_rank = np.argsort(rank, kind="stable")
         ends = np.cumsum(np.bincount(rank, minlength=ranks))[:-1]
@@ -95,23 +74,13 @@ class _Exchanges:
     def exchange(self, busiest: int, others: np.ndarray) -> bool:
         """Make the best exchange of the busiest rank with one of the others, if any lowers it."""
         given = self._held[busiest]
-        offers = [self._held[rank] for rank in others]
-        if not self.limits.equal_counts:
-            offers = [np.append(offer, self._nothing) for offer in offers]
-        if not len(offers):
+        if not len(given) or not len(others):
             return False
+        offers = [np.append(self._held[rank], self._nothing) for rank in others]
         taken = np.concatenate(offers)
         partner = np.repeat(others, [len(offer) for offer in offers])
-        if not len(given) or not len(taken):
-            return False
         change = self._weight[given][:, None] - self._weight[taken]
         after = np.maximum(self.load[busiest] - change, self.load[partner] + change)
-        if self.limits.second is not None:
-            change = self._second[given][:, None] - self._second[taken]
-            over = (self.second_load[partner] + change > self.limits.cap) | (
-                self.second_load[busiest] - change > self.limits.cap
-            )
-            after[over] = np.inf
         best = int(after.argmin())
         if not after.flat[best] < self.load[busiest] * (1 - _ROUNDING):
             return False
@@ -126,6 +95,5 @@ class _Exchanges:
             self._held[source] = self._held[source][self._held[source] != item]
             self._held[target] = np.append(self._held[target], item)
             self._rank[item] = target
-            for load, each in ((self.load, self._weight), (self.second_load, self._second)):
-                load[source] -= each[item]
-                load[target] += each[item]
+            self.load[source] -= self._weight[item]
+            self.load[target] += self._weight[item]

@@ -19,13 +19,13 @@ from itertools import zip_longest
 
 import numpy as np
 
-from omnibal.data.best_fit import pack_first_fit
-from omnibal.data.deal import lightest_at_the_ends
-from omnibal.data.fit import check_samples_fit, in_common_units
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.dispatch.balance import balance
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.best_fit import pack_first_fit
+from omnibal.packing.fit import check_samples_fit, in_common_units
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.steps.deal import lightest_at_the_ends
 
 _Pack = list[int]
 _Ranks = list[list[_Pack]]
@@ -45,7 +45,7 @@ class WindowRequest:
     ranks: int
     stages: int
     """Pipeline stages; their idle time at both ends of a step counts a rank's longest pack."""
-    in_step: int = 1
+    lockstep_ranks: int = 1
     """Neighbouring ranks that run equally many micro-batches at the same time, a divisor of
     `ranks`."""
 
@@ -104,7 +104,7 @@ class _Samples:
     pack_ms: float
     """Time of a pack besides its samples."""
     stages: int
-    in_step: int
+    lockstep_ranks: int
     columns: list[tuple[int, ...]]
     """Sizes, sample by sample."""
 
@@ -124,19 +124,22 @@ class _Samples:
             ms=np.maximum(alone_ms - pack_ms, 0).tolist(),
             pack_ms=pack_ms,
             stages=request.stages,
-            in_step=request.in_step,
+            lockstep_ranks=request.lockstep_ranks,
             columns=list(zip(*sizes.tolist(), strict=True)),
         )
 
     def busiest_ms(self, ranks: _Ranks) -> float:
-        """Time of the rank that has most to do, or of the slowest ranks in step."""
-        return max(map(self._in_step_ms, self._groups(ranks)))
+        """Time of the rank that has most to do, or of the slowest ranks in lockstep."""
+        return max(map(self._lockstep_ms, self._groups(ranks)))
 
     def _groups(self, ranks: _Ranks) -> list[_Ranks]:
-        """Ranks that run in step, by group."""
-        return [ranks[first : first + self.in_step] for first in range(0, len(ranks), self.in_step)]
+        """Ranks that run in lockstep, by group."""
+        return [
+            ranks[first : first + self.lockstep_ranks]
+            for first in range(0, len(ranks), self.lockstep_ranks)
+        ]
 
-    def _in_step_ms(self, group: _Ranks) -> float:
+    def _lockstep_ms(self, group: _Ranks) -> float:
         """Time of ranks that run their slots together; one without a pack has an empty one."""
         slots = zip_longest(*group, fillvalue=[])
         return self._pipeline_ms([max(map(self._time_ms, slot)) for slot in slots])
@@ -177,24 +180,24 @@ class _Samples:
         shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
         given = [(window.start + share).tolist() for share in shares]
         packed = [self._packed(share) for share in given]
-        return packed if self.in_step == 1 else self._in_step(given, packed)
+        return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
-    def _in_step(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
+    def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
         """The faster of these packs and of as many for every rank, alike in every slot.
 
         Args:
             shares: samples of every rank, longest first.
             packed: each share as is best for itself.
         """
-        best = self._alike_in_step(packed)
+        best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
             level = [self._level(share, count) for share in shares]
             ranks = [packs for packs in level if packs is not None]
             if len(ranks) == len(shares):
-                best = min(best, self._alike_in_step(ranks), key=self.busiest_ms)
+                best = min(best, self._alike_in_lockstep(ranks), key=self.busiest_ms)
         return best
 
-    def _alike_in_step(self, ranks: _Ranks) -> _Ranks:
+    def _alike_in_lockstep(self, ranks: _Ranks) -> _Ranks:
         """Deal shares to ranks, and packs to slots, so that those that run together are alike."""
         heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
         heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)

@@ -4,26 +4,26 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
-from omnibal.data.lengths import Lengths, check_same_data
+from omnibal.data.lengths import check_same_data
 from omnibal.data.loongforge_manifest import Manifest
-from omnibal.errors import UserError
 from omnibal.export.expected import Expected
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import first_obstacle
 from omnibal.export.order_file import ORDER_FILE, write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
-from omnibal.files import atomic_directory
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import FREE, TARGETS, Target, TargetName
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TargetName, TrainerConstraints, trainer_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Export:
     """A plan as a trainer's files, and what to expect of its run."""
 
-    given: Given
+    given: ExportInput
     exported: Exported
     expected: Expected
 
@@ -51,7 +51,7 @@ class Export:
             (folder / RUN_PAGE).write_text(page, encoding="utf-8")
 
 
-def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
+def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
     """Make a trainer's files of a plan, which are not yet written.
 
     Raises:
@@ -71,9 +71,13 @@ def make_export(given: Given, export: Callable[[Given], Exported]) -> Export:
     return Export(given=given, exported=exported, expected=expected)
 
 
-def given_plan(
-    files: PlanFiles, target: Target, annotations: Annotations | None, folder: Path, workers: int
-) -> Given:
+def export_input(
+    files: PlanFiles,
+    target: TrainerConstraints,
+    annotations: Annotations | None,
+    folder: Path,
+    workers: int,
+) -> ExportInput:
     """What a trainer's export is given of a plan.
 
     Raises:
@@ -89,7 +93,7 @@ def given_plan(
             order = order.largest_first(lengths)
     if annotations is not None:
         _check_data(files, annotations)
-    return Given(
+    return ExportInput(
         files=files,
         target=target,
         order=order,
@@ -99,8 +103,8 @@ def given_plan(
     )
 
 
-def with_manifest(given: Given, manifest: Manifest) -> Given:
-    """The same with LoongForge's manifest in place of the data.
+def with_manifest(given: ExportInput, manifest: Manifest) -> ExportInput:
+    """What is given, with LoongForge's manifest in place of the data.
 
     Raises:
         UserError: the export is for another trainer, or the plan has no samples.
@@ -114,7 +118,7 @@ def with_manifest(given: Given, manifest: Manifest) -> Given:
     return replace(given, manifest=manifest)
 
 
-def check_expressible(files: PlanFiles, target: Target) -> None:
+def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
     """Refuse a plan that a trainer cannot be told.
 
     Raises:
@@ -139,17 +143,13 @@ def _check_data(files: PlanFiles, annotations: Annotations) -> None:
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
-    samples = _samples_counted(lengths)
+    # Of the data; at least so many where some were skipped.
+    samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
             f"--data has {len(annotations):,} samples, and the plan's lengths are of {samples:,}; "
             "give the data that was counted, or plan with its own lengths"
         )
-
-
-def _samples_counted(lengths: Lengths) -> int:
-    """Number of samples of the data; at least so many where some were skipped."""
-    return len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
 
 
 def _left_out(expected: Expected) -> Iterator[str]:
@@ -166,7 +166,7 @@ def _left_out(expected: Expected) -> Iterator[str]:
         )
 
 
-def _on_trust(given: Given) -> Iterator[str]:
+def _on_trust(given: ExportInput) -> Iterator[str]:
     data = given.files.plan.data
     if given.annotations is not None and data is not None and data.origin is None:
         yield (
@@ -175,27 +175,26 @@ def _on_trust(given: Given) -> Iterator[str]:
         )
 
 
-def _unlike_predicted(given: Given) -> Iterator[str]:
+def _unlike_predicted(given: ExportInput) -> Iterator[str]:
     """What the trainer computes that the prediction of a plan not made for it leaves out."""
     plan, target = given.files.plan, given.target
-    planned = None if plan.made_for is None else TARGETS[plan.made_for]
-    stages = FREE if planned is None else planned.stages
+    planned = trainer_of(plan.made_for)
     left_out = "which the prediction of this plan, not made for it, leaves out"
     stages_of_plan = plan.parallel.pipeline
-    foreseen = planned is not None and planned.packs.padded.applies(stages_of_plan)
+    foreseen = planned.packs.padded.applies(stages_of_plan)
     if target.packs.padded.applies(stages_of_plan) and not foreseen:
         yield (
             f"{target.title} pads every pack to the longest and computes the padding, {left_out}: "
             "expect less speed and more memory."
         )
-    divided = target.stages.encoders_whole and not stages.encoders_whole
+    divided = target.stages.encoders_whole and not planned.stages.encoders_whole
     if divided and plan.parallel.tensor > 1 and plan.model.encoders:
         yield (
             f"Every tensor-parallel rank of {target.title} computes all of the encoders, and the "
             "prediction of this plan, not made for it, divides them: expect less speed and more "
             "memory."
         )
-    if target.stages.head_on_all_tokens and not stages.head_on_all_tokens:
+    if target.stages.head_on_all_tokens and not planned.stages.head_on_all_tokens:
         yield (
             f"The head of {target.title} computes logits of tokens without loss too, {left_out}: "
             "expect less speed and more memory."

@@ -13,13 +13,12 @@ from pathlib import Path, PurePath
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_lines
-from omnibal.errors import UserError
-from omnibal.export.exported import Given, Writer
+from omnibal.export.exported import ExportInput, Writer, json_file, script_file
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.writers import json_file, script_file
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
@@ -51,7 +50,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     return (by_process * ranks + np.arange(ranks)[:, None]).ravel()
 
 
-def whole_steps(given: Given) -> ReadingOrder | None:
+def whole_steps(given: ExportInput) -> ReadingOrder | None:
     """The packs of all full steps; None for a plan of shapes only.
 
     Raises:
@@ -99,7 +98,7 @@ def stored(annotations: Annotations, index: int) -> _Stored:
     return _Stored(_MADE, f"{index:09}", ("json", *names), files)
 
 
-def energon_files(given: Given) -> Mapping[str, Writer]:
+def energon_files(given: ExportInput) -> Mapping[str, Writer]:
     """The files by which Energon reads the plan's packs; none without the samples.
 
     Raises:
@@ -200,7 +199,7 @@ def _sample_lines(numbers: np.ndarray, annotations: Annotations) -> Iterator[dic
             yield {"key": found.key, "record": record, "files": list(names)}
 
 
-def energon_notes(given: Given, files: Mapping[str, Writer]) -> Iterator[str]:
+def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[str]:
     """Sentences on how to load the packs, or on what is missing for it."""
     if given.order is None:
         return

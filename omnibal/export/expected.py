@@ -4,12 +4,12 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.export.exported import Given
+from omnibal.base.frozen import Frozen
+from omnibal.export.exported import ExportInput
 from omnibal.export.reading_order import packs_per_step
-from omnibal.frozen import Frozen
-from omnibal.limits import memory_cap_gib
+from omnibal.job.planner import prediction_of
+from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
-from omnibal.planner import prediction_of
 
 
 class Expected(Frozen):
@@ -35,14 +35,14 @@ class Expected(Frozen):
     bubble: float
     """Idle share of device time for any cause."""
     peak_gib: tuple[float, ...]
-    """Of one device of every stage."""
+    """Peak memory of one device of every stage."""
     usable_gib: float
     """What a plan may fill of a device."""
     device_gib: float
     cost_source: str
 
     @classmethod
-    def of(cls, given: Given) -> Self:
+    def of(cls, given: ExportInput) -> Self:
         """Count what is trained, and take time and memory from the plan's prediction.
 
         Raises:
@@ -97,7 +97,7 @@ class _Trained(Frozen):
     dropped_samples: int
 
     @classmethod
-    def of(cls, given: Given, full: int) -> Self:
+    def of(cls, given: ExportInput, full: int) -> Self:
         if given.order is None:
             return cls(
                 steps=None, packs=None, samples=None, samples_per_step=None,
@@ -116,7 +116,7 @@ class _Trained(Frozen):
         )
 
 
-def _prediction(given: Given) -> Prediction:
+def _prediction(given: ExportInput) -> Prediction:
     """The plan's prediction, made anew where it was removed."""
     plan, job = given.files.plan, given.files.job
     if plan.prediction is not None:

@@ -1,30 +1,35 @@
 """What an export consists of: files, the command that trains with them, and what was given up.
 
-A trainer's module has one function, `export(given: Given) -> Exported`. It writes nothing itself:
-`omnibal.export.directory` writes all files of an export or none.
+A trainer's module has one function, `export(given: ExportInput) -> Exported`. It writes nothing
+itself: `omnibal.export.directory` writes all files of an export or none.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import Target
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TrainerConstraints
 
 Writer = Callable[[Path], None]
 """Writes one file at a path that it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Given:
+class ExportInput:
     """A plan to export, and what is known besides."""
 
     files: PlanFiles
     """The plan with its job, packs and lengths."""
-    target: Target
+    target: TrainerConstraints
     order: ReadingOrder | None
     """None for a plan of shapes only, of which only flags and layers are exported."""
     annotations: Annotations | None
@@ -52,3 +57,27 @@ class Exported:
     """Sentences on what the trainer cannot do of the plan or the data, or does otherwise."""
     notes: tuple[str, ...] = ()
     """Sentences on how to use the files."""
+
+
+def text_file(text: str) -> Writer:
+    """Writes text as UTF-8."""
+    return lambda path: _write(path, text)
+
+
+def json_file(value: Any) -> Writer:
+    """Writes a value as JSON."""
+    return text_file(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def array_file(array: np.ndarray) -> Writer:
+    """Writes an array as NumPy's `.npy`."""
+    return lambda path: np.save(path, array, allow_pickle=False)
+
+
+def script_file(name: str) -> Writer:
+    """Copies a script of this package, which runs beside the trainer and imports nothing of it."""
+    return text_file(files("omnibal.export").joinpath("scripts", name).read_text(encoding="utf-8"))
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.media import media_of
-from omnibal.data.next_fit import next_fit_packs
-from omnibal.data.packs import ScheduledPacks
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.plan import Plan
-from omnibal.targets import TARGETS, RecomputeFreedom, Sharding, Target
-from omnibal.units import LANGUAGE, LANGUAGE_EMBED
+from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.job.plan import Plan
+from omnibal.model.targets import RecomputeFreedom, Sharding, TrainerConstraints, trainer_of
+from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED
+from omnibal.packing.media import media_of
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.next_fit import next_fit_packs
 
 Data = tuple[ScheduledPacks, Lengths]
 
 
-def first_obstacle(plan: Plan, data: Data | None, target: Target) -> str | None:
+def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
     """The first thing of a plan that the trainer cannot be told, as a sentence; None if it can be
     told all.
 
@@ -33,7 +33,7 @@ def first_obstacle(plan: Plan, data: Data | None, target: Target) -> str | None:
     return next(obstacles(plan, data, target), None)
 
 
-def obstacles(plan: Plan, data: Data | None, target: Target) -> Iterator[str]:
+def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iterator[str]:
     """Yield everything of a plan that the trainer cannot be told, a sentence each."""
     yield from _of_sizes(plan, target)
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
@@ -47,7 +47,7 @@ def obstacles(plan: Plan, data: Data | None, target: Target) -> Iterator[str]:
         yield from _of_packs(data, target)
 
 
-def _of_sizes(plan: Plan, target: Target) -> Iterator[str]:
+def _of_sizes(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     sizes = plan.parallel
     for name, size, most in (
         ("pipeline", sizes.pipeline, target.most_pipeline),
@@ -58,7 +58,7 @@ def _of_sizes(plan: Plan, target: Target) -> Iterator[str]:
             yield f"the plan has {name} size {size}, and {target.title} takes at most {most}"
 
 
-def _of_levels(plan: Plan, target: Target) -> Iterator[str]:
+def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if plan.has_shared_packs:
         yield (
             "ranks share packs of some levels and not of others, and no context-parallel size of "
@@ -70,10 +70,10 @@ def _of_levels(plan: Plan, target: Target) -> Iterator[str]:
             f"recomputed layers, and {target.title} takes one"
         )
     if plan.beside is not None:
-        yield f"encoders stand beside the pipeline, which {target.title} cannot do"
+        yield f"encoders are data-parallel, which {target.title} cannot do"
 
 
-def _of_stages(plan: Plan, target: Target) -> Iterator[str]:
+def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     rules, stages = target.stages, plan.stages
     encoders = set(plan.pipeline_model.encoders)
     for number, stage in enumerate(stages):
@@ -99,7 +99,7 @@ def _is_of(encoders: set[str], part: str) -> bool:
     return part in encoders or part == "projector" or part.removesuffix("_projector") in encoders
 
 
-def _of_recomputation(plan: Plan, target: Target) -> Iterator[str]:
+def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     stages, freedom = plan.stages_at(0), target.stages.recompute
     towers = plan.pipeline_model.towers
     if freedom is RecomputeFreedom.LAYERS:
@@ -134,8 +134,8 @@ def _named(spans: tuple[object, ...]) -> str:
     return " and ".join(map(str, spans)) or "nothing"
 
 
-def _of_sharding(plan: Plan, target: Target) -> Iterator[str]:
-    made_for = Sharding.OPTIMIZER if plan.made_for is None else TARGETS[plan.made_for].sharding
+def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+    made_for = trainer_of(plan.made_for).sharding
     if made_for is not target.sharding and plan.parallel.data > 1:
         divided = {
             Sharding.OPTIMIZER: "the optimizer's state alone",
@@ -177,7 +177,7 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
         )
 
 
-def _of_packs(data: Data, target: Target) -> Iterator[str]:
+def _of_packs(data: Data, target: TrainerConstraints) -> Iterator[str]:
     packs, lengths = data
     if target.packs.one_medium:
         yield from _mixed(packs, lengths, target)
@@ -185,7 +185,7 @@ def _of_packs(data: Data, target: Target) -> Iterator[str]:
         yield from _merged(ReadingOrder.of(packs), lengths, target)
 
 
-def _mixed(packs: ScheduledPacks, lengths: Lengths, target: Target) -> Iterator[str]:
+def _mixed(packs: ScheduledPacks, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
     kinds = media_of(lengths)[packs.packs.samples]
     starts = packs.packs.offsets[:-1]
     least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
@@ -199,7 +199,7 @@ def _mixed(packs: ScheduledPacks, lengths: Lengths, target: Target) -> Iterator[
         )
 
 
-def _merged(order: ReadingOrder, lengths: Lengths, target: Target) -> Iterator[str]:
+def _merged(order: ReadingOrder, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
     """Packs that are not what next-fit makes of the samples in reading order."""
     order = order.largest_first(lengths)
     tokens = lengths.tokens[order.packs.samples].astype(np.int64)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.units import HEAD, LANGUAGE
 from omnibal.pipeline.stage import Stage
-from omnibal.units import HEAD, LANGUAGE
 
 EMBEDDING, DECODER, PREDICTION, LOSS, ENCODER = "embedding", "decoder", "mtp", "loss", "encoder"
 _WORDS = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}

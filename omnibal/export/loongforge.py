@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.loongforge_manifest import Manifest
-from omnibal.errors import UserError
 from omnibal.export.energon import loader_order, stored, whole_steps
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.megatron_flags import (
     Batch,
     Flags,
@@ -32,8 +32,8 @@ from omnibal.export.megatron_flags import (
     torchrun,
 )
 from omnibal.export.order_file import sample_numbers
-from omnibal.export.recompute import number_of_stage
-from omnibal.plan import Plan
+from omnibal.export.recomputed_layers import number_of_stage
+from omnibal.job.plan import Plan
 
 PACK_PLAN = "pack_plan.jsonl"
 MEDIA = ("text", "image", "video")
@@ -43,7 +43,7 @@ has items that an encoder takes."""
 _PROGRAM = "$LOONGFORGE_PATH/loongforge/train.py --config-file YOUR_MODEL.yaml"
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Write a plan's packs for LoongForge's offline packing, and the flags of its trainer.
 
     Raises:
@@ -114,7 +114,7 @@ def sample_id(shard: Path, key: str) -> str:
     return f"{shard.stem}__{digest[:16]}"
 
 
-def _namer(given: Given) -> Namer | None:
+def _namer(given: ExportInput) -> Namer | None:
     """How samples are named, if they are in shards or a manifest names them."""
     annotations, order = given.annotations, given.order
     if order is None or not len(order):
@@ -127,13 +127,13 @@ def _namer(given: Given) -> Namer | None:
     return _of_shards(annotations) if annotations.stored(int(first)).in_shard else None
 
 
-def _write(path: Path, given: Given, name: Namer) -> None:
+def _write(path: Path, given: ExportInput, name: Namer) -> None:
     with path.open("w", encoding="utf-8") as file:
         for line in plan_lines(given, name):
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
-def plan_lines(given: Given, name: Namer) -> Iterator[dict[str, Any]]:
+def plan_lines(given: ExportInput, name: Namer) -> Iterator[dict[str, Any]]:
     """Yield the lines of pack_plan.jsonl in the order in which Energon hands out packs.
 
     Raises:
@@ -167,11 +167,7 @@ def plan_lines(given: Given, name: Namer) -> Iterator[dict[str, Any]]:
 
 
 def _of_manifest(manifest: Manifest, lengths: Lengths) -> Namer:
-    """Names of LoongForge's own manifest, whose rows the lengths must be.
-
-    Raises:
-        UserError: there are other samples, or another count of tokens.
-    """
+    """Names of LoongForge's own manifest, whose rows the lengths must be."""
     where, told = manifest.path, "plan with its lengths: `omnibal lengths`"
     if lengths.sample is not None or len(lengths) != len(manifest):
         raise UserError(
@@ -240,7 +236,7 @@ def _given_up(plan: Plan) -> Iterator[str]:
         )
 
 
-def _notes(given: Given, batch: Batch, has_packs: bool) -> Iterator[str]:
+def _notes(given: ExportInput, batch: Batch, has_packs: bool) -> Iterator[str]:
     yield (
         "`--custom-pipeline-layers` counts layers of the language model; newer LoongForge also "
         f"takes `--pipeline-model-parallel-layout '{plan_layout(given.files.plan).short_text}'`, "

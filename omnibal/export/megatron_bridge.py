@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omnibal.export.energon import energon_files, energon_notes
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.layout import Layout
 from omnibal.export.megatron_flags import (
     Batch,
@@ -15,10 +15,10 @@ from omnibal.export.megatron_flags import (
     recomputed_encoders,
     torchrun,
 )
-from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
-from omnibal.parallel import expert_counts
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE
+from omnibal.job.plan import Plan
+from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
+from omnibal.model.parallel import expert_counts
+from omnibal.model.units import LANGUAGE
 
 _RUNNER = "scripts/training/run_recipe.py --recipe YOUR_RECIPE"
 _FROZEN = {
@@ -28,7 +28,7 @@ _FROZEN = {
 }
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Write a plan as overrides of a recipe of Megatron-Bridge, and its packs for Energon.
 
     Raises:
@@ -137,7 +137,7 @@ def _hydra(value: Any) -> str:
 
 
 def _settings(values: Mapping[str, Any], layout: Layout) -> str:
-    """The same as statements of a recipe, with the layout as lists."""
+    """Values as statements of a recipe, with the layout as lists."""
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
     lists = [f"    {chunk!r}," for chunk in layout.lists]
     return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from omnibal.export.energon import whole_steps
-from omnibal.export.exported import Given
+from omnibal.export.exported import ExportInput
 from omnibal.export.layout import Layout, layout_of
 from omnibal.export.reading_order import packs_per_step
-from omnibal.export.recompute import all_or_none, one_number
-from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
-from omnibal.parallel import expert_counts
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE
+from omnibal.export.recomputed_layers import all_or_none, one_number
+from omnibal.job.plan import Plan
+from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
+from omnibal.model.parallel import expert_counts
+from omnibal.model.units import LANGUAGE
 
 Flags = Mapping[str, str | None]
 """Values of flags by their names without dashes; None for a switch."""
@@ -34,7 +34,7 @@ class Batch:
     """Tokens of packs on the mean, of the sequence length."""
 
     @classmethod
-    def of(cls, given: Given) -> Self:
+    def of(cls, given: ExportInput) -> Self:
         """Count them of the packs of all full steps, or take them from a plan of shapes only."""
         plan, order = given.files.plan, whole_steps(given)
         multiple = plan.token_multiple

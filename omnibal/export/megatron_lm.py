@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from omnibal.export.energon import FOLDER, energon_files, energon_notes
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     Batch,
@@ -20,13 +20,13 @@ from omnibal.export.megatron_flags import (
     recomputed_encoders,
     torchrun,
 )
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE, model_parts
+from omnibal.job.plan import Plan
+from omnibal.model.units import LANGUAGE, model_parts
 
 _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon.
 
     Raises:

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from omnibal.errors import UserError
-from omnibal.export.exported import Exported, Given
+from omnibal.base.errors import UserError
+from omnibal.export.exported import Exported, ExportInput, text_file
 from omnibal.export.megatron_flags import (
     Batch,
     batch_flags,
@@ -19,10 +19,9 @@ from omnibal.export.megatron_flags import (
     parallel_flags,
     torchrun,
 )
-from omnibal.export.recompute import one_number
-from omnibal.export.writers import text_file
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE, projector_name, projector_unit
+from omnibal.export.recomputed_layers import one_number
+from omnibal.job.plan import Plan
+from omnibal.model.units import LANGUAGE, projector_name, projector_unit
 
 _PLACES = {
     "vision": ("image_encoder", "vision_encoder"),
@@ -35,7 +34,7 @@ _CONVERTED = {"vision": "vit_pp_layers", "audio": "audio_pp_layers", LANGUAGE: "
 _FILE = "model.json"
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Write what of a plan goes into MindSpeed-MM's model.json, and into its script.
 
     Raises:

@@ -8,9 +8,8 @@ rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and t
 import shlex
 from collections.abc import Iterator, Mapping
 
-from omnibal.encoders import ImagesEncoder, TilesEncoder
-from omnibal.errors import UserError
-from omnibal.export.exported import Exported, Given, Writer
+from omnibal.base.errors import UserError
+from omnibal.export.exported import Exported, ExportInput, Writer, script_file
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
@@ -24,17 +23,17 @@ from omnibal.export.megatron_flags import (
 from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.reading_order import packs_per_step
-from omnibal.export.recompute import all_or_none
-from omnibal.export.writers import script_file
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE
+from omnibal.export.recomputed_layers import all_or_none
+from omnibal.job.plan import Plan
+from omnibal.model.encoders import ImagesEncoder, TilesEncoder
+from omnibal.model.units import LANGUAGE
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
 Flags = Mapping[str, str]
 """Values of flags by their names without dashes."""
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Make rows and flags for `megatron sft`.
 
     Raises:
@@ -58,7 +57,7 @@ def export(given: Given) -> Exported:
     return _exported(given, "megatron sft", flags)
 
 
-def export_deepspeed(given: Given) -> Exported:
+def export_deepspeed(given: ExportInput) -> Exported:
     """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3.
 
     Raises:
@@ -83,7 +82,7 @@ def export_deepspeed(given: Given) -> Exported:
     return _exported(given, "swift sft", flags)
 
 
-def _exported(given: Given, program: str, flags: Flags) -> Exported:
+def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
     return Exported(
         files=_files(given),
         command=_command(given.files.plan, program, flags),
@@ -92,7 +91,7 @@ def _exported(given: Given, program: str, flags: Flags) -> Exported:
     )
 
 
-def _files(given: Given) -> dict[str, Writer]:
+def _files(given: ExportInput) -> dict[str, Writer]:
     order, annotations = given.order, given.annotations
     if order is None:
         return {}
@@ -108,7 +107,7 @@ def _takes_tiles(plan: Plan) -> bool:
     return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
 
 
-def packing_length(given: Given) -> int:
+def packing_length(given: ExportInput) -> int:
     """Tokens of the longest pack: next fit then ends every pack of the plan where it ends there."""
     if given.order is None:
         shapes = given.files.plan.shapes
@@ -117,7 +116,7 @@ def packing_length(given: Given) -> int:
     return int(given.order.packs.sums(given.files.steps[1].tokens).max())
 
 
-def _batch(given: Given) -> int:
+def _batch(given: ExportInput) -> int:
     """Packs of all ranks in a step."""
     plan = given.files.plan
     if plan.data is not None:
@@ -126,11 +125,11 @@ def _batch(given: Given) -> int:
     return plan.shapes.micro_batches_per_step * plan.parallel.data
 
 
-def _steps(given: Given, name: str) -> Flags:
+def _steps(given: ExportInput, name: str) -> Flags:
     return {} if given.order is None else {name: str(len(given.order) // _batch(given))}
 
 
-def _data_flags(given: Given) -> Flags:
+def _data_flags(given: ExportInput) -> Flags:
     """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
     length = str(packing_length(given))
     rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
@@ -214,11 +213,7 @@ def _frozen_flags(plan: Plan) -> Flags:
 
 
 def _alike(parts: Mapping[str, bool], verb: str) -> bool:
-    """What holds of all the parts alike.
-
-    Raises:
-        UserError: it holds of some.
-    """
+    """What holds of all the parts alike."""
     if len(set(parts.values())) > 1:
         some = [name for name, holds in parts.items() if holds]
         others = [name for name, holds in parts.items() if not holds]
@@ -262,7 +257,7 @@ def _image_sizes(plan: Plan) -> Flags:
     return sizes
 
 
-def _given_up(given: Given) -> Iterator[str]:
+def _given_up(given: ExportInput) -> Iterator[str]:
     annotations = given.annotations
     if annotations is not None and annotations.augmented:
         yield (
@@ -271,7 +266,7 @@ def _given_up(given: Given) -> Iterator[str]:
         )
 
 
-def _notes(given: Given) -> Iterator[str]:
+def _notes(given: ExportInput) -> Iterator[str]:
     yield "MODEL is the folder or the name of the model's checkpoint. The learning rate is yours."
     if given.order is None:
         yield "The plan is of shapes only: it has flags, and no rows to train; --dataset is yours."
@@ -299,7 +294,7 @@ def _notes(given: Given) -> Iterator[str]:
         )
 
 
-def _count_command(given: Given) -> str:
+def _count_command(given: ExportInput) -> str:
     folder = shlex.quote(str(given.folder / _ROWS))
     return (
         f'swift export --model "$MODEL" --dataset {folder} --to_cached_dataset true '

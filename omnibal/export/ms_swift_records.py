@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
 from omnibal.data.stored_files import StoredFile
-from omnibal.errors import UserError
 
 _TYPED_BYTES = 10 << 20
 """Bytes of a file by whose rows the types of its columns are known."""

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from omnibal.base.files import atomic
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.files import atomic
 
 ORDER_FILE = "order.parquet"
 COLUMNS = {

@@ -9,10 +9,10 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.data.full_steps import size_of_step
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.plan import DataPlan
+from omnibal.job.plan import DataPlan
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.full_steps import size_of_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,7 +58,7 @@ class ReadingOrder:
         )
 
     def largest_first(self, lengths: Lengths) -> Self:
-        """The same packs, in each of which samples come from most tokens to fewest.
+        """An order in each of whose packs samples come from most tokens to fewest.
 
         A trainer that packs by next fit then begins a new pack wherever it would with any order.
         """

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 from omnibal.export.expected import Expected
-from omnibal.export.exported import Exported, Given
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.order_file import COLUMNS, ORDER_FILE
+from omnibal.job.plan import Plan
 from omnibal.pipeline.stage import Span
-from omnibal.plan import Plan
 
 RUN_PAGE = "RUN.md"
 
 
-def run_page(given: Given, exported: Exported, expected: Expected) -> str:
+def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
     """The page as Markdown."""
     sections = [
         _opening(given),
@@ -36,7 +36,7 @@ def _listed(sentences: Iterable[str]) -> str:
     return "\n".join(f"- {sentence}" for sentence in sentences)
 
 
-def _opening(given: Given) -> str:
+def _opening(given: ExportInput) -> str:
     plan, target = given.files.plan, given.target
     return (
         f"# {plan.model.name} on {plan.parallel.world_size:,} GPUs with {target.title}\n\n"
@@ -84,7 +84,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _files(given: Given, exported: Exported) -> list[str]:
+def _files(given: ExportInput, exported: Exported) -> list[str]:
     names = [f"`{name}`" for name in sorted(exported.files)]
     if given.order is None:
         return names or ["none: the plan is of shapes only, so that it has no samples to order"]

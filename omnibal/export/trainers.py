@@ -10,10 +10,10 @@ from omnibal.export import (
     ms_swift,
     xtuner,
 )
-from omnibal.export.exported import Exported, Given
-from omnibal.targets import TargetName
+from omnibal.export.exported import Exported, ExportInput
+from omnibal.model.targets import TargetName
 
-EXPORTS: Mapping[TargetName, Callable[[Given], Exported]] = {
+EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
     TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
     TargetName.XTUNER: xtuner.export,

@@ -11,25 +11,31 @@ from pathlib import Path
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.record_files import is_array
-from omnibal.errors import UserError
-from omnibal.export.exported import Exported, Given, Writer
+from omnibal.export.exported import (
+    Exported,
+    ExportInput,
+    Writer,
+    array_file,
+    json_file,
+    script_file,
+)
 from omnibal.export.megatron_flags import torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.recompute import all_or_none
-from omnibal.export.writers import array_file, json_file, script_file
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE
+from omnibal.export.recomputed_layers import all_or_none
+from omnibal.job.plan import Plan
+from omnibal.model.units import LANGUAGE
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
 _PLAIN = -1
 """Characters of a row that is no part of a long text."""
 
 
-def export(given: Given) -> Exported:
+def export(given: ExportInput) -> Exported:
     """Make the packs, their order and the settings.
 
     Raises:
@@ -57,7 +63,7 @@ def _check_readable(annotations: Annotations) -> None:
             )
 
 
-def _files(given: Given) -> dict[str, Writer]:
+def _files(given: ExportInput) -> dict[str, Writer]:
     order, annotations = given.order, given.annotations
     if order is None:
         return {}
@@ -78,13 +84,13 @@ def _files(given: Given) -> dict[str, Writer]:
     }
 
 
-def _sampler_order(given: Given, order: ReadingOrder) -> np.ndarray:
+def _sampler_order(given: ExportInput, order: ReadingOrder) -> np.ndarray:
     """Packs of all full steps, in reading order. int64"""
     full = _global_batch(given)
     return np.arange(len(order) // full * full, dtype=np.int64)
 
 
-def _global_batch(given: Given) -> int:
+def _global_batch(given: ExportInput) -> int:
     data = given.files.plan.data
     assert data is not None
     return packs_per_step(data, given.files.plan.parallel.data)
@@ -107,7 +113,7 @@ def _rows(
     return np.stack([file, record, plain, plain, start, tokens], axis=1).astype(np.int64)
 
 
-def _pack_length(given: Given) -> int:
+def _pack_length(given: ExportInput) -> int:
     if given.order is None:
         shapes = given.files.plan.shapes
         assert shapes is not None
@@ -115,7 +121,7 @@ def _pack_length(given: Given) -> int:
     return int(given.order.packs.sums(given.files.steps[1].tokens).max())
 
 
-def _settings(given: Given) -> str:
+def _settings(given: ExportInput) -> str:
     """Python for XTuner's config file."""
     if given.order is None:
         return ""
@@ -151,7 +157,7 @@ def _settings(given: Given) -> str:
     return "\n".join(lines)
 
 
-def _datasets(given: Given) -> Iterator[str]:
+def _datasets(given: ExportInput) -> Iterator[str]:
     if given.annotations is None:
         yield "    # every file of the data, by the path that paths.json names"
         return
@@ -178,14 +184,11 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
 
 
 def _command(plan: Plan) -> str:
-    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {_config(plan)}")
+    config = shlex.quote(f"{plan.model.name}_config.py")
+    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {config}")
 
 
-def _config(plan: Plan) -> str:
-    return shlex.quote(f"{plan.model.name}_config.py")
-
-
-def _given_up(given: Given) -> Iterator[str]:
+def _given_up(given: ExportInput) -> Iterator[str]:
     plan, order = given.files.plan, given.order
     if order is not None:
         length = _pack_length(given)
@@ -207,7 +210,7 @@ def _given_up(given: Given) -> Iterator[str]:
         )
 
 
-def _notes(given: Given) -> Iterator[str]:
+def _notes(given: ExportInput) -> Iterator[str]:
     if given.order is None:
         yield "The plan is of shapes only, without packs to write: plan with --lengths."
         return

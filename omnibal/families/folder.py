@@ -1,19 +1,55 @@
 """A released model's folder: its `config.json`, its tensors' names, and the name of the model."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
-from omnibal.files import read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, read_text
+from omnibal.families.hub_table import what_is_wrong
 
 CONFIG_FILE = "config.json"
 _INDEX_FILE = "model.safetensors.index.json"
+_REMEDY = "pass a config.json of a model hub, or the folder of one"
 
 
 class _Index(BaseModel):
-    """Which file each tensor of a checkpoint is in; other fields are ignored."""
+    """File that each tensor of a checkpoint is in; other fields are ignored."""
 
     weight_map: dict[str, str]
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The content of a `config.json`.
+
+    Raises:
+        UserError: the file cannot be read, or is no table in JSON.
+    """
+    text = read_text(path, _REMEDY)
+    try:
+        given = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON: {error}; {_REMEDY}") from error
+    if not isinstance(given, dict):
+        raise UserError(f"{path}: must be a table of keys and values; {_REMEDY}")
+    return given
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Make what is wrong with the content of a `config.json` a user's error that names the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValidationError as error:
+        raise UserError(f"{path}{what_is_wrong(error)}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def stored_tensors(directory: Path) -> list[str] | None:

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder, ImageText
-from omnibal.families.hub_table import HubTable, NoDropout, as_table
-from omnibal.families.text import TextTable, check_layer_types, runs_of
-from omnibal.families.vision import processor_of, square
-from omnibal.families.whole import WholeTable, family_model, inner, vision_language
-from omnibal.layers import LayerKind
+from omnibal.families.hub_table import HubTable, NoDropout
+from omnibal.families.text import LayeredText, TextTable, runs_of
+from omnibal.families.vision import Square, processor_of, square
+from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText
+from omnibal.model.layers import LayerKind
 
 _IMAGE = ImageText(
     before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"
@@ -23,12 +23,10 @@ _IMAGE = ImageText(
 
 
 class _Whole(WholeTable):
-    tied_by_default: ClassVar[bool] = True
-
     mm_tokens_per_image: PositiveInt = 256
 
 
-class GemmaText(TextTable):
+class GemmaText(LayeredText):
     older_names: ClassVar[Mapping[str, str]] = {
         "hidden_activation": "hidden_act",
         "_sliding_window_pattern": "sliding_window_pattern",
@@ -39,6 +37,7 @@ class GemmaText(TextTable):
         "query_pre_attn_scalar",
     }
     default_theta: ClassVar[float] = 1_000_000.0
+    tied_by_default: ClassVar[bool] = True
 
     vocab_size: PositiveInt = 262_208
     hidden_size: PositiveInt = 2304
@@ -57,20 +56,11 @@ class GemmaText(TextTable):
     attn_logit_softcapping: None = None
     use_bidirectional_attention: Literal[False] = False
 
-    @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "GemmaText":
-        check_layer_types(self.layer_types, self.num_hidden_layers)
-        return self
-
     def language(self, *, tied_head: bool) -> LanguageConfig:
         """The language model that the table describes."""
-        types = self.layer_types or tuple(
-            "sliding_attention" if (at + 1) % self.sliding_window_pattern else "full_attention"
-            for at in range(self.num_hidden_layers)
-        )
         kinds = [
-            LayerKind(window=self.sliding_window if kind == "sliding_attention" else None)
-            for kind in types
+            LayerKind(window=None if is_full else self.sliding_window)
+            for is_full in self.full_layers(self.sliding_window_pattern)
         ]
         return LanguageConfig(
             **self.common_fields,
@@ -92,8 +82,8 @@ class SiglipVision(HubTable):
     num_hidden_layers: PositiveInt = 12
     num_attention_heads: PositiveInt = 12
     num_channels: Literal[3] = 3
-    image_size: PositiveInt | list[PositiveInt] = 224
-    patch_size: PositiveInt | list[PositiveInt] = 16
+    image_size: Square = 224
+    patch_size: Square = 16
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     layer_norm_eps: PositiveFloat = 1e-6
     attention_dropout: NoDropout = 0.0
@@ -102,9 +92,7 @@ class SiglipVision(HubTable):
 
 def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Gemma 3 of 4B and more."""
-    whole = as_table(_Whole, given, str(path))
-    table = as_table(SiglipVision, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(GemmaText, whole.text_config, inner(path, "text_config"))
+    whole, table, text = read_whole(_Whole, SiglipVision, GemmaText, given, path)
     if table.vision_use_head:
         raise ValueError(
             "vision_config has a pooling head, which runs and whose output nothing takes; "
@@ -145,9 +133,3 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         max_pixels=image**2,
     )
     return vision_language(name, whole, text, encoder, text.hidden_size)
-
-
-def read_gemma3_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """The language model of Gemma 3 alone."""
-    table = as_table(GemmaText, given, str(path))
-    return family_model(name, table.language(tied_head=table.is_tied(by_default=True)))

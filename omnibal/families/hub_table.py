@@ -1,7 +1,8 @@
 """Tables of a hub's `config.json`: every key is used, known to have no effect, or refused by name.
 
 A table's class has a field for each key that it uses, with the default of the class that wrote such
-files, which leave defaults out. Keys whose value must be one are fields of that value alone.
+files, which leave defaults out. Keys whose value must be one are fields of that value alone. Tables
+of releases with the keys of many versions are read leniently: what is not known is left out.
 """
 
 import re
@@ -9,14 +10,29 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
-from omnibal.errors import UserError
-from omnibal.files import complaint
-from omnibal.frozen import Numbered
+from omnibal.base.errors import UserError
+from omnibal.base.files import complaint
+from omnibal.base.frozen import Numbered
 
 T = TypeVar("T", bound="HubTable")
-NoDropout = Annotated[float, Field(ge=0, le=0)]
+_LENIENT = "lenient"
+
+
+def _none_of_a_release(given: Any, info: ValidationInfo) -> Any:
+    """A dropout; of a table that is read leniently none, as it was the release's own training's."""
+    return 0.0 if info.context == _LENIENT else given
+
+
+NoDropout = Annotated[float, BeforeValidator(_none_of_a_release), Field(ge=0, le=0)]
 """Dropout of 0: what it keeps and draws is not planned for."""
 _TEXT_MAKERS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
 _NAMED_WITHOUT_EFFECT = re.compile(
@@ -46,11 +62,6 @@ _WITHOUT_EFFECT = frozenset(
 """Keys that any class of Transformers may write and that change nothing of a training step."""
 
 
-def is_without_effect(key: str) -> bool:
-    """Whether any class of Transformers may write a key, which changes nothing of a step."""
-    return key in _WITHOUT_EFFECT or _NAMED_WITHOUT_EFFECT.fullmatch(key) is not None
-
-
 class HubTable(Numbered):
     """A table of `config.json`; a key that it does not know is an error."""
 
@@ -62,29 +73,42 @@ class HubTable(Numbered):
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known_keys(cls, given: Any) -> Any:
+    def _only_known_keys(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             raise ValueError("must be a table of keys and values")
-        _refuse_variants(given)
+        if info.context != _LENIENT:
+            _refuse_variants(given)
+            cls._refuse_unknown(given)
         used: dict[str, Any] = {}
         for key, value in given.items():
             name = cls.older_names.get(key, key)
+            if name in used and used[name] != value:
+                raise ValueError(f"{key} and another spelling of it differ; give one of them")
             if name in cls.model_fields:
-                if name in used and used[name] != value:
-                    raise ValueError(f"{key} and another spelling of it differ; give one of them")
                 used[name] = value
-            elif not cls._is_without_effect(key):
-                near = get_close_matches(key, cls.model_fields, n=1, cutoff=0.8)
-                hint = f" (did you mean {near[0]}?)" if near else ""
-                raise ValueError(
-                    f"{key} is not understood{hint}; the model must be one that its class in "
-                    "Transformers describes without this key"
-                )
         return used
 
     @classmethod
-    def _is_without_effect(cls, key: str) -> bool:
-        return key in cls.without_effect or is_without_effect(key)
+    def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
+        """Keys that are neither used nor known to change nothing of a training step."""
+        fields, without = cls.model_fields, cls.without_effect
+        return [
+            key
+            for key in given
+            if cls.older_names.get(key, key) not in fields
+            and not (key in without or key in _WITHOUT_EFFECT)
+            and _NAMED_WITHOUT_EFFECT.fullmatch(key) is None
+        ]
+
+    @classmethod
+    def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
+        for key in cls.unknown_keys(given):
+            near = get_close_matches(key, cls.model_fields, n=1, cutoff=0.8)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ValueError(
+                f"{key} is not understood{hint}; the model must be one that its class in "
+                "Transformers describes without this key"
+            )
 
 
 def _refuse_variants(given: Mapping[str, Any]) -> None:
@@ -98,24 +122,38 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
                 )
 
 
-def as_table(kind: type[T], given: Any, where: str) -> T:
+def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) -> T:
     """Check a table of a file.
 
     Args:
         kind: the family's table.
         given: the JSON value.
         where: file, and table in it, which begin an error's message.
+        lenient: leave out keys that are not known, and the dropouts of a release's own training.
 
     Raises:
         UserError: a key is unknown, or has a value that the family cannot have.
     """
     try:
-        return kind.model_validate({} if given is None else given)
+        context = _LENIENT if lenient else None
+        return kind.model_validate({} if given is None else given, context=context)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f": {part}" for part in first["loc"])
-        said = complaint(first)
-        shown = "" if first["type"] == "value_error" else f" (given: {first['input']!r:.80})"
+        said = what_is_wrong(error)
         raise UserError(
-            f"{where}{place}: {said}{shown}; docs/models.md says which models can be planned"
+            f"{where}{said}; docs/models.md says which models can be planned"
         ) from error
+
+
+def what_is_wrong(of: ValidationError) -> str:
+    """The first key that is wrong, behind a colon, what it is and what it must be."""
+    error = of.errors()[0]
+    place = "".join(f": {part}" for part in error["loc"])
+    given, kind = f"{error['input']!r:.80}", error["type"]
+    if kind == "literal_error":
+        return f"{place} {_as_json(given)} must be {_as_json(error['ctx']['expected'])}"
+    shown = "" if kind in ("value_error", "missing") else f" (given: {given})"
+    return f"{place}: {complaint(error)}{shown}"
+
+
+def _as_json(value: str) -> str:
+    return value.lower() if value in ("True", "False") else value

@@ -9,15 +9,15 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ImagesEncoder, ImageText
 from omnibal.families.deepseek import DeepseekV3Text
-from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.hub_table import HubTable
 from omnibal.families.vision import processor_of
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder, ImageText
 
 
-class _Images(NamedTuple):
+class Images(NamedTuple):
     """What a release's processor does with an image."""
 
     patches: int
@@ -26,14 +26,14 @@ class _Images(NamedTuple):
     text: ImageText
 
 
-_OWN = _Images(
+KIMI_VL = Images(
     4096,
     None,
     ImageText(
         before="<|media_start|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
     ),
 )
-_LATER = _Images(
+KIMI_K2_5 = Images(
     16_384,
     512,
     ImageText(
@@ -43,10 +43,11 @@ _LATER = _Images(
 
 
 class _Whole(WholeTable):
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        # The language model's table says how many words there are; the rest is of the processor.
-        {"vocab_size", "video_placeholder", "use_unified_vision_chunk"}
-    )
+    without_effect: ClassVar[frozenset[str]] = WholeTable.without_effect | {
+        # Of the processor.
+        "video_placeholder",
+        "use_unified_vision_chunk",
+    }
 
     projection_hidden_size: PositiveInt | None = None
     projection_layer_norm_eps: PositiveFloat = 1e-5
@@ -87,20 +88,12 @@ class MoonVit(HubTable):
     rope_parameters: dict[str, Any] | None = None
 
 
-def read_kimi_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Kimi-VL."""
-    return _read(given, name, path, _OWN)
+def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Kimi-VL, and Kimi-K2.5, frames of whose videos are planned as images.
 
-
-def read_kimi_k2_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Kimi-K2.5; frames of its videos are planned as images, though four share their tokens."""
-    return _read(given, name, path, _LATER)
-
-
-def _read(given: dict[str, Any], name: str, path: Path, images: _Images) -> ModelConfig:
-    whole = as_table(_Whole, given, str(path))
-    table = as_table(MoonVit, whole.vision_config, inner(path, "vision_config"))
-    language = as_table(DeepseekV3Text, whole.text_config, inner(path, "text_config"))
+    Four of them share their tokens.
+    """
+    whole, table, language = read_whole(_Whole, MoonVit, DeepseekV3Text, given, path)
     if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
         raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")
     for width in (whole.projection_hidden_size, table.mm_hidden_size):

@@ -9,20 +9,14 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ImagesEncoder
-from omnibal.families.hub_table import as_table
 from omnibal.families.text import Qwen3Text
-from omnibal.families.vision import VisionTable, pixels
-from omnibal.families.whole import WholeTable, inner, vision_language
+from omnibal.families.vision import Square, VisionTable, pixels
+from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
 
 _PIXELS = {"least": 56 * 56, "most": 3_240_000}
-"""Of the released models."""
-
-
-class _Whole(WholeTable):
-    # The language model's table says how many words there are.
-    without_effect: ClassVar[frozenset[str]] = frozenset({"vocab_size"})
+"""Pixels of the released models."""
 
 
 class RiceVit(VisionTable):
@@ -36,7 +30,7 @@ class RiceVit(VisionTable):
     hidden_act: Literal["gelu"] = "gelu"
     intermediate_size: PositiveInt = 4096
     num_heads: PositiveInt = 16
-    patch_size: PositiveInt | list[PositiveInt] = 14
+    patch_size: Square = 14
     temporal_patch_size: PositiveInt = 1
     layer_norm_eps: PositiveFloat = 1e-5
     text_hidden_size: PositiveInt = 2560
@@ -44,9 +38,7 @@ class RiceVit(VisionTable):
 
 def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """LLaVA-OneVision-1.5."""
-    whole = as_table(_Whole, given, str(path))
-    table = as_table(RiceVit, whole.vision_config, inner(path, "vision_config"))
-    text = as_table(Qwen3Text, whole.text_config, inner(path, "text_config"))
+    whole, table, text = read_whole(WholeTable, RiceVit, Qwen3Text, given, path)
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,

@@ -1,30 +1,35 @@
-"""Models as `--model` names them: presets, files of their own, and a hub's `config.json`."""
+"""Models as `--model` names them: presets, also by hub id, files, and a hub's `config.json`."""
 
+import re
+from difflib import get_close_matches
 from pathlib import Path
 
-from omnibal.config import ModelConfig, load_model, model_file, preset_names
-from omnibal.families.hub import (
-    CONFIG_FILE,
-    has_quantized_weights,
-    keys_not_understood,
-    read_hub_config,
-)
-from omnibal.limits import words
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_toml_model
+from omnibal.families.folder import CONFIG_FILE
+from omnibal.families.hub import config_notes, read_hub_config
+from omnibal.model.config import ModelConfig, load_model, model_file, preset_names
+
+_IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
 
 
 def named_model(name_or_path: str) -> ModelConfig:
-    """Read the model preset of that name, the TOML file, or a hub's `config.json` or its folder.
+    """Read the model preset of that name or hub id, the TOML file, or a hub's `config.json` or its
+    folder.
 
     Raises:
         UserError: there is no such preset or file, or it is not a model that is understood.
     """
-    path = _hub_file(name_or_path)
-    return load_model(name_or_path) if path is None else read_hub_config(path)
+    name = _preset_or_path(name_or_path)
+    path = _hub_file(name)
+    return load_model(name) if path is None else read_hub_config(path)
 
 
 def named_model_file(name_or_path: str) -> Path:
     """File that `named_model` reads."""
-    return _hub_file(name_or_path) or model_file(name_or_path)
+    name = _preset_or_path(name_or_path)
+    return _hub_file(name) or model_file(name)
 
 
 def model_notes(name_or_path: str) -> list[str]:
@@ -33,17 +38,37 @@ def model_notes(name_or_path: str) -> list[str]:
     Raises:
         UserError: its file cannot be read.
     """
-    path = _hub_file(name_or_path)
-    if path is None:
-        return []
-    notes: list[str] = []
-    if has_quantized_weights(path):
-        stored = f"{path} has a quantization_config"
-        notes.append(f"{stored}: weights are planned in --precision, not as they are stored")
-    unread = keys_not_understood(path)
-    if unread:
-        notes.append(f"{path} has keys that are not understood, {words(unread)}: planned without")
-    return notes
+    name = _preset_or_path(name_or_path)
+    path = _hub_file(name)
+    if path is not None:
+        return config_notes(path)
+    return [] if name == name_or_path else [f"{name_or_path} is planned as the preset {name}"]
+
+
+def hub_ids() -> dict[str, list[str]]:
+    """Ids on Hugging Face's hub of the models that presets are of, by preset."""
+    return read_toml_model(dict[str, list[str]], _IDS_FILE, "install omnibal again")
+
+
+def _preset_or_path(given: str) -> str:
+    """The preset of a hub id; anything else is returned as it is.
+
+    Raises:
+        UserError: it has the form of a hub id, and is neither a path nor one of a preset.
+    """
+    if _HUB_ID.fullmatch(given) is None or Path(given).exists():
+        return given
+    presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}
+    if given.lower() in presets:
+        return presets[given.lower()]
+    near = get_close_matches(given.lower(), presets, n=1)
+    hint = f" (the nearest preset is {presets[near[0]]!r})" if near else ""
+    raise UserError(
+        f"{given!r} is neither a file nor a folder, nor the hub id of a preset{hint}, and nothing "
+        "is downloaded; download config.json of that model into a folder, for images with its "
+        "preprocessor_config.json, and to count samples with its tokenizer's files "
+        "(tokenizer.json, tokenizer_config.json), and pass --model FOLDER and --tokenizer FOLDER"
+    )
 
 
 def _hub_file(name_or_path: str) -> Path | None:

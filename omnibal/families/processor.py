@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, PositiveInt
 
-from omnibal.errors import UserError
-from omnibal.files import parse_json_model, read_text
+from omnibal.base.errors import UserError
+from omnibal.base.files import parse_json_model, read_text
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
 _REMEDY = "correct it, or move it away to plan with the family's defaults"

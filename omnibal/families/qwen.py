@@ -8,47 +8,39 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ImagesEncoder, VideoConfig
-from omnibal.families.hub_table import HubTable, as_table
-from omnibal.families.released_language import auxiliary_loss
+from omnibal.families.hub_table import HubTable
 from omnibal.families.text import (
-    GroupedText,
+    LayeredText,
     Qwen2Text,
     Qwen3MoeText,
     Qwen3Text,
+    RoutedKeys,
     TextTable,
-    check_layer_types,
     runs_of,
 )
-from omnibal.families.vision import VisionTable, pixels, square
-from omnibal.families.whole import WholeTable, family_model, inner, vision_language
-from omnibal.layers import ExpertsConfig, LayerKind, LinearAttention
+from omnibal.families.vision import Square, VisionTable, pixels, square
+from omnibal.families.whole import WholeTable, read_whole, vision_language
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, VideoConfig
+from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
 _OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
-"""Of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
+"""Pixels of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
-"""Of the released Qwen3-VL and Qwen3.5."""
+"""Pixels of the released Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
     min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
 )
-"""Of theirs too: 24,576 tokens' pixels in all frames together."""
-
-
-class _Whole(WholeTable):
-    without_effect: ClassVar[frozenset[str]] = frozenset({"language_model_only"})
-
-
-class _OlderWhole(_Whole):
-    inner_ties_too: ClassVar[bool] = True
+"""Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
 
 
 class Qwen25VLText(Qwen2Text):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
     default_theta: ClassVar[float] = 1_000_000.0
+    inner_ties_too: ClassVar[bool] = True
 
     vocab_size: PositiveInt = 152_064
     hidden_size: PositiveInt = 8192
@@ -73,7 +65,7 @@ class Qwen2VLVision(HubTable):
     mlp_ratio: PositiveFloat = 4
     num_heads: PositiveInt = 16
     in_channels: Literal[3] = 3
-    patch_size: PositiveInt | list[PositiveInt] = 14
+    patch_size: Square = 14
     spatial_merge_size: PositiveInt = 2
     temporal_patch_size: PositiveInt = 2
     rope_parameters: dict[str, Any] | None = None
@@ -93,7 +85,7 @@ class Qwen25VLVision(VisionTable):
     hidden_act: Literal["silu"] = "silu"
     intermediate_size: PositiveInt = 3420
     num_heads: PositiveInt = 16
-    patch_size: PositiveInt | list[PositiveInt] = 14
+    patch_size: Square = 14
     window_size: PositiveInt = 112
     out_hidden_size: PositiveInt = 3584
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
@@ -130,7 +122,7 @@ class Qwen3VLVision(VisionTable):
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     intermediate_size: PositiveInt = 4304
     num_heads: PositiveInt = 16
-    patch_size: PositiveInt | list[PositiveInt] = 16
+    patch_size: Square = 16
     out_hidden_size: PositiveInt = 3584
     num_position_embeddings: PositiveInt = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
@@ -142,7 +134,7 @@ class Qwen35Vision(Qwen3VLVision):
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
-class HybridText(TextTable):
+class HybridText(LayeredText):
     """Language model of Qwen3.5: three layers of the gated delta rule, then one of attention."""
 
     older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
@@ -172,11 +164,6 @@ class HybridText(TextTable):
     mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
     """Released dense files have an empty list too."""
 
-    @model_validator(mode="after")
-    def _has_a_type_for_each_layer(self) -> "HybridText":
-        check_layer_types(self.layer_types, self.num_hidden_layers)
-        return self
-
     @property
     def experts(self) -> ExpertsConfig | None:
         """Experts of every layer; None where feed-forwards are dense."""
@@ -190,11 +177,6 @@ class HybridText(TextTable):
     @property
     def kinds(self) -> list[LayerKind]:
         """Kind of every layer."""
-        every = self.full_attention_interval
-        types = self.layer_types or tuple(
-            "linear_attention" if (at + 1) % every else "full_attention"
-            for at in range(self.num_hidden_layers)
-        )
         linear = LinearAttention(
             key_heads=self.linear_num_key_heads,
             value_heads=self.linear_num_value_heads,
@@ -203,8 +185,8 @@ class HybridText(TextTable):
             convolution_width=self.linear_conv_kernel_dim,
         )
         return [
-            LayerKind(linear=linear if kind == "linear_attention" else None, experts=self.experts)
-            for kind in types
+            LayerKind(linear=None if is_full else linear, experts=self.experts)
+            for is_full in self.full_layers(self.full_attention_interval)
         ]
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
@@ -222,8 +204,8 @@ class HybridText(TextTable):
         )
 
 
-class HybridMoeText(HybridText):
-    """The same with experts in every layer, and a shared one behind a gate."""
+class HybridMoeText(RoutedKeys, HybridText):
+    """Language model of Qwen3.5 with experts in every layer, and a shared one behind a gate."""
 
     hidden_size: PositiveInt = 2048
     intermediate_size: PositiveInt | None = None
@@ -234,24 +216,15 @@ class HybridMoeText(HybridText):
     num_experts_per_tok: PositiveInt = 8
     num_experts: PositiveInt = 256
     norm_topk_prob: Literal[True] = True
-    router_aux_loss_coef: float = 0.001
-    output_router_logits: bool = False
     decoder_sparse_step: Literal[1] = 1
 
     @property
     def experts(self) -> ExpertsConfig | None:
         """Experts of every layer."""
-        return ExpertsConfig(
-            experts=self.num_experts,
-            experts_per_token=self.num_experts_per_tok,
-            ffn_hidden_size=self.moe_intermediate_size,
+        return self.experts_of(
+            self.num_hidden_layers,
             shared_ffn_hidden_size=self.shared_expert_intermediate_size,
             shared_gate=True,
-            auxiliary_loss=auxiliary_loss(
-                self.router_aux_loss_coef, self.num_experts_per_tok, self.num_hidden_layers
-            )
-            if self.output_router_logits
-            else 0.0,
         )
 
     @property
@@ -262,8 +235,8 @@ class HybridMoeText(HybridText):
 
 def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen2-VL, of files as those of Qwen2.5-VL are."""
-    whole = as_table(_OlderWhole, _with_text_table(given), str(path))
-    table = as_table(Qwen2VLVision, whole.vision_config, inner(path, "vision_config"))
+    given = _with_text_table(given)
+    whole, table, text = read_whole(WholeTable, Qwen2VLVision, Qwen25VLText, given, path)
     sizes = {
         "layers": table.depth,
         "hidden_size": table.embed_dim,
@@ -282,15 +255,13 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         **pixels(path, sizes, **_OLDER_PIXELS),
         video=VideoConfig(),
     )
-    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
     return vision_language(name, whole, text, encoder, table.hidden_size)
 
 
 def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen2.5-VL, of files with the language model's keys outside, in a table, or both."""
     given = _with_text_table(given)
-    whole = as_table(_OlderWhole, given, str(path))
-    table = as_table(Qwen25VLVision, whole.vision_config, inner(path, "vision_config"))
+    whole, table, text = read_whole(WholeTable, Qwen25VLVision, Qwen25VLText, given, path)
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -303,7 +274,6 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         **pixels(path, sizes, **_OLDER_PIXELS),
         video=VideoConfig(),
     )
-    text = as_table(Qwen25VLText, whole.text_config, inner(path, "text_config"))
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
 
@@ -335,43 +305,15 @@ def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
     return outside
 
 
-def read_qwen3_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen3-VL, dense."""
-    return _newer(given, name, path, Qwen3VLText, Qwen3VLVision)
-
-
-def read_qwen3_vl_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen3-VL with experts."""
-    return _newer(given, name, path, Qwen3VLMoeText, Qwen3VLVision)
-
-
-def read_qwen3_5(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen3.5, 3.6 and 3.8, dense."""
-    return _newer(given, name, path, HybridText, Qwen35Vision)
-
-
-def read_qwen3_5_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen3.5, 3.6 and 3.8 with experts."""
-    return _newer(given, name, path, HybridMoeText, Qwen35Vision)
-
-
-def read_qwen3_5_text(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """The language model of Qwen3.5 alone."""
-    kind = HybridMoeText if "moe" in str(given.get("model_type")) else HybridText
-    table = as_table(kind, given, str(path))
-    language = table.language(tied_head=table.is_tied())
-    return family_model(name, language)
-
-
-def _newer(
+def read_newer(
+    text: type[TextTable],
+    vision: type[Qwen3VLVision],
     given: dict[str, Any],
     name: str,
     path: Path,
-    text: type[HybridText] | type[GroupedText],
-    vision: type[Qwen3VLVision],
 ) -> ModelConfig:
-    whole = as_table(_Whole, given, str(path))
-    table = as_table(vision, whole.vision_config, inner(path, "vision_config"))
+    """Qwen3-VL, and Qwen3.5, 3.6 and 3.8, by the tables of their language model and tower."""
+    whole, table, language = read_whole(WholeTable, vision, text, given, path)
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -382,10 +324,4 @@ def _newer(
         **pixels(path, sizes, **_NEWER_PIXELS),
         video=_NEWER_VIDEO,
     )
-    return vision_language(
-        name,
-        whole,
-        as_table(text, whole.text_config, inner(path, "text_config")),
-        encoder,
-        table.out_hidden_size,
-    )
+    return vision_language(name, whole, language, encoder, table.out_hidden_size)

@@ -1,45 +1,50 @@
 """The outer table of a vision-language model, and the model that its two inner ones make."""
 
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeVar
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import Encoder
-from omnibal.families.hub_table import HubTable
+from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.text import TextTable
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import Encoder
+
+Vision = TypeVar("Vision", bound=HubTable)
+Text = TypeVar("Text", bound=TextTable)
+Whole = TypeVar("Whole", bound="WholeTable")
 
 
 class WholeTable(HubTable):
     """Outer table: those of the language model and the tower, and whether the head is tied."""
 
-    tied_by_default: ClassVar[bool] = False
-    inner_ties_too: ClassVar[bool] = False
-    """Whether Transformers ties heads where only the inner table says so, despite the outer one."""
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        # The language model's table says how many words there are.
+        {"vocab_size", "language_model_only"}
+    )
 
     text_config: dict[str, Any] | None = None
     vision_config: dict[str, Any] | None = None
     tie_word_embeddings: bool | None = None
 
 
-class TextLike(Protocol):
-    """Table of a language model."""
+def read_whole(
+    kind: type[Whole],
+    vision: type[Vision],
+    text: type[Text],
+    given: dict[str, Any],
+    path: Path,
+) -> tuple[Whole, Vision, Text]:
+    """Read the outer table of a file, and the tables of the tower and the language model in it.
 
-    @property
-    def hidden_size(self) -> int:
-        """Width of a token."""
-
-    def is_tied(self, outer: bool | None = None, *, by_default: bool = False) -> bool:
-        """Whether the head is the token embedding."""
-
-    def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+    Raises:
+        UserError: a key is unknown, or has a value that the family cannot have.
+    """
+    whole = as_table(kind, given, str(path))
+    tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
+    return whole, tower, as_table(text, whole.text_config, f"{path}: text_config")
 
 
 def vision_language(
-    name: str,
-    whole: WholeTable,
-    text: TextLike,
-    encoder: Encoder,
-    output_size: int,
+    name: str, whole: WholeTable, text: TextTable, encoder: Encoder, output_size: int
 ) -> ModelConfig:
     """Put a model of one tower and a language model together.
 
@@ -54,21 +59,7 @@ def vision_language(
             f"the projector makes tokens of width {output_size}, and the language model takes "
             f"hidden_size {text.hidden_size}; both must be alike"
         )
-    tied = text.is_tied(whole.tie_word_embeddings, by_default=whole.tied_by_default)
-    tied = tied or (whole.inner_ties_too and text.is_tied())
-    language = text.language(tied_head=tied)
-    return family_model(name, language, {"vision": encoder})
-
-
-def family_model(
-    name: str, language: LanguageConfig, encoders: dict[str, Encoder] | None = None
-) -> ModelConfig:
-    """A model whose conversations are written by the template that comes with its tokenizer."""
+    language = text.language(tied_head=text.is_tied(whole.tie_word_embeddings))
     return ModelConfig(
-        name=name, encoders=encoders or {}, language=language, chat_template="tokenizer"
+        name=name, encoders={"vision": encoder}, language=language, chat_template="tokenizer"
     )
-
-
-def inner(path: Path, table: str) -> str:
-    """What begins a message about an inner table."""
-    return f"{path}: {table}"

@@ -7,8 +7,7 @@ else is taken for a flag here: what is not known is kept and not judged.
 import re
 from collections.abc import Mapping, Sequence
 
-from omnibal.errors import UserError
-from omnibal.limits import words as joined_words
+from omnibal.base.errors import UserError
 from omnibal.lint.flags import (
     DEFAULTS,
     FIELDS,
@@ -26,11 +25,9 @@ from omnibal.lint.flags import (
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.script import Command, Script, read_script
 from omnibal.lint.shell_values import UNKNOWN, shown, unknown_names
-from omnibal.parallel import MAX_DEVICES
+from omnibal.model.limits import words as joined_words
+from omnibal.model.parallel import MAX_DEVICES
 
-_OF_LOONGFORGE = frozenset(
-    ("custom-pipeline-layers", "custom-virtual-pipeline-layers", "custom-pipeline-recompute-layers")
-)
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
@@ -38,6 +35,7 @@ _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?
 _LAYOUT_PART = re.compile(r"(?=.*[tmL])[EtmL*\d]+")
 _WRITTEN = re.compile(r"\A(\w+)\Z")
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
+_OF_LOONGFORGE = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
 _MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
 
 
@@ -65,7 +63,7 @@ def read_launch(
     _check_continued(text, script)
     command = _launch_command(script, line_number)
     _check_quoted(script, command)
-    flags = read_flags(command.words, lambda word: UNKNOWN.fullmatch(word) is not None)
+    flags = read_flags(command.words)
     by_name = {canonical(name): value for name, value in flags.items()}
     _check_known(script, command, by_name)
     launcher = launcher or _launcher_of(command.words, flags, by_name)
@@ -73,15 +71,13 @@ def read_launch(
     marks = unknown_names(" ".join(command.words))
     return Launch.model_validate(
         {
+            **_fields(settings),
             "launcher": launcher,
             "flags": {name: None if text is None else shown(text) for name, text in flags.items()},
             "gpus": gpus or _gpus_of(by_name, command.environment),
             "environment": {name: shown(text) for name, text in command.environment.items()},
             "unknown": tuple(dict.fromkeys(marks)),
         }
-        | _sizes(settings)
-        | _recomputing(launcher, settings)
-        | {"frozen": _frozen(settings), "sequence_length": _length(settings)}
     )
 
 
@@ -138,11 +134,9 @@ def _check_quoted(script: Script, command: Command) -> None:
     Raises:
         UserError: there is one.
     """
-    names = {canonical(name) for name in read_flags(command.words, lambda word: False)}
     later = [one for one in script.commands if one.line == command.line and one is not command]
-    if "pipeline-model-parallel-layout" in names and any(
-        _LAYOUT_PART.fullmatch(one.words[0]) for one in later
-    ):
+    has_layout = "pipeline-model-parallel-layout" in _flag_names(command.words)
+    if has_layout and any(_LAYOUT_PART.fullmatch(one.words[0]) for one in later):
         raise UserError(
             "the layout has a | that is not quoted, which a shell takes for a pipe; put the layout "
             "into quotes, such as --pipeline-model-parallel-layout 'Et*3|t*3L'"
@@ -160,7 +154,7 @@ def _nested(command: Command) -> Sequence[Command]:
 
 
 def _read_again(text: str, command: Command) -> list[Command]:
-    """Commands of a text that a command gives to a shell, once more with what is not known."""
+    """Commands of the text that a command gives to a shell."""
     text = UNKNOWN.sub(lambda mark: _WRITTEN.sub(r"${\1}", mark[1]), text)
     return [
         Command(words=one.words, environment=command.environment, line=command.line)
@@ -175,8 +169,11 @@ def _is_launch(command: Command) -> bool:
 
 
 def _has_flag(words: Sequence[str]) -> bool:
-    names = {canonical(name) for name in read_flags(words, lambda word: False)}
-    return bool(names & {*FIELDS, _SPLIT_BY_CHUNK})
+    return not _flag_names(words).isdisjoint((*FIELDS, _SPLIT_BY_CHUNK))
+
+
+def _flag_names(words: Sequence[str]) -> set[str]:
+    return set(map(canonical, read_flags(words)))
 
 
 def _check_known(script: Script, command: Command, by_name: Mapping[str, str | None]) -> None:
@@ -187,7 +184,7 @@ def _check_known(script: Script, command: Command, by_name: Mapping[str, str | N
     """
     asked: dict[str, str] = {}
     for variable in unknown_names(" ".join(command.words)):
-        possible = read_flags(script.variables.possible.get(variable, ()), lambda word: False)
+        possible = read_flags(script.variables.possible.get(variable, ()))
         judged = [f"--{name}" for name in possible if canonical(name) in _MARKED]
         if judged:
             asked[variable] = f"${variable}, which may have {judged[0]}"
@@ -210,7 +207,7 @@ def _check_known(script: Script, command: Command, by_name: Mapping[str, str | N
 
 
 def _setting(name: str, script: Script) -> str:
-    """How a variable is given; with the words that it has for certain, where more may be added."""
+    """The option that gives a variable, with the words that it has for certain."""
     known = script.variables.without_rest(name)
     if known is None:
         return f"--set {name}=VALUE"
@@ -241,7 +238,7 @@ def _launcher_of(
 
 
 def _gpus_of(by_name: Mapping[str, str | None], environment: Mapping[str, str]) -> int | None:
-    """Processes of the job, where the command says both numbers; a job is of one node else."""
+    """GPUs of the job: processes a node, where that is told, times nodes, by default one."""
     if "num-gpus" in by_name:
         return _count(by_name["num-gpus"])
     a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
@@ -256,8 +253,8 @@ def _count(text: str | None) -> int | None:
     return count if count is not None and 1 <= count <= MAX_DEVICES else None
 
 
-def _sizes(settings: Mapping[str, str | None]) -> dict[str, object]:
-    """Fields of a launch that flags give directly."""
+def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
+    """Fields of a launch that flags give."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
     fields = {
         FIELDS[name][0]: FIELDS[name][1](f"--{name}", text)
@@ -268,29 +265,11 @@ def _sizes(settings: Mapping[str, str | None]) -> dict[str, object]:
         read = FIELDS["custom-pipeline-layers"][1]
         fields["layers_by_stage"] = read(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
         fields["is_by_chunk"] = True
-    return fields
-
-
-def _recomputing(launcher: Launcher, settings: Mapping[str, str | None]) -> dict[str, object]:
-    """What is recomputed; None where the words are none of Megatron's, which a rule tells."""
-    granularity, method = settings.get("recompute-granularity"), settings.get("recompute-method")
-    if "recompute-activations" in settings and is_on(settings["recompute-activations"]):
-        granularity = "selective"
-    return {
-        "recompute": granularity if granularity in ("full", "selective") else None,
-        "recompute_method": method if method in ("block", "uniform") else None,
-    }
-
-
-def _frozen(settings: Mapping[str, str | None]) -> tuple[str, ...]:
-    parts = [part for name, part in FROZEN.items() if name in settings and is_on(settings[name])]
-    return tuple(dict.fromkeys(parts))
-
-
-def _length(settings: Mapping[str, str | None]) -> int | None:
-    name = next((name for name in LENGTHS if name in settings), None)
-    if name is None or is_nothing(settings[name]):
-        return None
-    read = FIELDS["micro-batch-size"][1]
-    length: int = read(f"--{name}", settings[name])
-    return length
+    if is_on(given.get("recompute-activations", "false")):
+        fields["recompute"] = "selective"
+    frozen = [part for name, part in FROZEN.items() if is_on(given.get(name, "false"))]
+    length = next((name for name in LENGTHS if name in settings), None)
+    if length in given:
+        read = FIELDS["micro-batch-size"][1]
+        fields["sequence_length"] = read(f"--{length}", given[length])
+    return fields | {"frozen": tuple(dict.fromkeys(frozen))}

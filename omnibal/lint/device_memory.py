@@ -21,20 +21,21 @@ all-to-all (`ClusterConfig.peer_bytes`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from omnibal.base.frozen import Frozen
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.feed_forward_counts import ROUTED
-from omnibal.frozen import Frozen
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, Level
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.units import LANGUAGE_EMBED
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import counts_of_runs, unit_runs
+from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
-from omnibal.units import LANGUAGE_EMBED
 
 _LEFT_SHARE, _LEFT_GIB = 0.1, 0.5
 _CONTEXT_GIB = 0.5
 _PAIR_MIB, _GROUP_MIB = 544, 688
+"""What these are set by is said above."""
 _COPIES = 5
 """Copies of its rows that a layer with experts makes and does not keep."""
 
@@ -43,26 +44,26 @@ class DeviceMemory(Frozen):
     """Most memory of one device of a stage."""
 
     allocated_gib: float
-    """Of tensors, as `torch.cuda.max_memory_allocated` counts."""
+    """Memory of tensors, as `torch.cuda.max_memory_allocated` counts it."""
     reserved_gib: float
-    """Of tensors and blocks for them, as `torch.cuda.max_memory_reserved` counts."""
+    """Memory of tensors and blocks for them, as `torch.cuda.max_memory_reserved` counts it."""
     device_gib: float
-    """Of all, as a monitor of the device counts."""
+    """All memory in use, as a monitor of the device counts it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Besides:
-    """What a device of a stage holds besides tensors."""
+class DeviceOverhead:
+    """Memory of a device of a stage that holds no tensors."""
 
     peers_gib: float
     """Part of the predicted peak that is NCCL's, for ranks that share out experts."""
     idle_gib: float
-    """Blocks of torch's allocator, whatever comes and goes in passes."""
+    """Blocks of torch's allocator that are idle at the peak, besides a share of the passes'."""
     outside_gib: float
-    """Outside of torch, those for peers included."""
+    """Memory outside of torch: CUDA's context and NCCL's buffers, those for peers included."""
 
-    def of(self, state_gib: float, passes_gib: float) -> DeviceMemory:
-        """Memory with so much state, and so much in passes, peers included."""
+    def memory(self, state_gib: float, passes_gib: float) -> DeviceMemory:
+        """Memory of the device, given its model state and what passes take, peers included."""
         passes_gib -= self.peers_gib
         allocated_gib = state_gib + passes_gib
         reserved_gib = allocated_gib + self.idle_gib + _LEFT_SHARE * passes_gib
@@ -73,12 +74,12 @@ class Besides:
         )
 
 
-def besides(
+def device_overheads(
     job: JobSpec, levels: Sequence[Level], stages: Sequence[Stage], workload: Workload
-) -> list[Besides]:
-    """What devices of every stage hold besides tensors; nothing where the cluster is of CPUs."""
+) -> list[DeviceOverhead]:
+    """Memory without tensors of a device of every stage; none where the cluster is of CPUs."""
     if "CPU" in job.cluster.device:
-        return [Besides(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
+        return [DeviceOverhead(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
     cost = job.cost_of_all(levels)
     embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.weight_bytes_per_parameter
     routed = _routed_bytes(job, workload)
@@ -90,7 +91,7 @@ def besides(
         peers_gib = with_experts * cost.expert_peer_bytes / GIB
         rows = _COPIES * max((each for name, each in routed.items() if name in held), default=0)
         found.append(
-            Besides(
+            DeviceOverhead(
                 peers_gib=peers_gib,
                 idle_gib=_LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB,
                 outside_gib=_CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib,
@@ -100,7 +101,7 @@ def besides(
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
-    """Rows of the largest micro-batch in a layer of every kind whose experts ranks share out."""
+    """Bytes of the largest micro-batch's routed rows, by kind of layer; empty without EP."""
     if job.parallel.expert == 1:
         return {}
     largest = workload.features.max(axis=0)

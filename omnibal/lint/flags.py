@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from omnibal.errors import UserError
-from omnibal.frozen import MAX_COUNT
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
 from omnibal.lint.launch import Launcher
+from omnibal.lint.shell_values import UNKNOWN
 
 SHORT = {
     "tp": "tensor_model_parallel_size",
@@ -25,12 +26,11 @@ SHORT = {
     "ng": "num_gpus",
 }
 """Short flags of Megatron-Bridge's runner of recipes, without their dash, and their long names."""
-_SECTIONS = frozenset(
-    (
-        *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
-        *("mixed_precision", "comm_overlap"),
-    )
+_SECTIONS = (
+    *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
+    *("mixed_precision", "comm_overlap"),
 )
+"""Sections of a recipe's configuration, of which an override sets a field."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _NOTHING = ("none", "null", "")
@@ -44,13 +44,11 @@ def canonical(name: str) -> str:
     return SHORT.get(name, name).replace("_", "-")
 
 
-def read_flags(words: Sequence[str], is_unknown: Callable[[str], bool]) -> dict[str, str | None]:
+def read_flags(words: Sequence[str]) -> dict[str, str | None]:
     """Flags and overrides of a command, by their names as written without leading dashes.
 
-    Args:
-        words: of the command; those before its first flag, and the program's name, are none.
-        is_unknown: whether a word is a variable that is not known, which may stand for anything; it
-            is a flag's value only where that has none yet.
+    A word that is not known may stand for anything; it is a flag's value only where that has none
+    yet.
     """
     flags: dict[str, str | None] = {}
     last: str | None = None
@@ -61,7 +59,7 @@ def read_flags(words: Sequence[str], is_unknown: Callable[[str], bool]) -> dict[
         elif flag is not None:
             flags[flag[1]] = flag[2]
             last = None if flag[2] is not None else flag[1]
-        elif last is not None and not (is_unknown(word) and flags[last] is not None):
+        elif last is not None and not (UNKNOWN.fullmatch(word) and flags[last] is not None):
             before = flags[last]
             flags[last] = word if before is None else f"{before} {word}"
     return flags
@@ -104,8 +102,9 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...]:
     return tuple(_whole(name, part) for part in (text or "").split(",") if part.strip())
 
 
-def _text(name: str, text: str | None) -> str | None:
-    return text
+def _one_of(*words: str) -> Callable[[str, str | None], str | None]:
+    """A reader of one of some words; of any other it makes None, and a rule tells."""
+    return lambda name, text: text if text in words else None
 
 
 def words_of(text: str | None) -> tuple[str, ...]:
@@ -142,8 +141,8 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "custom-pipeline-layers": ("layers_by_stage", _numbers),
     "account-for-embedding-in-pipeline-split": ("account_for_embedding", _switch),
     "account-for-loss-in-pipeline-split": ("account_for_loss", _switch),
-    "recompute-granularity": ("recompute", _text),
-    "recompute-method": ("recompute_method", _text),
+    "recompute-granularity": ("recompute", _one_of("full", "selective")),
+    "recompute-method": ("recompute_method", _one_of("block", "uniform")),
     "recompute-num-layers": ("recompute_layers", _whole),
     "custom-pipeline-recompute-layers": ("recompute_by_stage", _numbers),
     "recompute-modules": ("recompute_modules", _words),

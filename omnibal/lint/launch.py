@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from omnibal.frozen import Frozen
+from omnibal.base.frozen import Frozen
 
 Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
 """Whether the trainer ends before its first step, or at it, drops the flag silently, or runs."""
@@ -27,24 +27,25 @@ class Launch(Frozen):
     flags: dict[str, str | None]
     """Every flag as it stands, by its name without dashes; None for a switch without a value."""
     gpus: int | None = None
-    """Processes of the job: of torchrun's or the script's variables, or of --gpus."""
+    """Processes of the job, by torchrun's flags, the script's variables or --gpus."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """None where the launcher's own default holds."""
+    """Tensor ranks that divide an expert; None where the launcher's own default holds."""
     virtual: int | None = None
     """Chunks of a stage, of whichever flag gives them."""
     layers_per_virtual_stage: int | None = None
     sequence_parallel: bool = False
     first_layers: int | None = None
-    """Layers of the language model on the first stage; on the last one below."""
+    """Layers of the language model on the first stage."""
     last_layers: int | None = None
+    """Layers of the language model on the last stage."""
     layout: str | tuple[tuple[str, ...], ...] | None = None
     """Layers by stage and chunk, as Megatron's string or as lists of words."""
     layers_by_stage: tuple[int, ...] | None = None
-    """Of LoongForge's `--custom-pipeline-layers`; by chunk, chunk-major, where `is_by_chunk`."""
+    """Layers by stage of `--custom-pipeline-layers`; by chunk, chunk-major, if `is_by_chunk`."""
     is_by_chunk: bool = False
     account_for_embedding: bool = False
     account_for_loss: bool = False
@@ -55,8 +56,9 @@ class Launch(Frozen):
     recompute_modules: tuple[str, ...] = ()
     recompute_encoders: bool = False
     micro_batch: int | None = None
-    """Samples, or packs, of a micro-batch; of a step below."""
+    """Samples, or packs, of a micro-batch."""
     global_batch: int | None = None
+    """Samples, or packs, of a step."""
     sequence_length: int | None = None
     """Tokens of a micro-batch's sample, or of a pack."""
     prediction_layers: int | None = None

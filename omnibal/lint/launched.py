@@ -5,41 +5,46 @@ What of a line this project's costs do not have is said in a note, and what stan
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, with_imbalance
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import Steps, deal_steps, size_load
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import UserError
-from omnibal.fp8 import TRAINED_FP8, Fp8
-from omnibal.job import JobSpec, limits_of
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
-from omnibal.lint.flags import words_of
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Shapes
+from omnibal.job.plan_data import (
+    SampleData,
+    caps_of_tokens,
+    data_at_caps,
+    limited_features,
+    shape_caps,
+)
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import precision_of
-from omnibal.lint.not_counted import (
+from omnibal.lint.split import layers_by_chunk
+from omnibal.lint.unmodelled_flags import (
     accumulates_in_products,
     cuts_samples,
     has_engine,
     is_adapter,
     notes_on,
 )
-from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel, expert_counts
+from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
+from omnibal.model.fp8 import TRAINED_FP8, Fp8
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps, words
+from omnibal.model.parallel import Parallel, expert_counts
+from omnibal.model.runtime import RuntimeOptions
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.model.units import LANGUAGE, model_parts
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.pipeline.units import stages_from_cuts, unit_words
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Shapes
-from omnibal.plan_data import SampleData, caps_of_tokens, data_at_caps, limited_features, shape_caps
-from omnibal.runtime import RuntimeOptions
-from omnibal.targets import TARGETS, TargetName
-from omnibal.units import LANGUAGE, model_parts
+from omnibal.steps.steps import Steps, deal_steps, size_load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +52,7 @@ class Samples:
     """What micro-batches hold: samples of a dataset, or made-up ones of the line's length."""
 
     lengths: Lengths | None
-    """Of the dataset; None for samples of the sequence length, all alike."""
+    """A dataset's lengths; None for samples of the sequence length, all alike."""
     image_share: float
     """Share of a made-up sample's tokens that are images'."""
     image_tokens: int
@@ -78,11 +83,6 @@ class Launched:
     notes: tuple[str, ...]
     """What of the line is not counted, or counted as something else."""
 
-    @property
-    def encoder_number(self) -> int:
-        """Layers of an encoder that its stage recomputes, where a trainer has a switch for it."""
-        return _encoder_number(self.line, 0)
-
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
     """Make the job of a line that breaks no rule.
@@ -91,7 +91,6 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         UserError: something that the prediction needs is not given, or cannot be predicted.
     """
     _check_predictable(line)
-    assert line.launch.sequence_length is not None
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)
     job = JobSpec(
@@ -100,8 +99,9 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision=precision,
         frozen=_frozen(line, model),
-        **limits_of(TargetName(line.launch.launcher.value))
-        | {"runtime": _runtime_on(line, samples, runtime_of(line, fp8))},
+        trainer=TARGETS[TargetName(line.launch.launcher.value)].model_copy(
+            update={"runtime": _runtime_on(line, samples, runtime_of(line, fp8))}
+        ),
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -117,45 +117,33 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         has_samples=samples.lengths is not None,
         workload=job.workload(packs, lengths, levels),
         layers=layers,
-        stages=_with_recompute(line, _stages(job.model, layers), layers),
+        stages=_stages(line, job.model, layers),
         parts=parts,
         notes=(
             *expert_notes,
             *notes_on(line, chunks_are_simulated=bool(parts)),
-            *_notes_on_samples(line, samples),
-            *_notes_on_encoders(job),
+            *_notes_on_job(line, samples, job),
         ),
     )
 
 
 def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
-    """Runtime options on samples: made-up ones are all as long as the line says; a dataset's hide a
-    ring as one does that a token is in on average."""
+    """Runtime options with the lengths of samples, which decide how much attention hides a ring.
+
+    Made-up samples are as long as the line says; of a dataset it is the length of the sample that a
+    token is in on average.
+    """
     if samples.lengths is None:
-        return runtime.model_copy(update={"sample_tokens": _kernel_tokens(line)})
+        assert line.launch.sequence_length is not None
+        # A kernel of attention has a whole sample, but in a ring a rank's part of one.
+        parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
+        tokens = max(line.launch.sequence_length // parts, 1)
+        return runtime.model_copy(update={"sample_tokens": tokens})
     if runtime.ring_tokens is None:
         return runtime
-    tokens = samples.lengths.tokens.astype(np.float64)
-    of_token = max(int((tokens**2).sum() / max(tokens.sum(), 1)), 1)
+    lengths = samples.lengths.tokens.astype(np.float64)
+    of_token = max(int((lengths**2).sum() / max(lengths.sum(), 1)), 1)
     return runtime.model_copy(update={"ring_tokens": min(of_token, runtime.ring_tokens)})
-
-
-def _kernel_tokens(line: Line) -> int | None:
-    """Tokens of a sample in one kernel of attention: all, or in a ring a rank's part of them."""
-    tokens, context = line.launch.sequence_length, line.launch.context
-    if tokens is None:
-        return None
-    is_cut = context > 1 and (line.text("cp-comm-type") or "p2p") != "a2a"
-    return max(tokens // (context if is_cut else 1), 1)
-
-
-def _is_off(line: Line, name: str) -> bool:
-    """Whether a switch is given, and off."""
-    return name in line.flags and not line.on(name)
-
-
-_RINGS = ("p2p", "a2a+p2p")
-"""Exchanges of context-parallel ranks in which keys and values go round them."""
 
 
 def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
@@ -170,20 +158,16 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     """
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
-
-    def is_on(name: str) -> bool:
-        return line.on(name) if name in line.flags else is_bridge
-
-    exchange = line.text("cp-comm-type") or "p2p"
+    in_fp32 = line.on("grad-reduce-in-fp32", default=True)
     return RuntimeOptions(
-        overlap_gradients=is_on("overlap-grad-reduce"),
-        overlap_weights=is_on("overlap-param-gather"),
+        overlap_gradients=line.on("overlap-grad-reduce", default=is_bridge),
+        overlap_weights=line.on("overlap-param-gather", default=is_bridge),
         overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
-        ring_tokens=line.launch.sequence_length if exchange in _RINGS else None,
-        bf16_gradients=line.on("grad-reduce-in-bf16") or _is_off(line, "grad-reduce-in-fp32"),
+        ring_tokens=line.launch.sequence_length if line.is_ring else None,
+        bf16_gradients=line.on("grad-reduce-in-bf16") or not in_fp32,
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
-        fused_loss=is_on("cross-entropy-loss-fusion"),
-        fused_routing=is_on("moe-permute-fusion"),
+        fused_loss=line.on("cross-entropy-loss-fusion", default=is_bridge),
+        fused_routing=line.on("moe-permute-fusion", default=is_bridge),
         transformer_engine=has_engine(line),
         accumulates_in_products=accumulates_in_products(line),
         fp8=fp8,
@@ -191,7 +175,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     )
 
 
-def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
+def _notes_on_job(line: Line, samples: Samples, job: JobSpec) -> Iterator[str]:
     if samples.lengths is None and line.sizes.experts:
         yield (
             "made-up samples are routed evenly: ranks that share out experts have equally many "
@@ -203,9 +187,6 @@ def _notes_on_samples(line: Line, samples: Samples) -> Iterator[str]:
             "the line does not pack samples (--packing true), and is predicted as if it did: a "
             "micro-batch has samples of the sequence length together"
         )
-
-
-def _notes_on_encoders(job: JobSpec) -> Iterator[str]:
     if job.precision == "fp8" and job.model.encoders:
         yield "layers of encoders are predicted in bf16, whether or not the line has them in FP8"
 
@@ -250,26 +231,25 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
 
 
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
-    """Parts that the line freezes, of those that the model has; a switch is of all encoders.
+    """Parts of the model that the line freezes.
 
-    Beside adapters the language model's own weights are, which the costs know.
+    Adapters freeze the language model too, which the costs know by themselves.
     """
     given = set(line.launch.frozen)
     if is_adapter(line):
         given.discard(LANGUAGE)
-    kinds = {part: _kind_of_part(part) for part in model_parts(model)}
-    return tuple(part for part, kind in kinds.items() if kind in given)
+    return tuple(part for part in model_parts(model) if _flagged_part(part) in given)
 
 
-def _kind_of_part(part: str) -> str:
-    """Part of a model with one encoder of images that flags name a part by."""
+def _flagged_part(part: str) -> str:
+    """The name by which flags that freeze know a part; all encoders are `vision` to them."""
     if part == LANGUAGE:
         return part
     return "projector" if part.endswith("projector") else "vision"
 
 
 def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
-    """Sizes of the groups; data-parallel and context-parallel ranks are one group.
+    """Parallel sizes, with context-parallel ranks among the data-parallel ones, and notes on them.
 
     Raises:
         UserError: experts are divided as the costs do not have them.
@@ -307,10 +287,10 @@ def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
 
 
 def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
-    """Most that a sample, made up, may have; or a micro-batch, of a dataset.
+    """Limits of a made-up sample, or of a dataset's micro-batch.
 
     Raises:
-        UserError: the model takes recordings, which made-up samples have none of.
+        UserError: the model takes other items than images, which made-up samples have none of.
     """
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
@@ -323,11 +303,11 @@ def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
             )
         names = limited_features(model)
         return caps_of_tokens(samples.lengths, names, tokens * line.launch.micro_batch)
-    clips = [name for name, each in model.encoders.items() if isinstance(each, ClipsEncoder)]
-    if clips:
+    others = [each.feature for each in model.encoders.values() if not each.of_images]
+    if others:
         raise UserError(
-            f"{model.name} takes recordings ({', '.join(clips)}), of which made-up samples have "
-            "none; give --lengths"
+            f"{model.name} takes {words(others)}, of which made-up samples have none; give "
+            "--lengths"
         )
     return Caps.of(**shape_caps(model, {"tokens": tokens}, samples.image_share))
 
@@ -338,9 +318,7 @@ def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
     if context == 1 or cuts_samples(line):
         return ()
     of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
-    is_heads = set(words_of(line.text("cp-comm-type"))) == {"a2a"}
-    exchange = ContextExchange.HEADS if is_heads else ContextExchange.GATHER
-    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
+    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=line.exchange),)
 
 
 def _micro_batches(
@@ -358,7 +336,7 @@ def _micro_batches(
             epochs=1,
             seed=0,
             levels=levels,
-            rules=TARGETS[TargetName(line.launch.launcher.value)].packs,
+            rules=job.trainer.packs,
         ).schedule(job)
     each = line.launch.micro_batch or 1
     shapes = Shapes(
@@ -378,26 +356,33 @@ def _micro_batches(
     return deal_steps(steps, lengths, lambda some: size_load(some, lengths), ranks, levels), lengths
 
 
-def _stages(model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
-    """Stages with all encoders on the first, and chunks of a stage in a row.
+def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
+    """Stages with what the line recomputes, all encoders on the first, and chunks in a row.
+
+    Args:
+        layers: layers of the language model by stage and chunk, or of every chunk for itself in
+            model order.
 
     Raises:
         UserError: a stage holds nothing.
     """
     units = unit_words(model)
     first = len(units) - model.language.layers - 1
-    cuts, at = [], first
-    for chunks in layers[:-1]:
-        at += sum(chunks)
-        cuts.append(at)
-    edges = [0, *cuts, len(units)]
-    empty = [stage for stage in range(len(layers)) if edges[stage] == edges[stage + 1]]
+    cuts = list(accumulate(map(sum, layers[:-1]), initial=first))[1:]
+    edges = pairwise([0, *cuts, len(units)])
+    empty = [stage for stage, (start, end) in enumerate(edges) if start == end]
     if empty:
         raise UserError(
             f"stage {empty[0]} holds no layer of the language model; stages that hold nothing "
             "cannot be predicted: give it one"
         )
-    return stages_from_cuts(model, cuts)
+    stages = []
+    split = zip(stages_from_cuts(model, cuts), layers, strict=True)
+    for place, (stage, counts) in enumerate(split):
+        number = _number(line, place % line.launch.pipeline)
+        of_language = sum(min(number, count) for count in counts)
+        stages.append(recomputing(stage, of_language, _encoder_number(line, number)))
+    return tuple(stages)
 
 
 def _parts(
@@ -405,8 +390,8 @@ def _parts(
 ) -> tuple[Stage, ...]:
     """Chunks of all stages in model order, with what they recompute.
 
-    None where there is one a stage, where one holds nothing, where micro-batches differ, or where
-    they go through chunks in other groups than of as many as there are stages.
+    Empty where they cannot be simulated: where stages have one chunk, a chunk holds nothing,
+    micro-batches differ, or a group of micro-batches is not as large as the pipeline.
     """
     chunks, stages = len(layers[0]), line.launch.pipeline
     in_groups = line.chunk_group == stages and not (line.micro_batches or 0) % stages
@@ -414,33 +399,13 @@ def _parts(
         return ()
     in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
     try:
-        parts = _stages(job.model, in_order)
+        return _stages(line, job.model, in_order)
     except UserError:
         return ()
-    numbers = [_number(line, place % line.launch.pipeline) for place in range(len(parts))]
-    return tuple(
-        recomputing(part, number, _encoder_number(line, number))
-        for part, number in zip(parts, numbers, strict=True)
-    )
-
-
-def _with_recompute(
-    line: Line, stages: Sequence[Stage], layers: Sequence[Sequence[int]]
-) -> tuple[Stage, ...]:
-    """Stages with the layers that the line recomputes."""
-    numbers = [_number(line, stage) for stage in range(len(stages))]
-    return tuple(
-        recomputing(
-            stage,
-            sum(min(number, count) for count in chunks),
-            _encoder_number(line, number),
-        )
-        for stage, number, chunks in zip(stages, numbers, layers, strict=True)
-    )
 
 
 EVERY = 10**6
-"""More layers than any stage has."""
+"""More layers than any stage has: all of them."""
 
 
 def _number(line: Line, stage: int) -> int:

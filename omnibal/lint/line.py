@@ -1,17 +1,28 @@
 """A launch line beside its model: what rules ask of the two."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
+from typing import Any
 
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
 from omnibal.export.layout import Layout, parse_layout
-from omnibal.frozen import MAX_COUNT, MAX_LAYERS
-from omnibal.lint.flags import FIELDS, FROZEN, LENGTHS, canonical, is_nothing, is_on, whole_number
+from omnibal.lint.flags import (
+    FIELDS,
+    FROZEN,
+    LENGTHS,
+    canonical,
+    is_nothing,
+    is_on,
+    whole_number,
+    words_of,
+)
 from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.sizes import SIZE_FLAGS, Sizes, sizes_of
+from omnibal.model.config import ModelConfig
+from omnibal.model.levels import ContextExchange
 
 _NEAR = 0.9
 """Least likeness, from 0 to 1, of a flag's name to a known one to ask whether that was meant; none
@@ -34,23 +45,24 @@ class Line:
 
     @property
     def near_names(self) -> Mapping[str, str]:
-        """Flags that are nearly one that is read, which may have been meant, and that one."""
+        """Flags that are not read, each with the one of nearly that name which may be meant."""
         known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
-        near = {
-            name: get_close_matches(name, known, 1, _NEAR)
-            for name in self.flags
-            if name not in known
-        }
+        others = [name for name in self.flags if name not in known]
+        near = {name: get_close_matches(name, known, 1, _NEAR) for name in others}
         return {name: names[0] for name, names in near.items() if names}
 
-    def on(self, name: str) -> bool:
-        """Whether a switch is given and on."""
-        return name in self.flags and is_on(self.flags[name])
+    def on(self, name: str, default: bool = False) -> bool:
+        """Whether a switch is on; the default where it is not given."""
+        return is_on(self.flags[name]) if name in self.flags else default
 
     def text(self, name: str) -> str | None:
         """Value of a flag; None where it is not given, or says that there is none."""
         text = self.flags.get(name)
         return None if text is None or is_nothing(text) else text.strip()
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """Words of a flag whose value is a list; empty where it is not given."""
+        return words_of(self.text(name))
 
     def number(self, name: str) -> int | None:
         """Value of a flag that is a whole number; None where it is not given or is none."""
@@ -60,8 +72,8 @@ class Line:
     @cached_property
     def sizes(self) -> Sizes:
         """Sizes that the trainer builds: the model's, but for those that flags give."""
-        given = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
-        return self.model_sizes.with_counts({size: n for size, n in given.items() if n})
+        given: dict[str, Any] = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
+        return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
 
     @property
     def other_sizes(self) -> dict[str, tuple[int, int]]:
@@ -73,6 +85,33 @@ class Line:
     def grid(self) -> int:
         """Ranks of one copy of the model: tensor x pipeline x context."""
         return self.launch.tensor * self.launch.pipeline * self.launch.context
+
+    @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether several tensor ranks divide the sequence."""
+        return self.launch.sequence_parallel and self.launch.tensor > 1
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Words of `--cp-comm-type`, or its default: one of all layers, or one a layer."""
+        return self.words("cp-comm-type") or ("p2p",)
+
+    @property
+    def exchange(self) -> ContextExchange:
+        """What context ranks exchange: heads if every layer does, else keys and values."""
+        is_heads = set(self.exchanges) == {"a2a"}
+        return ContextExchange.HEADS if is_heads else ContextExchange.GATHER
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether keys and values go round the context ranks in every layer."""
+        return {"p2p", "a2a+p2p"}.issuperset(self.exchanges)
+
+    @property
+    def has_delayed_scaling(self) -> bool:
+        """Whether products are in FP8 by core's default recipe."""
+        recipe = self.text("fp8-recipe") or "delayed"
+        return self.text("fp8-format") is not None and recipe == "delayed"
 
     @property
     def expert_tensor(self) -> int:
@@ -145,8 +184,7 @@ class Line:
             "microbatch-group-size-per-virtual-pipeline-stage",
             "microbatch-group-size-per-vp-stage",
         )
-        given = (self.number(name) for name in names)
-        return next((size for size in given if size), self.launch.pipeline)
+        return next(filter(None, map(self.number, names)), self.launch.pipeline)
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:

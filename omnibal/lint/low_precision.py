@@ -8,10 +8,10 @@ or the name of one (src/megatron/bridge/training/mixed_precision.py).
 from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
-from omnibal.config import Precision
-from omnibal.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import Line
+from omnibal.model.config import Precision
+from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 
 _ENDS = ("start", "end")
 _ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")
@@ -70,7 +70,7 @@ def precision_of(line: Line) -> tuple[Precision, Fp8]:
     known = [recipe for recipe in get_args(Fp8Recipe) if recipe == given]
     gathers = named is not None and not named.keeps_bf16_weights
     for flag in ("fp8-param-gather", "fp8-param"):
-        gathers = line.on(flag) if flag in line.flags else gathers
+        gathers = line.on(flag, default=gathers)
     return "fp8", Fp8(
         recipe=known[0] if known else named.recipe if named else "tensorwise",
         keeps_bf16_weights=not gathers,

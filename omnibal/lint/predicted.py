@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.errors import DoesNotFit
+from omnibal.base.errors import DoesNotFit
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
-from omnibal.lint.device_memory import Besides, DeviceMemory, besides
+from omnibal.job.plan import Plan
+from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
 from omnibal.pipeline.interleaved import InterleavedPrediction, predict_interleaved
@@ -20,11 +21,11 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.plan import Plan
 
 _WORTH_TELLING = 0.005
-"""Least share of a step that a better split must save to be told of."""
+"""Least share of a step that a better split must save to be worth new flags."""
 _MOST_SEARCHES = 3
+"""Searches for a split that fits: each lowers the cap by what the last one's devices were over."""
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -39,13 +40,13 @@ class Costed:
 
     stages: tuple[Stage, ...]
     prediction: Prediction
-    """Of 1F1B with all chunks of a stage in a row."""
+    """Prediction by 1F1B, with all chunks of a stage in a row."""
     flags: tuple[str, ...] = ()
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
     interleaved: InterleavedPrediction | None = None
-    """Of the line's chunks; None where a stage has one, or they cannot be simulated."""
-    besides: tuple[Besides, ...]
-    """What devices of every stage hold besides tensors."""
+    """Prediction of the line's chunks; None where a stage has one, or they cannot be simulated."""
+    overheads: tuple[DeviceOverhead, ...]
+    """Memory without tensors of a device of every stage."""
 
     @property
     def step_ms(self) -> float:
@@ -74,7 +75,9 @@ class Costed:
         passes = [each.passes_gib for each in memories]
         if self.interleaved is not None:
             passes = [float(gib) for gib in self.interleaved.passes_gib]
-        return [each.of(*both) for each, *both in zip(self.besides, state, passes, strict=True)]
+        return [
+            each.memory(*both) for each, *both in zip(self.overheads, state, passes, strict=True)
+        ]
 
     @property
     def peaks_gib(self) -> list[float]:
@@ -83,7 +86,7 @@ class Costed:
 
     @property
     def most_gib(self) -> float:
-        """Most memory of any device, all that it holds."""
+        """Most memory in use on any device."""
         return max(each.device_gib for each in self.memory)
 
 
@@ -106,7 +109,7 @@ def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] 
         stages=tuple(stages),
         prediction=prediction,
         flags=tuple(flags),
-        besides=tuple(besides(job, launched.levels, stages, launched.workload)),
+        overheads=tuple(device_overheads(job, launched.levels, stages, launched.workload)),
     )
 
 
@@ -140,8 +143,7 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
 
 
 def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
-    """The fastest stages that the trainer can be told, within a cap of what is predicted of them;
-    None where nothing is."""
+    """The fastest stages that the trainer can be told, within a cap; None where nothing fits."""
     job = launched.job
     try:
         found = search_stages(
@@ -150,7 +152,7 @@ def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
             launched.workload,
             job.parallel.pipeline,
             cap_gib * GIB,
-            rules=job.rules,
+            rules=job.trainer.stages,
             prove=False,
         )
     except DoesNotFit:
@@ -159,14 +161,14 @@ def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
 
 
 def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
-    """Say stages as the line's trainer is told them."""
+    """Flags that tell the line's trainer of stages."""
     job = launched.job
     plan = Plan(
         model=job.model,
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
-        made_for=job.made_for,
+        made_for=job.trainer.name,
         stages=tuple(stages),
         cluster=job.cluster,
         data=None,
@@ -186,32 +188,43 @@ def least_recompute(launched: Launched) -> Costed | None:
     most = max(stage.layer_count for stage in launched.stages)
     found: list[Costed] = []
     for encoders in (None,) if per_stage else (0, EVERY):
-
-        def stages_with(number: np.ndarray, encoders: int | None = encoders) -> tuple[Stage, ...]:
-            numbers = zip(launched.stages, number.tolist(), strict=True)
-            return tuple(recomputing(stage, n, n if encoders is None else encoders)
-                         for stage, n in numbers)  # fmt: skip
-
         low, high = np.zeros(count, np.int64), np.full(count, most)
-        if not _fit(launched, stages_with(high)).all():
+        if not _fit(launched, _with_numbers(launched, high, encoders)).all():
             continue
         while (low < high).any():
             middle = (low + high) // 2
-            enough = _fit(launched, stages_with(middle))
+            enough = _fit(launched, _with_numbers(launched, middle, encoders))
             high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
-        stages = stages_with(high if per_stage else np.full_like(high, high.max()))
+        numbers = high if per_stage else np.full_like(high, high.max())
+        stages = _with_numbers(launched, numbers, encoders)
         found.append(predicted(launched, stages, flags_of(launched, stages)))
     return min(found, key=lambda one: one.step_ms, default=None)
+
+
+def _with_numbers(
+    launched: Launched, numbers: np.ndarray, encoders: int | None
+) -> tuple[Stage, ...]:
+    """The line's stages, each with its number of recomputed layers.
+
+    Args:
+        numbers: layers of the language model to recompute. [stages]
+        encoders: layers of each encoder to recompute; None for as many as of the language model.
+    """
+    by_stage = zip(launched.stages, numbers.tolist(), strict=True)
+    return tuple(
+        recomputing(stage, number, number if encoders is None else encoders)
+        for stage, number in by_stage
+    )
 
 
 def _fit(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
     """Whether every stage fits its devices. bool [stages]"""
     job = launched.job
     memories = stage_memories(job.cost_of_all(launched.levels), (stages,), launched.workload)
-    held = besides(job, launched.levels, stages, launched.workload)
+    overheads = device_overheads(job, launched.levels, stages, launched.workload)
     device_gib = [
-        each.of(memory.state_gib, memory.passes_gib).device_gib
-        for each, memory in zip(held, memories, strict=True)
+        each.memory(memory.state_gib, memory.passes_gib).device_gib
+        for each, memory in zip(overheads, memories, strict=True)
     ]
     return np.array(device_gib) <= job.cluster.memory_gib
 
@@ -273,7 +286,7 @@ class Verdict:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens of the line's micro-batches, mean over the steps."""
+        """Tokens that a GPU trains in a second, mean over the steps."""
         launched = self.launched
         samples = launched.packs.packs.samples
         tokens = int(launched.lengths.tokens[samples].sum()) / launched.packs.steps

@@ -1,11 +1,11 @@
-"""What a rule of a launch line is."""
+"""What a rule of a launch line is, and the group that a module of rules adds its own to."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partialmethod
 
 from omnibal.lint.launch import Finding, Launcher, Severity
-from omnibal.lint.line import Line
+from omnibal.lint.line import ARGPARSE, Line
 
 CORE = "megatron-core 0.16.1"
 MEGATRON_LM = "Megatron-LM@000c4ac"
@@ -13,16 +13,15 @@ BRIDGE = "Megatron-Bridge@003e863"
 SWIFT = "ms-swift 4.6.0"
 LOONGFORGE = "LoongForge@130ff79"
 """Versions whose checks were read."""
+VALIDATE_ARGS = f"training/arguments.py, validate_args, {MEGATRON_LM}"
+
+Problems = Iterator[tuple[str, str]]
+"""What is given and what to change, where a line breaks a rule; only the first is told."""
+Check = Callable[[Line], Problems]
+_ALL = frozenset(Launcher)
 
 
-class Broken(NamedTuple):
-    """How a line breaks a rule."""
-
-    given: str
-    change: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One thing that must hold for a launch line to start."""
 
@@ -31,22 +30,77 @@ class Rule:
     """What must hold, as a part of a sentence."""
     source: str
     """File, line and version of the trainer's own check."""
-    broken: Callable[[Line], Broken | None]
-    """What is given and what to change, where the rule is broken."""
-    severity: Severity = "refused"
-    launchers: frozenset[Launcher] = frozenset(Launcher)
+    check: Check
+    severity: Severity
+    launchers: frozenset[Launcher]
     """Trainers that check it."""
 
     def finding(self, line: Line) -> Finding | None:
         """What is wrong with a line by this rule; None where nothing is."""
         if line.launch.launcher not in self.launchers:
             return None
-        broken = self.broken(line)
-        if broken is None:
-            return None
-        return Finding(
-            rule=self.name,
-            severity=self.severity,
-            message=f"{broken.given}; {self.holds}: {broken.change}",
-            source=self.source,
-        )
+        for given, change in self.check(line):
+            message = f"{given}; {self.holds}: {change}"
+            return Finding(
+                rule=self.name, severity=self.severity, message=message, source=self.source
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class RuleGroup:
+    """Rules of one kind, in the order in which their module has them."""
+
+    title: str
+    launchers: frozenset[Launcher] = _ALL
+    """Trainers that check those of its rules that name none."""
+    rules: list[Rule] = field(default_factory=list)
+
+    def rule(
+        self,
+        name: str,
+        *,
+        holds: str,
+        source: str,
+        severity: Severity = "refused",
+        launchers: frozenset[Launcher] | None = None,
+    ) -> Callable[[Check], Check]:
+        """Make the decorated function the check of a rule, and add that to the group.
+
+        Args:
+            holds: what must hold, as a part of a sentence.
+            source: file, line and version of the trainer's own check.
+            launchers: trainers that check it; None for the group's.
+        """
+
+        def add(check: Check) -> Check:
+            of = self.launchers if launchers is None else launchers
+            self.rules.append(Rule(name, holds, source, check, severity, of))
+            return check
+
+        return add
+
+    def core_config(
+        self,
+        name: str,
+        lines: str,
+        *,
+        holds: str,
+        severity: Severity = "refused",
+        launchers: frozenset[Launcher] | None = None,
+    ) -> Callable[[Check], Check]:
+        """Make the decorated function the check of a rule that core's configuration has.
+
+        Args:
+            lines: of the check in that file.
+        """
+        source = f"core/transformer/transformer_config.py:{lines}, {CORE}"
+        return self.rule(name, holds=holds, source=source, severity=severity, launchers=launchers)
+
+    validate_args = partialmethod(rule, source=VALIDATE_ARGS, launchers=ARGPARSE)
+    """Make the decorated function the check of a rule that Megatron-LM's `validate_args` has."""
+
+
+def true_of(claims: Mapping[str, bool]) -> list[str]:
+    """Claims that hold."""
+    return [claim for claim, holds in claims.items() if holds]

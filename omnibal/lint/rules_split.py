@@ -2,21 +2,20 @@
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
-from omnibal.lint.rule import CORE, MEGATRON_LM, SWIFT, Broken, Rule
+from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup
 from omnibal.lint.split import even_ends
 
+RULES = RuleGroup("Layers of stages")
+rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
-_CONFIG = "core/transformer/transformer_config.py"
-_VALIDATE = f"training/arguments.py, validate_args, {MEGATRON_LM}"
-
-
-def _chunks(line: Line) -> int:
-    return line.virtual or 1
+_OF_SWIFT = frozenset((Launcher.MS_SWIFT,))
+_SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
+_COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
 def _other_ends(line: Line) -> str:
     """Layers of first and last stages that would be whole, in words."""
-    ends = even_ends(line.sizes.layers, line.launch.pipeline, _chunks(line))
+    ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
     if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
         return "choose another PP, or give a layout"
     first, middle, last = ends
@@ -25,251 +24,212 @@ def _other_ends(line: Line) -> str:
 
 
 def _counted(line: Line) -> str:
+    """Layers that stages share, in words."""
     extra = line.layers_to_split - line.sizes.layers
     return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
 
 
-def _even(line: Line) -> Broken | None:
-    stages = line.launch.pipeline
-    if not line.is_plain or line.layers_to_split % stages == 0:
-        return None
-    return Broken(f"{_counted(line)} on {stages} stages", _other_ends(line))
+def _even_share(line: Line) -> int | None:
+    """Layers of every stage; None where flags divide them otherwise, or they do not divide."""
+    each, rest = divmod(line.layers_to_split, line.launch.pipeline)
+    return each if line.is_plain and not rest else None
 
 
-def _even_chunks(line: Line) -> Broken | None:
-    launch, stages = line.launch, line.launch.pipeline
-    if not line.is_plain or line.virtual is None or stages == 1:
-        return None
-    if launch.layers_per_virtual_stage is not None or line.layers_to_split % stages:
-        return None
-    layers = line.layers_to_split // stages
-    if layers % line.virtual == 0:
-        return None
-    divisors = [str(count) for count in range(2, layers + 1) if layers % count == 0]
-    return Broken(
-        f"{layers} layers of a stage ({_counted(line)} on {stages}) in {line.virtual} chunks",
-        f"use {' or '.join(divisors)} chunks, or a layout",
-    )
+def _divisors(layers: int) -> list[int]:
+    return [count for count in range(1, layers + 1) if layers % count == 0]
+
+
+@rule(
+    "layers-divide-stages",
+    holds="without other flags the layers must be a multiple of the stages",
+    source=f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}",
+)
+def _even(line: Line) -> Problems:
+    if line.is_plain and _even_share(line) is None:
+        yield f"{_counted(line)} on {line.launch.pipeline} stages", _other_ends(line)
+
+
+@rule(
+    "layers-divide-chunks",
+    holds="the layers of a stage must be a multiple of its chunks",
+    source=f"{_BLOCK}:174, transformer_config.py:1470, {CORE}",
+)
+def _even_chunks(line: Line) -> Problems:
+    layers, stages, chunks = _even_share(line), line.launch.pipeline, line.virtual
+    if layers is None or chunks is None or stages == 1:
+        return
+    if line.launch.layers_per_virtual_stage is None and layers % chunks:
+        others = " or ".join(map(str, _divisors(layers)[1:]))
+        yield (
+            f"{layers} layers of a stage ({_counted(line)} on {stages}) in {chunks} chunks",
+            f"use {others} chunks, or a layout",
+        )
 
 
 def _ends(line: Line) -> dict[str, int]:
+    """Layers of the first and the last stage, as far as they are given."""
     given = {"first": line.launch.first_layers, "last": line.launch.last_layers}
     return {end: count for end, count in given.items() if count is not None}
 
 
-def _has_ends(line: Line) -> bool:
-    return bool(_ends(line)) and line.launch.layout is None
+def _split_ends(line: Line) -> dict[str, int]:
+    """Layers of the first and the last stage where no layout stands above them."""
+    return _ends(line) if line.launch.layout is None else {}
 
 
-def _ends_positive(line: Line) -> Broken | None:
-    wrong = {end: count for end, count in _ends(line).items() if count <= 0}
-    if not _has_ends(line) or not wrong:
-        return None
-    given = ", ".join(f"{count} layers on the {end} stage" for end, count in wrong.items())
-    return Broken(given, "give it at least one, or write a layout, where a stage may have none")
+def _on_ends(layers: dict[str, int]) -> str:
+    return ", ".join(f"{count} layers on the {end} stage" for end, count in layers.items())
 
 
-def _ends_in_chunks(line: Line) -> Broken | None:
-    chunks = _chunks(line)
-    wrong = {end: count for end, count in _ends(line).items() if count % chunks}
-    if not _has_ends(line) or not wrong:
-        return None
-    given = ", ".join(f"{count} layers on the {end} stage" for end, count in wrong.items())
-    return Broken(f"{given} in {chunks} chunks", f"use multiples of {chunks}, or a layout")
+@core_config(
+    "end-stages-hold-layers", "1368, :1387", holds="the first and the last stage must hold a layer"
+)
+def _ends_positive(line: Line) -> Problems:
+    wrong = {end: count for end, count in _split_ends(line).items() if count <= 0}
+    if wrong:
+        change = "give it at least one, or write a layout, where a stage may have none"
+        yield _on_ends(wrong), change
+
+
+@core_config(
+    "end-stages-divide-chunks",
+    "1371, :1390",
+    holds="layers of the first and the last stage must be multiples of the chunks",
+)
+def _ends_in_chunks(line: Line) -> Problems:
+    chunks = line.virtual or 1
+    wrong = {end: count for end, count in _split_ends(line).items() if count % chunks}
+    if wrong:
+        yield f"{_on_ends(wrong)} in {chunks} chunks", f"use multiples of {chunks}, or a layout"
 
 
 def _middle(line: Line) -> tuple[int, int]:
-    """Layers and stages that are left without those of given ends."""
-    ends = _ends(line)
+    """Layers and stages that are left without given ends; none where no end is given."""
+    ends = _split_ends(line)
+    if not ends:
+        return 0, 0
     return line.sizes.layers - sum(ends.values()), line.launch.pipeline - len(ends)
 
 
-def _middle_exists(line: Line) -> Broken | None:
-    layers, stages = _middle(line)
-    if not _has_ends(line) or bool(layers) == bool(stages):
-        return None
+def _left(line: Line, layers: int, stages: int) -> str:
+    """What given ends leave of a model, in words."""
     ends = ", ".join(f"{end} {count}" for end, count in _ends(line).items())
-    return Broken(
+    return (
         f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
-        f"left for {stages} stages",
-        _other_ends(line) if line.launch.pipeline > 1 else "leave those numbers out",
+        f"left for {stages} stages"
     )
 
 
-def _middle_positive(line: Line) -> Broken | None:
+@core_config(
+    "middle-stages-and-layers",
+    "1406",
+    holds="middle stages and layers for them must both be there, or both not",
+)
+def _middle_exists(line: Line) -> Problems:
     layers, stages = _middle(line)
-    if not _has_ends(line) or stages <= 0 or layers >= 0:
-        return None
-    ends = ", ".join(f"{end} {count}" for end, count in _ends(line).items())
-    return Broken(
-        f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "
-        f"left for {stages} stages",
-        _other_ends(line),
-    )
+    if bool(layers) != bool(stages):
+        change = _other_ends(line) if line.launch.pipeline > 1 else "leave those numbers out"
+        yield _left(line, layers, stages), change
 
 
-def _middle_even(line: Line) -> Broken | None:
+@rule(
+    "middle-stages-hold-layers",
+    holds="first and last stages hold no more layers than the model has",
+    source=f"this command alone: {CORE} builds middle stages of a negative number of layers as "
+    "empty ones, so that the model has more layers than it should",
+)
+def _middle_positive(line: Line) -> Problems:
     layers, stages = _middle(line)
-    if not _has_ends(line) or stages == 0 or layers % stages == 0:
-        return None
-    return Broken(f"{layers} layers are left for {stages} stages", _other_ends(line))
+    if layers < 0 < stages:
+        yield _left(line, layers, stages), _other_ends(line)
 
 
-def _middle_in_chunks(line: Line) -> Broken | None:
+@core_config(
+    "middle-layers-divide-stages",
+    "1414",
+    holds="middle layers must be a multiple of the middle stages",
+)
+def _middle_even(line: Line) -> Problems:
     layers, stages = _middle(line)
-    if not _has_ends(line) or stages == 0 or layers % stages or line.virtual is None:
-        return None
-    if layers // stages % line.virtual == 0:
-        return None
-    return Broken(
-        f"{layers // stages} layers of every other stage in {line.virtual} chunks",
-        _other_ends(line),
-    )
+    if stages and layers % stages:
+        yield f"{layers} layers are left for {stages} stages", _other_ends(line)
 
 
-def _ends_or_counted(line: Line) -> Broken | None:
+@core_config(
+    "middle-layers-divide-chunks",
+    "1422",
+    holds="the layers of a middle stage must be a multiple of its chunks",
+)
+def _middle_in_chunks(line: Line) -> Problems:
+    layers, stages = _middle(line)
+    if line.virtual is None or not stages or layers % stages:
+        return
+    if layers // stages % line.virtual:
+        given = f"{layers // stages} layers of every other stage in {line.virtual} chunks"
+        yield given, _other_ends(line)
+
+
+@core_config(
+    "end-stages-or-counted",
+    "1294",
+    holds="layers of the first or last stage exclude counting embedding or loss as layers",
+)
+def _ends_or_counted(line: Line) -> Problems:
     launch = line.launch
-    if not _ends(line) or not (launch.account_for_embedding or launch.account_for_loss):
-        return None
-    return Broken("both are given", "leave one of them out")
+    if _ends(line) and (launch.account_for_embedding or launch.account_for_loss):
+        yield "both are given", "leave one of them out"
 
 
-def _ends_need_stages(line: Line) -> Broken | None:
-    if not _ends(line) or line.launch.pipeline > 1:
-        return None
-    return Broken("layers of the first or last stage with PP 1", "leave them out, or raise PP")
+@rule(
+    "end-stages-need-pipeline",
+    holds="layers of the first or last stage need a pipeline",
+    source=f"megatron_args.py:885, {SWIFT}",
+    launchers=_OF_SWIFT,
+)
+def _ends_need_stages(line: Line) -> Problems:
+    if _ends(line) and line.launch.pipeline == 1:
+        yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
 
 
-def _one_way_of_chunks(line: Line) -> Broken | None:
+@validate_args("one-way-of-chunks", holds="chunks are given in one way")
+def _one_way_of_chunks(line: Line) -> Problems:
     ways = {
-        "--num-layers-per-virtual-pipeline-stage": line.launch.layers_per_virtual_stage,
-        "--num-virtual-stages-per-pipeline-rank": line.launch.virtual,
+        _SIZED_CHUNKS: line.launch.layers_per_virtual_stage,
+        _COUNTED_CHUNKS: line.launch.virtual,
         "--pipeline-model-parallel-layout": line.launch.layout,
     }
     given = [name for name, value in ways.items() if value is not None]
-    if len(given) < 2:
-        return None
-    return Broken(" and ".join(given), "leave all but one out")
+    if len(given) > 1:
+        yield " and ".join(given), "leave all but one out"
 
 
-def _sized_chunks_and_ends(line: Line) -> Broken | None:
-    if line.launch.layers_per_virtual_stage is None or not _ends(line):
-        return None
-    return Broken(
-        "--num-layers-per-virtual-pipeline-stage beside layers of the first or last stage",
-        "give --num-virtual-stages-per-pipeline-rank in its place",
-    )
-
-
-def _sized_chunks(line: Line) -> Broken | None:
-    size, stages = line.launch.layers_per_virtual_stage, line.launch.pipeline
-    if size is None or not line.is_plain or line.layers_to_split % stages:
-        return None
-    layers = line.layers_to_split // stages
-    if layers % size == 0:
-        return None
-    divisors = [str(count) for count in range(1, layers) if layers % count == 0]
-    return Broken(
-        f"{layers} layers of a stage in chunks of {size}", f"use chunks of {' or '.join(divisors)}"
-    )
-
-
-def _one_chunk(line: Line) -> Broken | None:
-    if line.launch.virtual != 1 or line.launch.layout is not None:
-        return None
-    return Broken("one chunk of every stage", "leave it out")
-
-
-SPLIT_RULES = (
-    Rule(
-        name="layers-divide-stages",
-        holds="without other flags the layers must be a multiple of the stages",
-        source=f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}",
-        broken=_even,
-    ),
-    Rule(
-        name="layers-divide-chunks",
-        holds="the layers of a stage must be a multiple of its chunks",
-        source=f"{_BLOCK}:174, transformer_config.py:1470, {CORE}",
-        broken=_even_chunks,
-    ),
-    Rule(
-        name="end-stages-hold-layers",
-        holds="the first and the last stage must hold a layer",
-        source=f"{_CONFIG}:1368, :1387, {CORE}",
-        broken=_ends_positive,
-    ),
-    Rule(
-        name="end-stages-divide-chunks",
-        holds="layers of the first and the last stage must be multiples of the chunks",
-        source=f"{_CONFIG}:1371, :1390, {CORE}",
-        broken=_ends_in_chunks,
-    ),
-    Rule(
-        name="middle-stages-and-layers",
-        holds="middle stages and layers for them must both be there, or both not",
-        source=f"{_CONFIG}:1406, {CORE}",
-        broken=_middle_exists,
-    ),
-    Rule(
-        name="middle-stages-hold-layers",
-        holds="first and last stages hold no more layers than the model has",
-        source=f"this command alone: {CORE} builds middle stages of a negative number of layers as "
-        "empty ones, so that the model has more layers than it should",
-        broken=_middle_positive,
-    ),
-    Rule(
-        name="middle-layers-divide-stages",
-        holds="middle layers must be a multiple of the middle stages",
-        source=f"{_CONFIG}:1414, {CORE}",
-        broken=_middle_even,
-    ),
-    Rule(
-        name="middle-layers-divide-chunks",
-        holds="the layers of a middle stage must be a multiple of its chunks",
-        source=f"{_CONFIG}:1422, {CORE}",
-        broken=_middle_in_chunks,
-    ),
-    Rule(
-        name="end-stages-or-counted",
-        holds="layers of the first or last stage exclude counting embedding or loss as layers",
-        source=f"{_CONFIG}:1294, {CORE}",
-        broken=_ends_or_counted,
-    ),
-    Rule(
-        name="end-stages-need-pipeline",
-        holds="layers of the first or last stage need a pipeline",
-        source=f"megatron_args.py:885, {SWIFT}",
-        broken=_ends_need_stages,
-        launchers=frozenset((Launcher.MS_SWIFT,)),
-    ),
-    Rule(
-        name="one-way-of-chunks",
-        holds="chunks are given in one way",
-        source=_VALIDATE,
-        broken=_one_way_of_chunks,
-        launchers=ARGPARSE,
-    ),
-    Rule(
-        name="sized-chunks-exclude-ends",
-        holds="chunks by their layers exclude layers of the first or last stage",
-        source=_VALIDATE,
-        broken=_sized_chunks_and_ends,
-        launchers=ARGPARSE,
-    ),
-    Rule(
-        name="sized-chunks-divide-stage",
-        holds="the layers of a stage must be a multiple of those of a chunk",
-        source=_VALIDATE,
-        broken=_sized_chunks,
-        launchers=ARGPARSE,
-    ),
-    Rule(
-        name="one-chunk",
-        holds="one chunk is the same as none",
-        source=_VALIDATE,
-        broken=_one_chunk,
-        severity="ignored",
-        launchers=ARGPARSE | {Launcher.MS_SWIFT},
-    ),
+@validate_args(
+    "sized-chunks-exclude-ends",
+    holds="chunks by their layers exclude layers of the first or last stage",
 )
+def _sized_chunks_and_ends(line: Line) -> Problems:
+    if line.launch.layers_per_virtual_stage is not None and _ends(line):
+        change = f"give {_COUNTED_CHUNKS} in its place"
+        yield f"{_SIZED_CHUNKS} beside layers of the first or last stage", change
+
+
+@validate_args(
+    "sized-chunks-divide-stage",
+    holds="the layers of a stage must be a multiple of those of a chunk",
+)
+def _sized_chunks(line: Line) -> Problems:
+    layers, size = _even_share(line), line.launch.layers_per_virtual_stage
+    if layers is not None and size is not None and layers % size:
+        others = " or ".join(map(str, _divisors(layers)[:-1]))
+        yield f"{layers} layers of a stage in chunks of {size}", f"use chunks of {others}"
+
+
+@validate_args(
+    "one-chunk",
+    holds="one chunk is the same as none",
+    severity="ignored",
+    launchers=ARGPARSE | _OF_SWIFT,
+)
+def _one_chunk(line: Line) -> Problems:
+    if line.launch.virtual == 1 and line.launch.layout is None:
+        yield "one chunk of every stage", "leave it out"

@@ -3,8 +3,9 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.shell_values import Value, Variables, expand, joined
 from omnibal.lint.shell_words import ARRAY, Piece, Token, Word, scan
 
@@ -86,8 +87,8 @@ class _Reader:
                 words.append(token)
             else:
                 self._command(words)
-                words, self.last_operator = [], token.text
-                self._subshell(token.text)
+                words, self.last_operator = [], token
+                self._subshell(token)
         self._command(words)
 
     def _subshell(self, operator: str) -> None:
@@ -104,7 +105,7 @@ class _Reader:
         name, values = array
         if isinstance(token, Word):
             return name, [*values, token]
-        if token.text != ")":
+        if token != ")":
             return array
         value = tuple(part for word in values for part in expand(word, self.variables))
         literal = "".join(piece.text for piece in name.pieces[:-1])
@@ -215,7 +216,7 @@ class _Reader:
             before = "".join(piece.text for piece in word.pieces)
             if words[0].literal == "export":
                 self.variables.exported.add(before.partition("=")[0])
-            if _is_assignment(word):
+            if _assignment(word):
                 self._assign(word)
 
     def _assign(self, word: Word) -> None:
@@ -223,24 +224,24 @@ class _Reader:
 
     def _pair(self, word: Word) -> tuple[str, str]:
         """Name and value of an assignment."""
-        match = _ASSIGNMENT.match(word.pieces[0].text)
+        match = _assignment(word)
         assert match is not None, word
-        first = word.pieces[0]
-        value = Piece(first.text[match.end() :], first.is_quoted)
+        value = Piece(match.string[match.end() :], False)
         return match[1], joined((value, *word.pieces[1:]), self.variables)
 
     def _environment(self) -> dict[str, str]:
-        values = {name: self.variables.get(name) for name in self.variables.exported}
+        values = {name: self.variables.get(name) for name in sorted(self.variables.exported)}
         return {name: value for name, value in values.items() if isinstance(value, str)}
 
 
-def _is_assignment(word: Word) -> bool:
+def _assignment(word: Word) -> re.Match[str] | None:
+    """Name and sign of an assignment; None where a word is none."""
     first = word.pieces[0] if word.pieces else None
-    plain = first is not None and not (first.is_quoted or first.is_expansion)
-    return plain and _ASSIGNMENT.match(word.pieces[0].text) is not None
+    is_plain = first is not None and not first.is_quoted and not first.is_expansion
+    return _ASSIGNMENT.match(word.pieces[0].text) if is_plain else None
 
 
 def _assignments(words: list[Word]) -> tuple[list[Word], list[Word]]:
     """Assignments before a command, and the command."""
-    count = next((i for i, word in enumerate(words) if not _is_assignment(word)), len(words))
-    return words[:count], words[count:]
+    assigned = list(takewhile(_assignment, words))
+    return assigned, words[len(assigned) :]

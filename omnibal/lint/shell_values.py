@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import add, mul, neg, pos, sub
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.shell_words import Piece, Word, pieces_of
 
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
@@ -23,6 +23,8 @@ _NAME = re.compile(r"(?<![\w\ue000])[A-Za-z_]\w*(?![\w\ue001])")
 _TEN_BASED = re.compile(r"(?<![\w#])10#(\d{1,18})(?!\w)")
 """A number that arithmetic is told to read in base ten, as one with leading zeros."""
 _MOST_DIGITS, _MOST_SYMBOLS = 18, 1_000
+"""Limits of arithmetic, as no count of a launch line comes near them: a shell has 64 bits, and
+longer expressions are none that a parser should be given."""
 _MOST_LETTERS = 2**20
 """Most letters of a variable's value: a launch line is far shorter, and values that double line by
 line have no end."""
@@ -51,7 +53,7 @@ class Variables:
     possible: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Words of values that are set or added under a condition, by the variables' names."""
     conditions: dict[str, str] = field(default_factory=dict)
-    """Which line last did so, and where it stands."""
+    """Line that last set a variable under a condition, and where it stands, in words."""
 
     def get(self, name: str) -> Value:
         """The value of a variable, or why it is not known."""
@@ -259,7 +261,7 @@ def _other(text: str, variables: Variables) -> str:
 def _arithmetic(text: str, variables: Variables) -> str:
     """Value of `$((...))` on whole numbers, or the mark of the first name that is not known."""
     expression = joined(pieces_of(text), variables)
-    expression = _NAME.sub(lambda match: _number_of(match[0], variables), expression)
+    expression = _NAME.sub(lambda match: " ".join(_parts(_known(match[0], variables))), expression)
     unknown = UNKNOWN.search(expression)
     if unknown is not None:
         return unknown[0]
@@ -270,10 +272,6 @@ def _arithmetic(text: str, variables: Variables) -> str:
         return str(_result(ast.parse(expression.strip(), mode="eval").body))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return _unknown(f"$(({text}))")
-
-
-def _number_of(name: str, variables: Variables) -> str:
-    return " ".join(_parts(_known(name, variables)))
 
 
 def _divided(left: int, right: int) -> int:

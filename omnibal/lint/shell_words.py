@@ -8,11 +8,13 @@ expansions, redirections, here-documents and array assignments. What an expansio
 import re
 from dataclasses import dataclass
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
-_BLANKS = " \t\r"
+_SKIPPED = re.compile(r"[ \t\r]+|\\\n|#[^\n]*")
+"""Blanks, the end of a line that goes on, and a comment."""
 _ENDS_WORD = " \t\r\n;&|()<>"
-_REDIRECTION = re.compile(r"\d*(?:<<<|<<-?|&>>|&>|>>|>\||>&|<&|[<>])")
+_PLAIN = re.compile(r".[^ \t\r\n;&|()<>'\"\\$`]*", re.DOTALL)
+_REDIRECTION = re.compile(r"\d*(<<<|<<-?|&>>|&>|>>|>\||>&|<&|[<>])[ \t\r]*")
 _OPERATOR = re.compile(r"&&|\|\||;;|[;&|()\n]")
 _NAME = re.compile(r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])")
 _OPENS_ARRAY = re.compile(r"[A-Za-z_]\w*\+?=\Z")
@@ -46,14 +48,8 @@ class Word:
         return "".join(piece.text for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """What stands between commands, or opens an array: `;`, `&&`, a line's end and the like."""
-
-    text: str
-    line: int
-
-
+Operator = str
+"""What stands between commands, or opens a subshell: `;`, `&&`, `(`, a line's end and the like."""
 Token = Word | Operator
 
 
@@ -85,61 +81,41 @@ class _Scanner:
     def tokens(self) -> list[Token]:
         found: list[Token] = []
         while self.at < len(self.text):
-            token = self._next()
-            if token is not None:
-                found.append(token)
+            skipped = _SKIPPED.match(self.text, self.at)
+            redirection = _REDIRECTION.match(self.text, self.at)
+            if skipped is not None:
+                self.at = skipped.end()
+            elif redirection is not None:
+                self._skip_redirection(redirection)
+            else:
+                found.append(self._arithmetic() or self._operator() or self._word())
         return found
 
-    def _next(self) -> Token | None:
-        """The next token, or None for what is none, of which something was then skipped."""
-        letter = self.text[self.at]
-        if letter in _BLANKS:
-            self.at += 1
+    def _arithmetic(self) -> Word | None:
+        """A command `((...))` as one word."""
+        if not self.text.startswith("((", self.at):
             return None
-        if self.text.startswith("\\\n", self.at):
-            self.at += 2
-            return None
-        if letter == "#":
-            self.at = self._end_of_line()
-            return None
-        if self.text.startswith("((", self.at):
-            return self._arithmetic()
-        redirection = _REDIRECTION.match(self.text, self.at)
-        if redirection is not None:
-            self._skip_redirection(redirection)
-            return None
-        return self._operator() or self._word()
-
-    def _arithmetic(self) -> Token | None:
-        """A command `((...))` as one word, or the bracket that opens a subshell."""
         end = self._closing_bracket(self.at) + 1
         if not self.text.startswith("))", end - 2):
-            return self._operator()
-        piece, line = Piece(self.text[self.at : end], False, True), self.line
+            return None  # two subshells
+        word = Word((Piece(self.text[self.at : end], False, True),), self.line)
         self.at = end
-        return Word((piece,), line)
-
-    def _end_of_line(self) -> int:
-        end = self.text.find("\n", self.at)
-        return len(self.text) if end < 0 else end
+        return word
 
     def _skip_redirection(self, match: re.Match[str]) -> None:
         self.at = match.end()
-        while self.at < len(self.text) and self.text[self.at] in _BLANKS:
-            self.at += 1
         target = self._word() if self.text[self.at : self.at + 1] not in ("", "\n") else None
-        if target is not None and match[0].lstrip("0123456789") in ("<<", "<<-"):
+        if target is not None and match[1] in ("<<", "<<-"):
             self.documents.append("".join(piece.text for piece in target.pieces))
 
     def _operator(self) -> Operator | None:
         match = _OPERATOR.match(self.text, self.at)
         if match is None:
             return None
-        operator = Operator(match[0], self.line)
         self.at = match.end()
         if match[0] == "\n":
             self._skip_documents()
-        return operator
+        return match[0]
 
     def _skip_documents(self) -> None:
         """Go on behind the here-documents that the last line announced."""
@@ -165,7 +141,8 @@ class _Scanner:
         if letter == "'" or self.text.startswith("$'", self.at):
             start = self.at + (1 if letter == "'" else 2)
             end = self._find("'", start)
-            return self._until(end, Piece(self.text[start:end], True))
+            self.at = end + 1
+            return [Piece(self.text[start:end], True)]
         if letter == '"':
             self.at += 1
             pieces = self.quoted(self._closing_quote())
@@ -177,16 +154,11 @@ class _Scanner:
             return [] if escaped == "\n" else [Piece(escaped, True)]
         return [self._expansion(False) or self._plain()]
 
-    def _until(self, end: int, piece: Piece) -> list[Piece]:
-        self.at = end + 1
-        return [piece]
-
     def _plain(self) -> Piece:
-        start = self.at
-        self.at += 1
-        while self.at < len(self.text) and self.text[self.at] not in _ENDS_WORD + "'\"\\$`":
-            self.at += 1
-        return Piece(self.text[start : self.at], False)
+        match = _PLAIN.match(self.text, self.at)
+        assert match is not None
+        self.at = match.end()
+        return Piece(match[0], False)
 
     def quoted(self, end: int) -> list[Piece]:
         """Pieces up to a place, as those within double quotes."""

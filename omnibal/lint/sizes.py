@@ -1,11 +1,10 @@
 """Sizes of the language model that a launch line trains, as rules compare them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-from omnibal.config import ModelConfig
-from omnibal.layers import LinearAttention
+from omnibal.model.config import ModelConfig
+from omnibal.model.layers import LinearAttention
 
 SIZE_FLAGS: Mapping[str, str] = {
     "num-layers": "layers",
@@ -37,11 +36,6 @@ class Sizes:
     """Gated delta net of layers that have one."""
     prediction_layers: int
     """Layers of multi-token prediction that the released model has."""
-
-    def with_counts(self, counts: Mapping[str, int]) -> "Sizes":
-        """Return the sizes with some counts, by their names, replaced."""
-        changes: dict[str, Any] = dict(counts)
-        return replace(self, **changes)
 
 
 def sizes_of(model: ModelConfig) -> Sizes:

@@ -33,7 +33,7 @@ def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
 def _listed(
     layers: Sequence[int], stages: int, chunks: int, is_by_chunk: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Of LoongForge's lists: a stage's later chunks take what does not divide."""
+    """Layers of LoongForge's lists; a stage's later chunks take what does not divide."""
     if is_by_chunk:
         return tuple(tuple(layers[stage::stages]) for stage in range(stages))
     return tuple(

@@ -29,18 +29,18 @@ from heapq import nsmallest
 
 import numpy as np
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel
-from omnibal.errors import DoesNotFit, UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import UnitKind, unit_kinds, unit_names
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
-from omnibal.pipeline.units import layer_kinds, stage_units, stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind, unit_kinds, unit_names
 
-BMP_RADIUS = 3
-BMP_RUNS = 15
+BMP_RADIUS = 3  # units by which a cut may move, in which the paper always found the best
+BMP_RUNS = 15  # splits that are run, as in the paper
 BMP_STEPS = 200
 """Steps of each BMP run, spread evenly over the data; the paper runs 3."""
 _TIE = 1e-9
@@ -69,6 +69,23 @@ class RecomputeRule(StrEnum):
     NONE = "none"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitRule:
+    """How a model is split over stages, and how the recomputed layers are chosen."""
+
+    method: PartitionMethod = PartitionMethod.OMNIBAL
+    recompute: RecomputeRule = RecomputeRule.CHEAPEST
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether both are searched for together."""
+        return self == JOINT
+
+
+JOINT = SplitRule()
+"""The joint search."""
+
+
 def baseline_stages(
     method: PartitionMethod,
     rule: RecomputeRule,
@@ -92,7 +109,7 @@ def baseline_stages(
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
             "method omnibal chooses what to recompute at each level: leave out --method and "
-            "--recompute, or plan with --levels 1"
+            "--recompute, or plan with --packing-levels 1"
         )
     if method == PartitionMethod.OMNIBAL or rule == RecomputeRule.CHEAPEST:
         raise UserError(

@@ -17,17 +17,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, StageRules
+from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
-from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_shortens
+from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_prefix_closed
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import bucket_counts
 from omnibal.pipeline.stage_rules import allowed_runs
-from omnibal.pipeline.units import holds_both_ends, holds_one_end, layer_kinds
+from omnibal.pipeline.unit_runs import holds_both_ends, holds_one_end, layer_kinds
 from omnibal.pipeline.workload import Workload
-from omnibal.targets import FREE, StageRules
-from omnibal.units import unit_names
 
 _PATHS = 8
 """Structural paths through a stage on one row of every step, of which the first goes through all
@@ -207,7 +207,7 @@ def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> floa
 def least_largest_with(
     edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
 ) -> float:
-    """The same over the ways that hold at least one of the marked options [options]; infinite if
+    """Least possible largest size over ways with one of the marked options [options]; infinite if
     none does."""
     with_one = np.full(units + 1, np.inf)
     so_far = _least_largest_so_far(edges, sizes, units)
@@ -221,7 +221,7 @@ def least_largest_with(
 def least_largest_path(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> tuple[float, list[int]]:
-    """The same, and the options [stages] of a way of which the largest is that; there must be one.
+    """`least_largest`, and the options [stages] of one way that attains it; there must be one.
 
     Every stage of the way is as small as the rest of it allows.
     """
@@ -296,7 +296,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
     terms[:, layout.reduction] += tied_ms
     terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
     if layout.has_experts:
-        terms[:, layout.without_experts] = counts @ cost.in_step == 0
+        terms[:, layout.without_experts] = counts @ cost.in_lockstep == 0
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]
@@ -345,7 +345,7 @@ def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int)
     rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
     graph = planned_graph(stages, steps.features.shape[1])
     if (steps.counts < graph.schedule.micro_batches).any():
-        require_shortens(graph.schedule)
+        require_prefix_closed(graph.schedule)
     orders = StageOrder.of_stages(graph)
     return np.concatenate([_paths_on(steps, row, orders) for row in rows], axis=1)
 

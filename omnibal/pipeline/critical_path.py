@@ -11,8 +11,8 @@ receives for that, of a bucket's share of its forward and backward, then exchang
 ms. A path's weights are laid out alike. A path begins with the gather of all weights, on which a
 bucket's share of the stage's first forward follows, or with that of the first bucket and the whole
 forward; it ends with the reduction of all gradients after a share of the last backward, or with
-that of the last bucket after all of it (`omnibal.pipeline.stage_cost.OnceAStep`). Where ranks run
-that forward or backward together, it hides as much as it lasts, by the slowest of them.
+that of the last bucket after all of it (`omnibal.pipeline.stage_cost.PerStepCosts`). Where ranks
+run that forward or backward together, it hides as much as it lasts, by the slowest of them.
 
 Ranks that share a pack start every pass of it together, when the last of them can, and take as long
 as the slowest. A path then goes on with the rank that was the last, or takes the time of the
@@ -35,7 +35,7 @@ from omnibal.pipeline.operation_graph import (
     OperationGraph,
     planned_graph,
     require_in_order,
-    require_shortens,
+    require_prefix_closed,
 )
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
@@ -60,7 +60,7 @@ class TermLayout:
     @classmethod
     def of(cls, cost: CostModel) -> "TermLayout":
         """The layout of a model's costs."""
-        return cls(len(cost.features), bool(cost.in_step.any()))
+        return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
     @classmethod
     def of_length(cls, length: int) -> "TermLayout":
@@ -162,8 +162,8 @@ class SampledSteps:
     """Weight of every step, [steps], 1 in all."""
     context: np.ndarray
     """Rows that share the micro-batch, an aligned block of them, [rows, m]."""
-    in_step: int
-    """Rows that run stages with experts in step, an aligned block of them."""
+    lockstep_ranks: int
+    """Rows that run stages with experts in lockstep, an aligned block of them."""
     layout: TermLayout
     """Layout of the terms of what a stage costs on these steps."""
 
@@ -172,7 +172,7 @@ class SampledSteps:
         """All steps of the workload, with features as `cost` has them."""
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
-        block = max(int(workload.context.max()), workload.in_step)
+        block = max(int(workload.context.max()), workload.lockstep_ranks)
         of_packs = features_of(workload, cost)
         micro_batches, features = int(workload.slot.max()) + 1, of_packs.shape[1]
         shape = int(step_index[-1]) + 1, ranks, micro_batches
@@ -198,7 +198,7 @@ class SampledSteps:
             rows=(block * steps[:, :, None] + within).reshape(len(steps), -1),
             weight=times / times.sum(),
             context=context.reshape(-1, micro_batches)[chosen],
-            in_step=workload.in_step,
+            lockstep_ranks=workload.lockstep_ranks,
             layout=TermLayout.of(cost),
         )
 
@@ -224,8 +224,8 @@ class PipelineSimulator:
     shared: Mapping[int, np.ndarray]
     """Whether so many rows run the operation together, [operations, rows], by size of the blocks;
     only where there are any."""
-    in_step: Mapping[int, np.ndarray]
-    """The same in stages with experts, where rows that share these out run in step."""
+    lockstep: Mapping[int, np.ndarray]
+    """Rows that run the operation together in stages with experts, as they share these out."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
@@ -235,9 +235,9 @@ class PipelineSimulator:
         missing = graph.micro_batch[:, None] >= steps.counts
         firsts = graph.before == len(graph)
         context = steps.context.T[graph.micro_batch]
-        grouped = np.maximum(context, steps.in_step if steps.layout.has_experts else 1)
+        grouped = np.maximum(context, steps.lockstep_ranks if steps.layout.has_experts else 1)
         if missing.any():
-            require_shortens(graph.schedule)
+            require_prefix_closed(graph.schedule)
         return cls(
             steps=steps,
             graph=graph,
@@ -247,7 +247,7 @@ class PipelineSimulator:
             last=graph.last_of_stages(),
             before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
             shared=_by_size(context),
-            in_step=_by_size(grouped),
+            lockstep=_by_size(grouped),
         )
 
     @property
@@ -301,7 +301,7 @@ class PipelineSimulator:
         of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 6, -1)
         row, operation = self.steps.rows[step, rank], self.last[stage]
         graph, backwards = self.graph, self._backwards
-        is_in_step = self._is_in_step(terms)
+        is_in_lockstep = self._is_in_lockstep(terms)
         gather, reduction = self._exposed(terms)
 
         def take(exposed: _Exposed, at: tuple[np.ndarray, ...]) -> None:
@@ -311,7 +311,7 @@ class PipelineSimulator:
             term = np.where(whole, exposed.whole_term, exposed.one_term)
             weights[candidate, step, stage, term] += 1
             candidate, step, stage, row = (values[whole] for values in at)
-            operation, together = exposed.operation[stage, row], is_in_step[stage, candidate]
+            operation, together = exposed.operation[stage, row], is_in_lockstep[stage, candidate]
             slowest = self._leading(alone_ms, (operation, candidate, row), together)
             left = np.flatnonzero(together & (slowest != row))
             if len(left):
@@ -326,7 +326,7 @@ class PipelineSimulator:
         while len(operation):
             backward, stage = backwards[operation], graph.stage[operation]
             place = operation, candidate, row
-            together = is_in_step[stage, candidate]
+            together = is_in_lockstep[stage, candidate]
             slowest, last = (self._leading(of, place, together) for of in (alone_ms, ready_ms))
             left = np.flatnonzero(together & ((slowest != row) | (last != row)))
             if len(left):
@@ -356,15 +356,15 @@ class PipelineSimulator:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Time of every operation on each row, and when the row can start it; [operations, n, rows]
         each, or nothing where no rows share any."""
-        if not self.in_step:
+        if not self.lockstep:
             return np.empty((0, 0, 0)), np.empty((0, 0, 0))
         ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
         return self._alone_ms(terms), ready_ms
 
-    def _is_in_step(self, terms: np.ndarray) -> np.ndarray:
-        """Whether rows that share out experts run each stage in step, by candidate. [p, n]"""
+    def _is_in_lockstep(self, terms: np.ndarray) -> np.ndarray:
+        """Whether rows that share out experts run each stage in lockstep, by candidate. [p, n]"""
         layout = self.steps.layout
-        if self.steps.in_step == 1 or not layout.has_experts:
+        if self.steps.lockstep_ranks == 1 or not layout.has_experts:
             return np.zeros((self.stages, len(terms)), bool)
         return terms[:, :, layout.without_experts].T == 0
 
@@ -379,11 +379,11 @@ class PipelineSimulator:
         Args:
             values_ms: [operations, n, rows].
             at: operation, candidate and row that each path has come to.
-            together: whether rows run the stage in step, [paths].
+            together: whether rows run the stage in lockstep, [paths].
         """
         operation, candidate, row = at
         found = row
-        for blocks, of_these in ((self.shared, ~together), (self.in_step, together)):
+        for blocks, of_these in ((self.shared, ~together), (self.lockstep, together)):
             for size, shared in blocks.items():
                 here = np.flatnonzero(shared[operation, row] & of_these)
                 members = (row[here] // size * size)[:, None] + np.arange(size)
@@ -401,7 +401,7 @@ class PipelineSimulator:
         graph, backwards = self.graph, self._backwards
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
-        together = self._is_in_step(terms)[graph.stage]
+        together = self._is_in_lockstep(terms)[graph.stage]
         duration = self._of_block(self._alone_ms(terms), slice(None), together)
         cut = np.where(backwards, graph.stage, graph.stage - 1)
         sent = of_kind[cut, _SEND + backwards]
@@ -435,15 +435,15 @@ class PipelineSimulator:
         Args:
             values_ms: of the chosen operations, [operations, n, rows].
             chosen: which operations these are.
-            together: whether rows run them in step, [operations, n].
+            together: whether rows run them in lockstep, [operations, n].
         """
         if not together.any():
             return _most_of_blocks(values_ms, self.shared, chosen)
-        in_step_ms = _most_of_blocks(values_ms, self.in_step, chosen)
+        lockstep_ms = _most_of_blocks(values_ms, self.lockstep, chosen)
         if together.all():
-            return in_step_ms
+            return lockstep_ms
         shared_ms = _most_of_blocks(values_ms, self.shared, chosen)
-        return np.where(together[..., None], in_step_ms, shared_ms)
+        return np.where(together[..., None], lockstep_ms, shared_ms)
 
     def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
         """What the first forwards do not hide of the gather, and the last backwards of the
@@ -473,8 +473,8 @@ class PipelineSimulator:
         hiding = (of_kind[:, :, block] - of_kind[:, :, share_block]).transpose(1, 0, 2)
         rows = np.arange(len(micro_batch))
         hidden_ms = hiding @ self.steps.features[rows, micro_batch].T
-        if self.in_step:
-            together = self._is_in_step(terms)
+        if self.lockstep:
+            together = self._is_in_lockstep(terms)
             for number in np.unique(micro_batch).tolist():
                 of_rows, passes = micro_batch == number, self.passes[block, number]
                 alone_ms = np.matmul(hiding, self.features[passes])

@@ -1,16 +1,16 @@
-"""What encoders beside the pipeline add to a workload: waits before and after it, and memory."""
+"""What data-parallel encoders add to a workload: waits before and after it, and memory."""
 
 from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
-from omnibal.pipeline.prediction import BesidePrediction
+from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EncoderRoom:
-    """Memory that encoders beside the pipeline take of every device, in bytes."""
+class EncoderMemory:
+    """Memory that data-parallel encoders take of every device, in bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
@@ -18,7 +18,7 @@ class EncoderRoom:
     kept: float = 0.0
     """Activations and inputs, from the encoders' forward to their backward."""
     buffers: float = 0.0
-    """Of the communication library."""
+    """Buffers of the communication library."""
     features: float = 0.0
     """Features of a step and their gradients, where tokens are embedded alone."""
     phase: float = 0.0
@@ -29,7 +29,7 @@ class EncoderRoom:
         """What is there throughout the step, without features."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
 
-    def is_within(self, other: "EncoderRoom") -> bool:
+    def is_within(self, other: "EncoderMemory") -> bool:
         """Whether no pipeline that fits beside the other one does not fit beside this."""
         return (
             self.held <= other.held
@@ -52,14 +52,14 @@ class EncoderWaits:
     even: np.ndarray
     """Were every rank of the group as busy as its mean one."""
     silent: np.ndarray
-    """The same, without what is exchanged."""
+    """Waits with ranks that are equally busy, without what is exchanged."""
     needed: np.ndarray
-    """The same, without what runs again."""
+    """Waits with ranks that are equally busy, without exchanges and what runs again."""
     unreduced: np.ndarray
     """As they are, but for the exchange of gradients and weights of all ranks."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """The same of some rows."""
+        """Waits of some rows."""
         return replace(
             self,
             all=self.all[picked],
@@ -72,15 +72,15 @@ class EncoderWaits:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
-    """Encoders beside the pipeline of a workload."""
+    """Data-parallel encoders of a workload."""
 
     waits: EncoderWaits
-    room: EncoderRoom
-    predicted: BesidePrediction
+    encoder_memory: EncoderMemory
+    predicted: EncoderPhasePrediction
     """Mean times over the steps of the run."""
     exchange_ms: float
     """Time that ranks exchange weights and gradients of encoders in a step."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """The same of some rows."""
+        """Encoding of some rows; room and means stay those of all."""
         return replace(self, waits=self.waits.rows(picked))

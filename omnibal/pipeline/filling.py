@@ -1,4 +1,4 @@
-"""Which samples may fill long packs: those that take less device time there than in their own.
+"""Samples that may fill long packs: those that take less device time there than in their own.
 
 HBP fills the room of long packs with whatever fits (arXiv 2503.07680, section 4, GreedyFill). In a
 shared pack a sample that is divided over ranks is exchanged in every layer; in a pack of its own
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.data.by_level import levels_of_samples
-from omnibal.data.cut import SHORT_SHARE
 from omnibal.data.lengths import Lengths
-from omnibal.levels import CutRule, Level
+from omnibal.model.config import ModelConfig
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.units import EXCHANGED
+from omnibal.packing.by_level import levels_of_samples
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.units import EXCHANGED
+from omnibal.steps.cut import SHORT_SHARE
 
 
 def worth_filling(

@@ -15,9 +15,9 @@ from omnibal.pipeline.operation_graph import OperationGraph, held_in_passes, ope
 from omnibal.pipeline.schedules import interleaved
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
-from omnibal.pipeline.stage_memory import GIB, LINKS, RunningPasses, memory_table, rooms_bytes
-from omnibal.pipeline.units import counts_of_runs, unit_runs
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_memory import GIB, LINKS, RunningPasses, library_bytes, memory_table
+from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 
 
@@ -45,18 +45,18 @@ def predict_interleaved(
         workload: steps of a multiple of as many micro-batches as there are stages.
     """
     count, chunks = len(stages), len(parts) // len(stages)
-    times, once = workload_times(cost, (parts,), workload), once_a_step(cost, stages)
+    times, once = workload_times(cost, (parts,), workload), per_step_costs(cost, stages)
     simulated = predict_steps(times, workload, once, interleaved, chunks)
     graph = operation_graph(interleaved, count, chunks, int(workload.slot.max()) + 1)
     largest = features_of(workload, cost).max(axis=0)
-    needs = [needed_bytes(replace(cost, rooms=()), part, largest) for part in parts]
-    rooms = [rooms_bytes(cost, stage) for stage in stages]
+    needs = [needed_bytes(replace(cost, library_buffers=()), part, largest) for part in parts]
+    buffers = [library_bytes(cost, stage) for stage in stages]
     return InterleavedPrediction(
         step_ms=float(simulated.step_ms.mean()),
         wait_fraction=simulated.wait_fractions,
         passes_gib=np.array(
             [
-                (most_bytes(graph, stage, needs[stage::count]) + rooms[stage]) / GIB
+                (most_bytes(graph, stage, needs[stage::count]) + buffers[stage]) / GIB
                 for stage in range(count)
             ]
         ),

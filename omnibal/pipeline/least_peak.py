@@ -12,25 +12,25 @@ from functools import cached_property
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Runs, least_largest, least_largest_path, possible_runs
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.recompute import every_layer, least_peak_bytes, least_peaks_of_stages
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
     RunningPasses,
+    encoder_memory_of,
     fits_cap,
     heaviest_pass,
     memory_table,
     memory_tables,
     most_of_stages,
     passes_of_stages,
-    room_of,
     running_passes,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.targets import FREE, StageRules
 
 _TOLERANCE = 1e-12
 """Relative difference to which both bounds are equal."""
@@ -51,7 +51,7 @@ def least_peak_of_splits(
     return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, None)
 
 
-def peak_beside_cap(
+def peak_vs_budget(
     cost: CostModel,
     model: ModelConfig,
     workload: Workload,
@@ -152,8 +152,8 @@ class _Narrowing:
 
     def _peaks(self, passes: Sequence[RunningPasses], counts: np.ndarray) -> np.ndarray:
         """Least peak of every run in some passes of each stage. [stages, runs]"""
-        room = room_of(self.workload)
-        tables = [memory_table(self.cost, of_stage, room) for of_stage in passes]
+        encoder_memory = encoder_memory_of(self.workload)
+        tables = [memory_table(self.cost, of_stage, encoder_memory) for of_stage in passes]
         return least_peaks_of_stages(tables, counts)
 
     @cached_property

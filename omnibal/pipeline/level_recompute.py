@@ -4,7 +4,7 @@ Micro-batches of all levels are in flight together, so that layers recomputed at
 room for another's. A set is a count of every kind of layer at every level, and the *least* sets are
 those of which no count can be lower. How many these are grows with a power of the levels. Where
 they are few, all of them are found; where they are many, a grid of them. Where data-parallel ranks
-share out experts, packs of several levels run in step, and a layer's exchange of tokens must be
+share out experts, packs of several levels run in lockstep, and a layer's exchange of tokens must be
 repeated in all of them or in none: counts are then the same at all levels.
 
 What a grid leaves out is bounded: of each of its cells one *optimistic* set is made, which
@@ -17,7 +17,7 @@ import numpy as np
 
 from omnibal.pipeline.recompute import Alike, Cap, Recomputes, undominated_sets, useful_recomputes
 from omnibal.pipeline.stage_memory import MemoryTable
-from omnibal.pipeline.units import layer_kinds
+from omnibal.pipeline.unit_runs import layer_kinds
 
 _MORE = (1, 2, 4, 8)
 """Layers by which sets that are near to another differ from it in one column."""
@@ -29,7 +29,7 @@ class LevelRecomputes:
 
     fitting: Recomputes
     optimistic: Recomputes
-    """The same sets where `complete`."""
+    """Sets that bound all that fit; those that fit where `complete`."""
     complete: bool
     """Whether every least set is among those that fit."""
 

@@ -15,9 +15,9 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
-    OnceAStep,
+    PerStepCosts,
     StageTimes,
-    once_a_step,
+    per_step_costs,
     workload_times,
 )
 from omnibal.pipeline.workload import Workload
@@ -32,12 +32,12 @@ def lost_time(
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
     times = causes_of(cost, stages_at, workload)
-    return lost_time_of(times, workload, once_a_step(cost, stages_at[0]), step_ms)
+    return lost_time_of(times, workload, per_step_costs(cost, stages_at[0]), step_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CauseTimes:
-    """The same micro-batches' times, with one cause less after another."""
+    """Times of micro-batches, with one cause of lost time less after another."""
 
     all: StageTimes
     local: StageTimes
@@ -48,7 +48,7 @@ class CauseTimes:
     """Times without either and without work on padding, of heads and of packs."""
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
-        """The same of some of the micro-batches."""
+        """Times of some of the micro-batches."""
         return CauseTimes(
             all=self.all.rows(picked),
             local=self.local.rows(picked),
@@ -76,14 +76,14 @@ def causes_of(
 
 
 def lost_time_of(
-    causes: CauseTimes, workload: Workload, once: OnceAStep, step_ms: float
+    causes: CauseTimes, workload: Workload, once: PerStepCosts, step_ms: float
 ) -> LostTime:
     """`lost_time` of times that need not be a cost model's."""
     steps_of_all = len(np.unique(workload.step))
     loose_ms = step_ms
-    if workload.in_step > 1:
+    if workload.lockstep_ranks > 1:
         causes = causes.rows(workload.is_needed)
-        workload = replace(workload.rows(workload.is_needed), in_step=1)
+        workload = replace(workload.rows(workload.is_needed), lockstep_ranks=1)
         loose_ms = float(predict_steps(causes.all, workload, once).step_ms.mean())
     alone = workload.each_rank_alone()
     update, nothing = once.without_exchange(), once.nothing()
@@ -124,7 +124,9 @@ def lost_time_of(
     )
 
 
-def _mean_of_ranks_ms(times: StageTimes, once: OnceAStep, workload: Workload, ranks: int) -> float:
+def _mean_of_ranks_ms(
+    times: StageTimes, once: PerStepCosts, workload: Workload, ranks: int
+) -> float:
     """Mean time of `ranks` single-rank steps, including those without a micro-batch, in ms."""
     simulated = predict_steps(times, workload, once)
     idle = ranks - len(simulated.step_ms)
@@ -149,7 +151,7 @@ def _padding(unit: UnitCost) -> np.ndarray:
 
 
 def _as_often_again(forward_and_backward_ms: np.ndarray) -> np.ndarray:
-    """The same with the recompute time: a unit that runs again exchanges and pads as much."""
+    """Forward, backward and recompute time: a unit that runs again exchanges and pads as much."""
     return forward_and_backward_ms[[0, 1, 0]]
 
 

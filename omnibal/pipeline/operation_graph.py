@@ -209,13 +209,13 @@ def require_in_order(graph: OperationGraph) -> None:
         )
 
 
-def require_shortens(schedule: Schedule) -> None:
+def require_prefix_closed(schedule: Schedule) -> None:
     """Refuse a schedule whose list says nothing of fewer micro-batches.
 
     Raises:
         ValueError: leaving out micro-batches does not give its schedule of fewer.
     """
-    if not schedule.shortens:
+    if not schedule.is_prefix_closed:
         raise ValueError(
             f"{schedule.name}: steps of different numbers of micro-batches were given, and its "
             "list does not hold for fewer; simulate each number by a list of its own"
@@ -262,11 +262,7 @@ class _Table:
 
 
 def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
-    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]
-
-    Raises:
-        ValueError: an operation is missing, doubled or unknown, or comes before what it needs.
-    """
+    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]"""
     shape = _KINDS, schedule.micro_batches, schedule.parts
     known = (0 <= table.micro_batch) & (table.micro_batch < schedule.micro_batches)
     known &= (0 <= table.chunk) & (table.chunk < schedule.chunks)
@@ -333,9 +329,6 @@ def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray
 def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The length of the longest chain of operations that each one waits for, and all operations as
     stages that run on as long as they can get to them. [operations] each
-
-    Raises:
-        ValueError: stages wait for each other for ever.
     """
     count, sources = len(source), source.tolist()
     depth = [-1] * (count + 1)  # the last stands for nothing, which nobody waits for

@@ -32,15 +32,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
-from omnibal.errors import DoesNotFit
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import (
     least_peak_of_splits,
     least_peak_of_tables,
-    peak_beside_cap,
+    peak_vs_budget,
 )
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute_numbers import LeastNumbers, StageNumbers
@@ -68,19 +69,18 @@ from omnibal.pipeline.stage_options import (
     recompute_extremes_ms,
 )
 from omnibal.pipeline.stage_rules import limits_in_words
-from omnibal.pipeline.units import stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
-from omnibal.targets import FREE, RecomputeFreedom, StageRules
 
-MAX_SAMPLED_STEPS = 32
-_MIN_SAMPLED_STEPS = 4
+MAX_SAMPLED_STEPS = 32  # most, that splits are simulated on
+_MIN_SAMPLED_STEPS = 4  # least, however many packs a step has
 _SAMPLED_PACKS = 2_048
 """Packs to sample: steps are added until they hold this many, within the two limits above."""
 _FIRST_LIMIT = 1.15
 """First time limit, relative to an even split's; stages that alone take longer are left out until
 it proves too low."""
 _SLOWEST_SLACK = 1.02
-"""The same, relative to the slowest stage of the split whose slowest is the fastest, where stages
+"""First time limit, relative to the slowest stage of the split whose slowest is fastest, if stages
 cannot be even, or a split is to be found at once."""
 _LIMIT_STEP = 1.3
 """Factor by which the limit grows while no split is within it."""
@@ -90,7 +90,7 @@ _MAX_CHANGES = 20
 """Times that the sets near to the best ones are searched."""
 
 Search = SplitSearch | NumberSearch
-"""Of splits with any layers recomputed or a stage's own number, or with shared numbers."""
+"""Search of splits with any layers recomputed or a stage's own number, or with shared numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -150,7 +150,7 @@ def search_stages(
             return least_peak_of_tables(problem.structure.runs, problem.tables)
         if cap_bytes is None:
             return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
-        return peak_beside_cap(cost, model, workload, pipeline_size, cap_bytes, rules)
+        return peak_vs_budget(cost, model, workload, pipeline_size, cap_bytes, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -295,7 +295,7 @@ def _problem(
         simulator=simulator,
         extreme_ms=recompute_extremes_ms(simulator.steps, structure.recompute_ms, cost.levels),
         levels=cost.levels,
-        same_at_levels=workload.in_step > 1,
+        same_at_levels=workload.lockstep_ranks > 1,
         numbers=numbers,
     )
 
@@ -309,9 +309,6 @@ def _descend(
         effort: as in `search_stages`.
         least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
             whether any fits it.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
     """
     search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
     return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -328,9 +325,6 @@ def _first_split(
 
     Args:
         limit_ms: the first that is tried.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
     """
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf

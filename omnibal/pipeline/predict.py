@@ -3,26 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.data.packs import ScheduledPacks
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
-    OnceAStep,
+    PerStepCosts,
     StageTimes,
-    once_a_step,
+    per_step_costs,
     workload_times,
 )
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.units import check_stages
+from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
-MAX_SIMULATED_STEPS = 2_000
+MAX_SIMULATED_STEPS = 2_000  # of a run; of more, so many are spread over it
 _MS_PER_DAY = 86_400_000
 
 
@@ -50,7 +50,7 @@ def predict(
         check_stages(model, stages)
     memories = stage_memories(cost, stages_at, all_steps)
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
-    times, once = workload_times(cost, stages_at, workload), once_a_step(cost, stages_at[0])
+    times, once = workload_times(cost, stages_at, workload), per_step_costs(cost, stages_at[0])
     simulated = predict_steps(times, workload, once)
     lost = lost_time(cost, stages_at, workload, float(simulated.step_ms.mean()))
     exchange = _exchange(times, once, workload, float(simulated.step_ms.mean()))
@@ -85,7 +85,7 @@ def predict(
 
 
 def _exchange(
-    times: StageTimes, once: OnceAStep, workload: Workload, step_ms: float
+    times: StageTimes, once: PerStepCosts, workload: Workload, step_ms: float
 ) -> DataParallelExchange:
     encoding = workload.encoding
     unreduced = replace(times, waits_ms=None if encoding is None else encoding.waits.unreduced)

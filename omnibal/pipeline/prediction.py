@@ -9,7 +9,7 @@ from pydantic import (
     model_serializer,
 )
 
-from omnibal.frozen import Frozen
+from omnibal.base.frozen import Frozen
 
 
 class StageMemory(Frozen):
@@ -40,7 +40,7 @@ class StageMemory(Frozen):
         return self.state_gib + self.passes_gib
 
 
-_IN_WORDS = {"expert_wait_ms": "wait in step"}
+_IN_WORDS = {"expert_wait_ms": "wait in lockstep"}
 """Names of entries in words that are not those of their fields: ranks that divide weights wait for
 one another too, without experts."""
 
@@ -57,7 +57,7 @@ class LostTime(Frozen):
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
     expert_wait_ms: float = 0.0
     """Waiting of ranks that share out experts, or that divide weights, for one another in every
-    pass, and the empty micro-batches by which they stay in step."""
+    pass, and the empty micro-batches by which they stay in lockstep."""
     context_exchange_ms: float = 0.0
     """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
     communication_ms: float
@@ -126,8 +126,8 @@ class ReadingPrediction(Frozen):
     """Least time in which a node's cores read the step, and compute it where they do that too."""
 
 
-class BesidePrediction(Frozen):
-    """Encoders beside the pipeline: mean times over the steps, each of the busiest rank of the
+class EncoderPhasePrediction(Frozen):
+    """Data-parallel encoders: mean times over the steps, each of the busiest rank of the
     group of ranks that encodes longest, and memory."""
 
     forward_ms: NonNegativeFloat
@@ -138,7 +138,7 @@ class BesidePrediction(Frozen):
     busiest: NonNegativeFloat
     """Encoding time of the busiest rank over that of the mean one; 1 where nothing is encoded."""
     memory: StageMemory
-    """Of a device that embeds tokens; part of the memory of every stage."""
+    """Memory of a device that embeds tokens; part of the memory of every stage."""
 
 
 class Prediction(Frozen):
@@ -159,8 +159,10 @@ class Prediction(Frozen):
     """GPU-days of all planned epochs."""
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
-    beside: Annotated[BesidePrediction | None, Field(exclude_if=lambda value: value is None)] = None
-    """Encoders beside the pipeline; None where they are units of the stages."""
+    beside: Annotated[
+        EncoderPhasePrediction | None, Field(exclude_if=lambda value: value is None)
+    ] = None
+    """Data-parallel encoders; None where they are units of the stages."""
     reading: Annotated[ReadingPrediction | None, Field(exclude_if=lambda value: value is None)] = (
         None
     )
@@ -168,5 +170,5 @@ class Prediction(Frozen):
 
     @property
     def ideal_step_ms(self) -> float:
-        """The same computation, without anything lost."""
+        """Time of the same computation without anything lost."""
         return self.lost.ideal_ms

@@ -11,15 +11,15 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import ReadingMeasurement
+from omnibal.cost.source import ReadingMeasurement
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import HEAD
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.prediction import Prediction, ReadingPrediction
 from omnibal.pipeline.simulate import StepTimes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.workload import Workload
-from omnibal.units import HEAD
 
 _TOLD = 0.01
 """Share of a step that waits for data, from which it is worth a note."""
@@ -44,7 +44,7 @@ class StageReading:
         stages: Sequence[Stage],
         features: Sequence[str],
         *,
-        is_beside: bool,
+        has_data_parallel_encoders: bool,
         ranks: int,
     ) -> Self:
         """Find what each stage reads, on the machine where reading was measured.
@@ -54,14 +54,17 @@ class StageReading:
 
         Args:
             features: of micro-batches, at one level.
-            is_beside: whether encoders stand beside the pipeline, whose items all ranks share.
+            has_data_parallel_encoders: whether encoders are data-parallel, whose items all ranks
+            share.
             ranks: of the job on a node.
         """
         ms = np.zeros((len(features), len(stages)))
         with_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]
         ms[list(features).index("tokens")] = measured.token_ms * np.array(with_text)
         for name, tower in model.encoders.items():
-            readers = [is_beside or stage.holds(f"{name} embed") for stage in stages]
+            readers = [
+                has_data_parallel_encoders or stage.holds(f"{name} embed") for stage in stages
+            ]
             each_ms = measured.item_ms.get(tower.feature, 0.0) / sum(readers)
             ms[list(features).index(tower.feature)] = each_ms * np.array(readers)
         return cls(ms=ms, cores_per_rank=measured.cores / ranks, is_shared=measured.is_shared)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.model.units import UnitKind
 from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
-from omnibal.pipeline.units import layer_kinds
-from omnibal.units import UnitKind
+from omnibal.pipeline.unit_runs import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
 """Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
@@ -97,7 +97,7 @@ def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
 
 
 def least_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
-    """The same at every stage of a pipeline, in the same few passes of it. [stages, runs]"""
+    """Smallest peaks that recomputing can reach, of runs of units at every stage. [stages, runs]"""
     every = every_layer(tables[0].kinds, counts, tables[0].levels)
     running = tables[0].running_bytes(counts, every)
     return np.stack([table.peak_bytes(counts, every, running) for table in tables])

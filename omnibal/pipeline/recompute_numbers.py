@@ -1,8 +1,9 @@
 """Recomputed layers that a trainer is told as numbers: a stage's, or a tower's for all stages.
 
 Told a number N, a stage recomputes the first N layers that it holds of a tower, in model order and
-whichever kind they are of, or all where it holds fewer (`omnibal.targets.RecomputeFreedom`). Layers
-without a backward have nothing to recompute: where they are told a number too, it costs nothing.
+whichever kind they are of, or all where it holds fewer (`omnibal.model.targets.RecomputeFreedom`).
+Layers without a backward have nothing to recompute: where they are told a number too, it costs
+nothing.
 
 One layer more never needs more memory, nor less time, so the least number that fits is found by
 bisection, and of a stage with a number of its own no other is worth considering.
@@ -14,17 +15,17 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
 from omnibal.pipeline.recompute import Cap
 from omnibal.pipeline.stage_memory import MemoryTable
-from omnibal.pipeline.units import layer_kinds
-from omnibal.units import unit_names
+from omnibal.pipeline.unit_runs import layer_kinds
 
 NONE_FITS = 2**31
 """Number of layers where none is enough."""
-_UNKNOWN = -1
+_UNKNOWN = -1  # no number of layers is negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,10 +88,10 @@ class LeastNumbers:
     layers: TowerLayers
     runs: Runs
     tables: Sequence[MemoryTable]
-    """Of every stage."""
+    """Memory table of every stage."""
     memory_cap_bytes: float
     sequence: np.ndarray
-    """Of every run the first one that is the same units in the same order, [runs]."""
+    """First run that is the same units in the same order, for every run, [runs]."""
     known: dict[tuple, np.ndarray] = field(default_factory=dict)
     """What was found, of a table and the numbers that are fixed. [runs]"""
 
@@ -121,7 +122,7 @@ class LeastNumbers:
         )
 
     def on(self, tables: Sequence[MemoryTable]) -> Self:
-        """The same for tables of more passes."""
+        """Numbers to be found anew, for tables of more passes."""
         return type(self)(
             layers=self.layers,
             runs=self.runs,
@@ -194,10 +195,10 @@ class StageNumbers:
     fixed: tuple[int | None, ...]
     """Numbers of the towers; None for those that have the number looked for."""
     shared: int | None = None
-    """That number, where it is the same on all stages; else each has the least that fits."""
+    """The number looked for, where all stages have the same; else each has the least that fits."""
 
     def of_runs(self, stage: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the chosen runs fit as a stage, and layers of every kind that these recompute.
+        """Chosen runs that fit as a stage, and the layers of every kind that these recompute.
         [fitting] indices of runs, [fitting, layer kinds]"""
         least = self.least.find(stage, chosen, self.fixed)
         fits = least < NONE_FITS if self.shared is None else least <= self.shared

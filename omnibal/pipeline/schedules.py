@@ -55,7 +55,7 @@ class Schedule:
     micro_batches: int
     operations: tuple[StageOperations, ...]
     """Operations of every stage."""
-    shortens: bool
+    is_prefix_closed: bool
     """Whether leaving out the last micro-batches gives the schedule of the remaining ones. Ranks
     with different numbers of micro-batches can then be simulated side by side by one list."""
 
@@ -108,7 +108,7 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
         chunks=1,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        shortens=True,
+        is_prefix_closed=True,
     )
 
 
@@ -146,7 +146,7 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
         chunks=chunks,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        shortens=False,
+        is_prefix_closed=False,
     )
 
 
@@ -158,5 +158,5 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
         chunks=chunks,
         micro_batches=micro_batches,
         operations=(tuple(order),) * stages,
-        shortens=True,
+        is_prefix_closed=True,
     )

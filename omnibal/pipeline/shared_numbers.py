@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import least_largest, least_largest_with
 from omnibal.pipeline.recompute_numbers import NONE_FITS, LeastNumbers, StageNumbers
 from omnibal.pipeline.split_search import TOLERANCE, SplitSearch
@@ -25,7 +26,6 @@ from omnibal.pipeline.stage_options import (
     recomputing,
     runs_within,
 )
-from omnibal.targets import RecomputeFreedom
 
 Numbers = tuple[int, ...]
 """Recomputed layers of every encoder, and of the language model, the last."""
@@ -36,7 +36,7 @@ class NumberChoices:
     """Numbers that a trainer can be told."""
 
     encoders: tuple[tuple[int, ...], ...]
-    """Of every encoder, rising; 0 alone where it has no backward, so nothing to recompute."""
+    """Numbers of every encoder, rising; 0 alone where it has no backward to recompute for."""
     language_layers: int
     all_or_none: bool
     """Whether the language model recomputes all of its layers or none."""
@@ -140,7 +140,7 @@ class NumberSearch:
         return self.best is not None
 
     def with_options_of_better(self) -> "NumberSearch":
-        """The same with all that a better result may have."""
+        """A search from the best result on, with all options that a better one may have."""
         search = NumberSearch(
             problem=self.problem,
             choices_of_numbers=self.choices_of_numbers,

@@ -23,14 +23,14 @@ from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,
     planned_graph,
-    require_shortens,
+    require_prefix_closed,
 )
 from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward_one_backward
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
-    OnceAStep,
+    PerStepCosts,
     StageTimes,
-    once_a_step,
+    per_step_costs,
     workload_times,
 )
 from omnibal.pipeline.workload import Workload
@@ -71,8 +71,8 @@ class Timeline:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class InStep:
-    """Rows that run in step, as they share out experts."""
+class Lockstep:
+    """Rows that run in lockstep, as they share out experts."""
 
     ranks: int
     """Size of their aligned blocks: of any context a divisor or a multiple."""
@@ -116,7 +116,7 @@ def simulate_steps(
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
     context: np.ndarray | None = None,
-    in_step: InStep | None = None,
+    lockstep: Lockstep | None = None,
 ) -> Timeline:
     """Many steps side by side, in the schedule that plans are made for.
 
@@ -126,7 +126,7 @@ def simulate_steps(
         counts: [steps] micro-batches of each step.
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
         context: consecutive steps that compute a micro-batch together, [steps, m]; None for 1.
-        in_step: consecutive steps that run in step; None for none.
+        lockstep: consecutive steps that run in lockstep; None for none.
     """
     _, micro_batches, stages = forward_ms.shape
     return simulate_schedule(
@@ -137,7 +137,7 @@ def simulate_steps(
         counts,
         ready_ms,
         context,
-        in_step,
+        lockstep,
     )
 
 
@@ -149,7 +149,7 @@ def simulate_schedule(
     counts: np.ndarray,
     ready_ms: np.ndarray | None = None,
     context: np.ndarray | None = None,
-    in_step: InStep | None = None,
+    lockstep: Lockstep | None = None,
 ) -> Timeline:
     """Many steps side by side, in any schedule.
 
@@ -163,7 +163,7 @@ def simulate_schedule(
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
         context: steps that compute a micro-batch together, [steps, m]: an aligned block of so many
             rows, which all say the same; None for 1.
-        in_step: rows that have equally many micro-batches and run some parts in step; None for
+        lockstep: rows that have equally many micro-batches and run some parts in lockstep; None for
             none.
 
     Raises:
@@ -175,11 +175,11 @@ def simulate_schedule(
     real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
     padded = not real.all()
     if padded:
-        require_shortens(schedule)
+        require_prefix_closed(schedule)
     # Steps last, so that every operation below is on one contiguous vector of them.
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
-    blocks = _blocks_of_parts(context, in_step, duration.shape[1:])
+    blocks = _blocks_of_parts(context, lockstep, duration.shape[1:])
     took = _taken(duration, blocks)
     end = np.empty_like(duration)  # [kinds, m, k, steps]
     free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
@@ -231,7 +231,7 @@ def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> n
 
 
 def _blocks_of_parts(
-    context: np.ndarray | None, in_step: InStep | None, shape: tuple[int, int, int]
+    context: np.ndarray | None, lockstep: Lockstep | None, shape: tuple[int, int, int]
 ) -> dict[tuple[int, int], _Blocks]:
     """Blocks of every micro-batch and part that any rows run together.
 
@@ -240,14 +240,14 @@ def _blocks_of_parts(
     """
     micro_batches, parts, rows = shape
     plain = grouped = _blocks(context)
-    if in_step is not None:
+    if lockstep is not None:
         alone = np.ones((rows, micro_batches), np.int64) if context is None else context
-        grouped = _blocks(np.maximum(alone, in_step.ranks))
+        grouped = _blocks(np.maximum(alone, lockstep.ranks))
     return {
         (micro_batch, part): block
         for part in range(parts)
         for micro_batch, block in (
-            grouped if in_step is not None and in_step.parts[part] else plain
+            grouped if lockstep is not None and lockstep.parts[part] else plain
         ).items()
     }
 
@@ -321,7 +321,7 @@ class StepTimes:
 def predict_steps(
     times: StageTimes,
     workload: Workload,
-    once: OnceAStep,
+    once: PerStepCosts,
     rule: ScheduleRule = one_forward_one_backward,
     chunks: int = 1,
 ) -> StepTimes:
@@ -371,7 +371,7 @@ def predict_steps(
 def simulate_ranks(times: StageTimes, workload: Workload) -> Timeline:
     """Simulate one step of all data-parallel ranks, without what they exchange. [ranks, ...]
 
-    Micro-batches that a rank does not have take no time. Encoders beside the pipeline have run
+    Micro-batches that a rank does not have take no time. Data-parallel encoders have run
     before its first forward; what they do after the last backward is left out.
 
     Args:
@@ -402,11 +402,11 @@ class _Rows:
     """Micro-batches of every row."""
     context: np.ndarray | None
     """Rows that share each micro-batch, [rows, m]; None where none is shared."""
-    in_step: InStep | None
-    """Rows that run in step; None where none do."""
+    lockstep: Lockstep | None
+    """Rows that run in lockstep; None where none do."""
     waits_ms: np.ndarray | None
-    """Part of the first stage's forwards and backwards that is the wait for encoders beside the
-    pipeline, [rows, 2]; None where there are none."""
+    """Part of the first stage's forwards and backwards that is the wait for data-parallel
+    encoders, [rows, 2]; None where there are none."""
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload, chosen: slice, step: np.ndarray) -> "_Rows":
@@ -435,7 +435,7 @@ class _Rows:
             backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
             counts=np.bincount(row, minlength=shape[0]),
             context=_contexts(workload.context[chosen], row, slot, shape),
-            in_step=_in_step(times, workload),
+            lockstep=_lockstep(times, workload),
             waits_ms=waits_ms,
         )
 
@@ -453,7 +453,7 @@ class _Rows:
     def _taken(self, alone_ms: np.ndarray) -> np.ndarray:
         """Time that passes [rows, m, k] take, given how long each row's own part of them is."""
         duration = np.moveaxis(alone_ms, 0, -1)
-        blocks = _blocks_of_parts(self.context, self.in_step, duration.shape)
+        blocks = _blocks_of_parts(self.context, self.lockstep, duration.shape)
         return np.moveaxis(_taken(duration, blocks), -1, 0)
 
     def simulated(self, graph: OperationGraph, ready_ms: np.ndarray | None = None) -> Timeline:
@@ -466,14 +466,14 @@ class _Rows:
             self.counts,
             ready_ms,
             self.context,
-            self.in_step,
+            self.lockstep,
         )
 
 
-def _in_step(times: StageTimes, workload: Workload) -> InStep | None:
-    if workload.in_step == 1 or times.has_experts is None:
+def _lockstep(times: StageTimes, workload: Workload) -> Lockstep | None:
+    if workload.lockstep_ranks == 1 or times.has_experts is None:
         return None
-    return InStep(ranks=workload.in_step, parts=times.has_experts)
+    return Lockstep(ranks=workload.lockstep_ranks, parts=times.has_experts)
 
 
 def _contexts(
@@ -506,4 +506,4 @@ def simulate_levels(
 ) -> StepTimes:
     """Simulate every step of a workload, with the costs and the stages of all its levels."""
     times = workload_times(cost, stages_at, workload)
-    return predict_steps(times, workload, once_a_step(cost, stages_at[0]))
+    return predict_steps(times, workload, per_step_costs(cost, stages_at[0]))

@@ -16,8 +16,8 @@ TOLERANCE = 1e-9
 """Relative improvement below which a better split is not searched for."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
 """Relative slack of the slowest stage of a first split over the fastest possible one."""
-_MAX_ROUNDS = 60
-_FIRST_WIDTH = 1_000
+_MAX_ROUNDS = 60  # most of growing splits
+_FIRST_WIDTH = 1_000  # partial splits kept in the first round
 _MAX_WIDTH = 8_000
 """Partial splits kept at a time while splits are grown, doubled from round to round."""
 _SAMPLE = 64
@@ -122,7 +122,7 @@ class SplitSearch:
         return True
 
     def with_options_of_better(self) -> "SplitSearch":
-        """The same split and paths, over all options that a better split may have."""
+        """A search from this split and paths on, over all options that a better split may have."""
         # A little more, for the rounding of bounds that are exact.
         choices = choices_within(self.problem, self.best_ms * (1 + TOLERANCE))
         # Where there are fewer runs, other sets are chosen of each.

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import PlainSerializer, PlainValidator
 
-from omnibal.frozen import MAX_LAYERS, Frozen
-from omnibal.units import HEAD, LANGUAGE
+from omnibal.base.frozen import MAX_LAYERS, Frozen
+from omnibal.model.units import HEAD, LANGUAGE
 
 _EMBED, _PROJECTOR = " embed", " projector"
 _LAYERS = re.compile(r"(.+) (\d+)(?:\.\.(\d+))?", re.ASCII)

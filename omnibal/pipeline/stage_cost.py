@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import ENCODER_WAITS_MS, unit_names
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import (
+from omnibal.pipeline.unit_runs import (
     holds_both_ends,
     holds_one_end,
     last_unit,
@@ -22,7 +23,6 @@ from omnibal.pipeline.units import (
     unit_counts,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.units import BESIDE_MS, unit_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -40,14 +40,14 @@ class StageTimes:
     backward_link_ms: np.ndarray
     """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
     waits_ms: np.ndarray | None = None
-    """Time before the forward, and after the backward, of encoders beside the pipeline, [packs, 2];
+    """Time before the forward, and after the backward, of data-parallel encoders, [packs, 2];
     None where there are none."""
     has_experts: np.ndarray | None = None
-    """Whether each stage holds experts, so that ranks that share these out run its passes in step,
-    bool [stages]; None where none does."""
+    """Whether each stage holds experts, so that ranks that share these out run its passes in
+    lockstep, bool [stages]; None where none does."""
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
-        """The same of some packs, given by a mask or by their indices."""
+        """Times of some packs, given by a mask or by their indices."""
         return replace(
             self,
             forward_ms=self.forward_ms[picked],
@@ -103,17 +103,17 @@ def _times(
         backward_link_ms=cost.link_latency_ms * returns
         + cost.link_ms_per_byte * (features @ backward_bytes.T),
         waits_ms=waits_ms,
-        has_experts=(held @ cost.in_step > 0) if cost.in_step.any() else None,
+        has_experts=(held @ cost.in_lockstep > 0) if cost.in_lockstep.any() else None,
     )
 
 
 def _without_waits(cost: CostModel, features: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features without waits for encoders beside the pipeline, and these, [packs, 2]."""
-    if BESIDE_MS[0] not in cost.features:
+    """Features without waits for data-parallel encoders, and these, [packs, 2]."""
+    if ENCODER_WAITS_MS[0] not in cost.features:
         return features, None
-    waits_ms = np.empty((len(features), len(BESIDE_MS)))
+    waits_ms = np.empty((len(features), len(ENCODER_WAITS_MS)))
     features = features.copy()
-    for index, name in enumerate(BESIDE_MS):
+    for index, name in enumerate(ENCODER_WAITS_MS):
         columns = [column for column, feature in enumerate(cost.features) if feature == name]
         waits_ms[:, index] = features[:, columns].sum(axis=1)
         features[:, columns] = 0
@@ -145,14 +145,14 @@ def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
 
 
 def trained_expert_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
-    """Those of `trained_parameters` that are experts'. [stages]"""
+    """Parameters of experts of one device of every stage that are updated. [stages]"""
     per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return counts @ np.array(per_unit, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class OnceAStep:
+class PerStepCosts:
     """What every stage does once a step, in ms. All are [stages].
 
     A stage's exchange with its data-parallel ranks is in equal buckets. One is reduced when its
@@ -221,24 +221,24 @@ class OnceAStep:
         rest_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
         return rest_ms + self.tied_ms
 
-    def without_exchange(self) -> "OnceAStep":
-        """The same with the weight update alone."""
+    def without_exchange(self) -> "PerStepCosts":
+        """Once-a-step costs with the weight update alone."""
         nothing = np.zeros_like(self.update_ms)
         return replace(self, reduction_ms=nothing, gather_ms=nothing, tied_ms=nothing)
 
-    def nothing(self) -> "OnceAStep":
-        """The same without anything."""
+    def nothing(self) -> "PerStepCosts":
+        """Once-a-step costs of nothing at all."""
         return replace(self.without_exchange(), update_ms=np.zeros_like(self.update_ms))
 
 
-def once_a_step(cost: CostModel, stages: Sequence[Stage]) -> OnceAStep:
+def per_step_costs(cost: CostModel, stages: Sequence[Stage]) -> PerStepCosts:
     """Exchange with data-parallel ranks and weight update of every stage."""
     parameters = trained_parameters(cost, stages)
     of_experts = trained_expert_parameters(cost, stages)
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     buckets = np.ones(len(stages))
     buckets[0] = bucket_counts(cost, parameters[0])
-    return OnceAStep(
+    return PerStepCosts(
         reduction_ms=cost.reduction_ms(parameters, of_experts),
         gather_ms=cost.gather_ms(parameters, of_experts),
         buckets=buckets,

@@ -25,18 +25,19 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.pipeline.encoding import EncoderRoom
+from omnibal.model.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
+from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     held_in_passes,
     planned_graph,
     require_in_order,
-    require_shortens,
+    require_prefix_closed,
 )
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_expert_parameters, trained_parameters
-from omnibal.pipeline.units import (
+from omnibal.pipeline.unit_runs import (
     UnitRun,
     counts_of_runs,
     holds_both_ends,
@@ -44,9 +45,8 @@ from omnibal.pipeline.units import (
     unit_runs,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 
-GIB = 1024**3
+GIB = 1024**3  # bytes
 _EMBED_WORDS = "language embed"
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
@@ -64,7 +64,7 @@ _DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
 """Contents of a stage, drawn at random, whose heaviest passes a table of one level has, and one of
 several."""
 _RECOMPUTING_ALL = 4
-"""Of so many of these, one recomputes every layer."""
+"""Drawn stages for each one that recomputes every layer."""
 _MOST_LAYERS = (4, 24)
 """Layers of a kind in these stages, of which there are few and many."""
 
@@ -111,12 +111,12 @@ def running_passes(
         features: [packs, features]; packs are sorted by step, rank and slot.
         slot: [packs]; slots count from 0 without gaps.
     """
-    held = _held_besides(pipeline_size, int(slot.max()) + 1)[stage]
+    held = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
     return _passes(features, _running_sums(features), slot, held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _HeldBesides:
+class _OtherInFlight:
     """Number of other micro-batches that a stage of the planned schedule holds in each pass; both
     [m], by the micro-batch that runs."""
 
@@ -130,17 +130,17 @@ class _HeldBesides:
 
 
 @lru_cache(maxsize=_KEPT_COUNTS)
-def _held_besides(pipeline_size: int, micro_batches: int) -> tuple[_HeldBesides, ...]:
+def _others_in_flight(pipeline_size: int, micro_batches: int) -> tuple[_OtherInFlight, ...]:
     graph = planned_graph(pipeline_size, micro_batches)
     require_in_order(graph)
-    require_shortens(graph.schedule)
+    require_prefix_closed(graph.schedule)
     held = []
     for stage in range(pipeline_size):
         passes = held_in_passes(graph, stage)
         own, forward = passes.micro_batch, passes.is_forward
         first, stop = passes.held[:, 0].T
         held.append(
-            _HeldBesides(
+            _OtherInFlight(
                 earlier_in_forward=(own - first)[forward],
                 later_in_backward=(stop - 1 - own)[~forward],
             )
@@ -159,7 +159,7 @@ def _passes(
     features: np.ndarray,
     total: np.ndarray,
     slot: np.ndarray,
-    held: _HeldBesides,
+    held: _OtherInFlight,
     chosen: np.ndarray | None = None,
 ) -> RunningPasses:
     """Passes of a stage, or those of them that are chosen by their rising indices."""
@@ -203,11 +203,11 @@ class MemoryTable:
     """Kept of the other micro-batches that are held in a pass; this and the next three are
     [passes, levels * kinds]."""
     others_input_bytes: np.ndarray
-    """The same where the unit is recomputed."""
+    """Kept of the other micro-batches where the unit is recomputed."""
     own_kept_bytes: np.ndarray
     """Kept of the micro-batch that runs."""
     own_input_bytes: np.ndarray
-    """The same where the unit is recomputed."""
+    """Kept of the micro-batch that runs where the unit is recomputed."""
     working_bytes: np.ndarray
     """Working memory of a unit of the micro-batch that runs; this and the next four are [passes,
     kinds]."""
@@ -222,17 +222,17 @@ class MemoryTable:
     shared_bytes: np.ndarray
     """Room that all units of a kind share through the run, and the kinds too: the largest counts.
     [kinds]"""
-    room_bytes: np.ndarray
-    """Each room of the trainer's libraries, which a stage has once, [rooms]."""
-    has_room: np.ndarray
-    """Whether a stage with a unit of a kind has the room, 0 or 1, [kinds, rooms]."""
+    buffer_bytes: np.ndarray
+    """Each buffer of the trainer's libraries, which a stage has once, [buffers]."""
+    has_buffer: np.ndarray
+    """Whether a stage with a unit of a kind has the buffer, 0 or 1, [kinds, buffers]."""
     expert_bytes: np.ndarray
     """Buffers of the communication library for the ranks that share out experts, which a stage with
     any has once. [kinds]"""
     has_backward: np.ndarray
     """Whether the unit has a backward, [kinds]."""
-    room: EncoderRoom
-    """What encoders beside the pipeline take of every device."""
+    encoder_memory: EncoderMemory
+    """What data-parallel encoders take of every device."""
     tied_gradient_bytes: np.ndarray
     """Gradients of the tied matrix besides its buffer, where a stage has both language embed and
     head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
@@ -260,21 +260,21 @@ class MemoryTable:
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
         if running is None:
             running = self.running_bytes(counts, recomputed)
-        pass_bytes = running + self._besides_bytes(counts, recomputed)
+        pass_bytes = running + self._in_flight_bytes(counts, recomputed)
         return state + self._with_encoders(counts, pass_bytes)
 
     def _with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
-        """Largest of some passes [..., passes], with what encoders beside the pipeline take; what
+        """Largest of some passes [..., passes], with what data-parallel encoders take; what
         they take besides that while they run comes without any pass. [...]"""
         embed = [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)
-        held = self.room.held + self.room.features * (counts[..., embed] > 0)
-        return held + np.maximum(pass_bytes.max(axis=-1), self.room.phase)
+        held = self.encoder_memory.held + self.encoder_memory.features * (counts[..., embed] > 0)
+        return held + np.maximum(pass_bytes.max(axis=-1), self.encoder_memory.phase)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]"""
-        return self.running_bytes(counts, recomputed) + self._besides_bytes(counts, recomputed)
+        return self.running_bytes(counts, recomputed) + self._in_flight_bytes(counts, recomputed)
 
-    def _besides_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+    def _in_flight_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """What the other micro-batches in flight and links hold in every pass. [..., passes]"""
         whole = self._at_every_level(counts) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
@@ -320,7 +320,7 @@ class MemoryTable:
         return most
 
     def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
-        """The same of one stage, whichever of its layers are recomputed. [passes]
+        """Most bytes of one stage in every pass, whichever of its layers are recomputed. [passes]
 
         Args:
             runs: of the stage's units, in order.
@@ -355,19 +355,19 @@ class MemoryTable:
         links = self.first_bytes.T[first] + self.last_bytes.T[last]
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
-        if len(self.room_bytes):
-            shared = shared + ((counts > 0) @ self.has_room > 0) @ self.room_bytes
+        if len(self.buffer_bytes):
+            shared = shared + ((counts > 0) @ self.has_buffer > 0) @ self.buffer_bytes
         return links + shared[..., None]
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
         return np.tile(counts, self.levels)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
-        """The same of some of the passes."""
+        """A table of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def joined(self, more: "MemoryTable") -> "MemoryTable":
-        """The same with the passes of another table."""
+        """A table with the passes of another one besides."""
         both: dict[str, Any] = {
             name: np.concatenate([getattr(table, name) for table in (self, more)])
             for name in _OF_PASSES
@@ -446,11 +446,15 @@ def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> li
     """
     if cost.levels > 1:
         return often_heaviest_tables(cost, workload, pipeline_size)
-    of_stages, room = passes_of_stages(cost, workload, pipeline_size), room_of(workload)
+    of_stages, encoder_memory = (
+        passes_of_stages(cost, workload, pipeline_size),
+        encoder_memory_of(workload),
+    )
     # Stages that hold the same micro-batches share a table.
     distinct = {id(passes): passes for passes in of_stages}
     tables = {
-        key: memory_table(cost, _largest(cost, passes), room) for key, passes in distinct.items()
+        key: memory_table(cost, _largest(cost, passes), encoder_memory)
+        for key, passes in distinct.items()
     }
     return [tables[id(passes)] for passes in of_stages]
 
@@ -463,7 +467,10 @@ def often_heaviest_tables(
 
     Of many stages some are looked at; between two of these a stage has both ones' passes.
     """
-    of_stages, room = passes_of_stages(cost, workload, pipeline_size), room_of(workload)
+    of_stages, encoder_memory = (
+        passes_of_stages(cost, workload, pipeline_size),
+        encoder_memory_of(workload),
+    )
     drawn = _drawn_stages(cost, of_stages[0].largest)
     last = pipeline_size - 1
     looked_at = np.linspace(0, last, min(pipeline_size, _LOOKED_AT)).round().astype(np.int64)
@@ -473,7 +480,7 @@ def often_heaviest_tables(
         after = int(np.searchsorted(looked_at, stage))
         before = after if looked_at[after] == stage else after - 1
         found = np.union1d(heaviest[before], heaviest[after])
-        tables.append(memory_table(cost, passes.take(found), room))
+        tables.append(memory_table(cost, passes.take(found), encoder_memory))
     return tables
 
 
@@ -486,11 +493,11 @@ def passes_of_stages(
     Those of two stages at one index are the same pass of the same micro-batch.
     """
     features, slot = features_of(workload, cost), workload.slot
-    besides = _held_besides(pipeline_size, int(slot.max()) + 1)
+    others = _others_in_flight(pipeline_size, int(slot.max()) + 1)
     total = _running_sums(features)
-    distinct = {held.key: held for held in besides}
+    distinct = {held.key: held for held in others}
     passes = {key: _passes(features, total, slot, held, chosen) for key, held in distinct.items()}
-    return [passes[held.key] for held in besides]
+    return [passes[held.key] for held in others]
 
 
 def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
@@ -498,8 +505,8 @@ def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> l
     where features grow."""
     features, slot = features_of(workload, cost), workload.slot
     largest = features.max(axis=0)
-    besides = _held_besides(pipeline_size, int(slot.max()) + 1)
-    most = [max(h.earlier_in_forward.max(), h.later_in_backward.max()) for h in besides]
+    others = _others_in_flight(pipeline_size, int(slot.max()) + 1)
+    most = [max(h.earlier_in_forward.max(), h.later_in_backward.max()) for h in others]
     links = np.ones((1, len(LINKS)))
     return [
         RunningPasses(
@@ -533,15 +540,15 @@ def heaviest_passes(
         recomputed: [stages, levels * kinds].
     """
     features, slot = features_of(workload, cost), workload.slot
-    besides = _held_besides(len(counts), int(slot.max()) + 1)
+    others = _others_in_flight(len(counts), int(slot.max()) + 1)
     total = _running_sums(features)
     return [
         memory_table(
             cost,
             _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage)),
-            room_of(workload),
+            encoder_memory_of(workload),
         )
-        for held, *stage in zip(besides, counts, recomputed, strict=True)
+        for held, *stage in zip(others, counts, recomputed, strict=True)
     ]
 
 
@@ -562,7 +569,7 @@ def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
 
 
 def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
-    """Of all passes, the one in which a stage needs most and the one in which it keeps most.
+    """The pass in which a stage needs most and the one in which it keeps most.
 
     Args:
         measure: both of a table's passes, [passes] each.
@@ -657,7 +664,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
-    """Those passes of which no other one needs as much memory for sure.
+    """Passes of which no other one needs as much memory for sure.
 
     Bytes never fall where a feature of either micro-batch grows.
     """
@@ -674,16 +681,16 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
     return RunningPasses(own=own, others=others, links=links, largest=passes.largest)
 
 
-def room_of(workload: Workload) -> EncoderRoom:
-    """What encoders beside the pipeline take of every device; nothing where there are none."""
-    return EncoderRoom() if workload.encoding is None else workload.encoding.room
+def encoder_memory_of(workload: Workload) -> EncoderMemory:
+    """What data-parallel encoders take of every device; nothing where there are none."""
+    return EncoderMemory() if workload.encoding is None else workload.encoding.encoder_memory
 
 
-_NO_ENCODERS = EncoderRoom()
+_NO_ENCODERS = EncoderMemory()
 
 
 def memory_table(
-    cost: CostModel, passes: RunningPasses, room: EncoderRoom = _NO_ENCODERS
+    cost: CostModel, passes: RunningPasses, encoder_memory: EncoderMemory = _NO_ENCODERS
 ) -> MemoryTable:
     """Memory of the given passes by kind of unit, beside what encoders take."""
     units = cost.units.values()
@@ -708,13 +715,13 @@ def memory_table(
         last_bytes=last_bytes,
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array(shared),
-        room_bytes=np.array([room.bytes for room in cost.rooms]),
-        has_room=np.array(
-            [[name in room.kinds for room in cost.rooms] for name in cost.units], int
+        buffer_bytes=np.array([buffer.bytes for buffer in cost.library_buffers]),
+        has_buffer=np.array(
+            [[name in buffer.kinds for buffer in cost.library_buffers] for name in cost.units], int
         ),
         expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
-        room=room,
+        encoder_memory=encoder_memory,
         tied_gradient_bytes=_tied_gradient_bytes(cost),
     )
 
@@ -792,11 +799,11 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
-def rooms_bytes(cost: CostModel, stage: Stage) -> float:
+def library_bytes(cost: CostModel, stage: Stage) -> float:
     """What the trainer's libraries keep on a device of a stage."""
     counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
     held = {kind.name for kind, count in zip(cost.kinds, counts.tolist(), strict=True) if count}
-    return sum(room.bytes for room in cost.rooms if room.kinds & held)
+    return sum(buffer.bytes for buffer in cost.library_buffers if buffer.kinds & held)
 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
@@ -828,14 +835,14 @@ def stage_memories(
         stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
     """
     kinds, features = cost.kinds, features_of(workload, cost)
-    besides = _held_besides(len(stages_at[0]), int(workload.slot.max()) + 1)
+    others = _others_in_flight(len(stages_at[0]), int(workload.slot.max()) + 1)
     total, memories = _running_sums(features), []
-    for held, *at_levels in zip(besides, *stages_at, strict=True):
+    for held, *at_levels in zip(others, *stages_at, strict=True):
         runs = unit_runs(kinds, at_levels)
         passes = _passes(features, total, workload.slot, held)
         heaviest = _heaviest(cost, passes, _of_stage(runs))
-        table = memory_table(cost, heaviest, room_of(workload))
-        memories.append(_stage_memory(cost, at_levels[0], runs, table))
+        table = memory_table(cost, heaviest, encoder_memory_of(workload))
+        memories.append(stage_memory(cost, at_levels[0], runs, table))
     return memories
 
 
@@ -851,14 +858,10 @@ def recomputed_at_levels(
     )
 
 
-def stage_memory(cost: CostModel, stage: Stage, table: MemoryTable) -> StageMemory:
-    """Peak memory of one device of the stage over the passes of its table, of one level."""
-    return _stage_memory(cost, stage, unit_runs(cost.kinds, [stage]), table)
-
-
-def _stage_memory(
+def stage_memory(
     cost: CostModel, stage: Stage, runs: Sequence[UnitRun], table: MemoryTable
 ) -> StageMemory:
+    """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
     kinds = cost.kinds
     counts, recomputed = counts_of_runs(len(kinds), runs)
     parameters = sum(
@@ -870,15 +873,16 @@ def _stage_memory(
     weights_bytes = parameters * cost.weight_bytes_per_parameter + float(counts @ copies)
     trained = float(trained_parameters(cost, [stage])[0])
     of_experts = float(trained_expert_parameters(cost, [stage])[0])
-    room, embeds = table.room, stage.holds(_EMBED_WORDS)
+    encoder_memory, embeds = table.encoder_memory, stage.holds(_EMBED_WORDS)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = max(float(table.stage_bytes(runs).max()), room.phase)
+    running_bytes = max(float(table.stage_bytes(runs).max()), encoder_memory.phase)
     return StageMemory(
-        weights_gib=(weights_bytes + room.weights) / GIB,
-        gradients_gib=(trained * cost.gradient_bytes_per_parameter + room.gradients) / GIB,
-        optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + room.optimizer) / GIB,
-        activations_gib=(held_bytes + room.kept + room.features * embeds) / GIB,
-        transient_gib=(running_bytes - held_bytes + room.buffers) / GIB,
+        weights_gib=(weights_bytes + encoder_memory.weights) / GIB,
+        gradients_gib=(trained * cost.gradient_bytes_per_parameter + encoder_memory.gradients)
+        / GIB,
+        optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + encoder_memory.optimizer) / GIB,
+        activations_gib=(held_bytes + encoder_memory.kept + encoder_memory.features * embeds) / GIB,
+        transient_gib=(running_bytes - held_bytes + encoder_memory.buffers) / GIB,
     )
 
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import block_diag
 
-from omnibal.config import ModelConfig
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
 from omnibal.pipeline.recompute import Recomputes, useful_recomputes
 from omnibal.pipeline.recompute_numbers import StageNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
-from omnibal.targets import FREE, StageRules
 
 _MOST_OPTIONS = 20_000
 """Sets of recomputed layers of a stage at several levels, over all runs of units."""
@@ -49,7 +49,7 @@ class StageOptions:
         return int(same.argmax()) if same.any() else -1
 
     def including(self, one: "StageOptions") -> "StageOptions":
-        """These and an option given by itself."""
+        """Options with one more that is given by itself."""
         if self.place(one) >= 0:
             return self
         both = StageOptions(
@@ -62,7 +62,7 @@ class StageOptions:
         return both.in_order()
 
     def in_order(self) -> "StageOptions":
-        """The same, of each run the one with the smallest bound first."""
+        """Options in order: of each run the one with the smallest bound first."""
         keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
         return self.take(np.lexsort(keys))
 

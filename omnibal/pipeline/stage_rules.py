@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
-from omnibal.limits import words
-from omnibal.targets import StageRules
-from omnibal.units import LANGUAGE_EMBED, unit_names
+from omnibal.base.errors import UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.limits import words
+from omnibal.model.targets import StageRules
+from omnibal.model.units import LANGUAGE_EMBED, unit_names
 
 
 def allowed_runs(

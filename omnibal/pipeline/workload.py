@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from omnibal.data.empty_slots import empty_slots
-from omnibal.data.packs import ScheduledPacks
-from omnibal.data.shares import Shares
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoding import Encoding
+from omnibal.steps.empty_slots import empty_slots
+from omnibal.steps.shares import Shares
 
 
 def _unset() -> np.ndarray:
@@ -40,17 +40,17 @@ class Workload:
     context: np.ndarray = field(default_factory=_unset)
     """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
     All have the pack in the same slot, and start each pass of it together."""
-    in_step: int = 1
+    lockstep_ranks: int = 1
     """Neighbouring ranks that share out experts, and start each pass of every slot together in
     stages that hold any; a divisor of the ranks, and of any context or a multiple of it."""
     is_empty: np.ndarray = field(default_factory=_none_empty)
-    """Whether the row is an empty micro-batch, which a rank runs to be in step, [rows]; False where
-    it is not given."""
+    """Whether the row is an empty micro-batch, which a rank runs to be in lockstep, [rows]; False
+    where it is not given."""
     unpadded: np.ndarray | None = None
     """The features without the padding of packs to the longest, [rows, features]; None where packs
     are not padded."""
     encoding: Encoding | None = None
-    """Encoders beside the pipeline, whose waits are features of the rows too; None where they are
+    """Data-parallel encoders, whose waits are features of the rows too; None where they are
     units of the stages, or not chosen yet."""
 
     def __post_init__(self) -> None:
@@ -101,12 +101,12 @@ class Workload:
         """Whether any pack is shared."""
         return bool((self.context > 1).any())
 
-    def in_groups_of(self, in_step: int) -> "Workload":
-        """Make so many neighbouring ranks run in step: with empty micro-batches where others of the
-        group have a pack more."""
-        if in_step == 1:
+    def in_groups_of(self, lockstep_ranks: int) -> "Workload":
+        """Make so many neighbouring ranks run in lockstep: with empty micro-batches where others
+        of the group have a pack more."""
+        if lockstep_ranks == 1:
             return self
-        empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, in_step)
+        empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, lockstep_ranks)
         step = np.concatenate([self.step, empty.step])
         dp_rank = np.concatenate([self.dp_rank, empty.dp_rank])
         slot = np.concatenate([self.slot, empty.slot])
@@ -119,7 +119,7 @@ class Workload:
             data_parallel_size=self.data_parallel_size,
             level=np.concatenate([self.level, np.zeros(len(empty), self.level.dtype)]),
             context=np.concatenate([self.context, np.ones(len(empty), self.context.dtype)]),
-            in_step=in_step,
+            lockstep_ranks=lockstep_ranks,
             is_empty=np.arange(len(step)) >= len(self),
         )
         return whole.rows(np.lexsort((slot, dp_rank, step)))
@@ -167,7 +167,7 @@ class Workload:
             dp_rank=np.zeros_like(self.dp_rank),
             data_parallel_size=1,
             context=np.ones_like(self.context),
-            in_step=1,
+            lockstep_ranks=1,
         )
 
 

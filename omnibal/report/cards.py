@@ -1,18 +1,23 @@
 """Headline cards: fit into memory, time, waste and loss."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.limits import memory_cap_gib
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import StepRecord
+from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
-from omnibal.plan import Plan
-from omnibal.replay import ReplaySummary
-from omnibal.report.summary import RunSummary, replayed_peaks_as_predicted
+from omnibal.report.formatting import ARROW, deviation, duration, milliseconds, number, percent
+from omnibal.report.summary import (
+    RunSummary,
+    StepFigures,
+    figures_by_source,
+    replayed_peaks_as_predicted,
+)
 from omnibal.report.table import Marked
-from omnibal.report.text import ARROW, deviation, duration, milliseconds, number, percent
-from omnibal.runlog import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,24 +38,28 @@ def headline_cards(
     records: Sequence[StepRecord],
 ) -> list[Card]:
     """Cards in the order in which the questions are asked."""
-    prediction = plan.prediction
-    cards = [_fit(plan, prediction, run, replay)] if prediction else []
-    if run or replay or prediction:
-        cards += [_step(prediction, run, replay), _idle(prediction, run, replay)]
-        cards += _rate(prediction, run)
-    cards += _length(plan, prediction) if prediction else []
-    cards += [_loss(run, records)] if run else []
-    return cards + _experts(plan, records)
+    prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
+    idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
+    rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}
+    known = {name: number(rate) for name, rate in rates.items() if rate is not None}
+    return [
+        *([_fit(plan, prediction, run, replay)] if prediction else []),
+        *_step(prediction, sources, replay),
+        *_latest("Idle", idle, ["share of device time spent waiting"]),
+        *_latest("Samples per second per device", known),
+        *(_length(plan, prediction) if prediction else []),
+        *([_loss(run, records)] if run else []),
+        *_experts(plan, records),
+    ]
 
 
-def _beside(
-    predicted: str | None, replayed: str | None, measured: str | None
-) -> tuple[str, str, list[str]]:
-    """Last value that is given, its source, and notes of those before it; one at least is given."""
-    values = {"predicted": predicted, "replayed": replayed, "measured": measured}
-    *others, (name, value) = [(k, v) for k, v in values.items() if v is not None]
-    missing = ["no prediction"] * (predicted is None)
-    return value, name, missing + [f"{k} {v}" for k, v in others]
+def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:
+    """The value of the last source, with notes of those before it; nothing without any source."""
+    if not values:
+        return []
+    *others, (source, value) = values.items()
+    before = ["no prediction"] * ("predicted" not in values) + [f"{k} {v}" for k, v in others]
+    return [Card(title=title, value=value, source=source, note="; ".join([*before, *notes]))]
 
 
 def _fit(
@@ -61,61 +70,31 @@ def _fit(
     verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
     note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
     if replay:
-        most, expected = max(
-            zip(
-                (stage.peak_gib for stage in replay.stages),
-                replayed_peaks_as_predicted(plan, replay),
-                strict=True,
-            )
-        )
-        note += f"; {number(most)} GiB replayed where {number(expected)} were predicted"
+        replayed = [stage.peak_gib for stage in replay.stages]
+        most, of_it = max(zip(replayed, replayed_peaks_as_predicted(plan, replay), strict=True))
+        note += f"; {number(most)} GiB replayed where {number(of_it)} were predicted"
     if run:
         note += f"; {number(max(run.peak_gib))} GiB measured"
     return Card(title="Memory", value=Marked(verdict, css), note=note)
 
 
 def _step(
-    prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
-) -> Card:
-    predicted = milliseconds(prediction.step_ms) if prediction else None
-    if prediction and run:
-        predicted = f"{predicted}, {deviation(prediction.step_ms, run.step_ms)}"
-    value, source, notes = _beside(
-        predicted,
-        milliseconds(replay.step_ms) if replay else None,
-        milliseconds(run.step_ms) if run else None,
-    )
+    prediction: Prediction | None,
+    sources: Mapping[str, StepFigures],
+    replay: ReplaySummary | None,
+) -> list[Card]:
+    values, notes = {name: milliseconds(one.step_ms) for name, one in sources.items()}, []
+    if prediction and "measured" in sources:
+        error = deviation(prediction.step_ms, sources["measured"].step_ms)
+        values["predicted"] += f", {error}"
     if replay:
         of_these = milliseconds(replay.predicted_step_ms)
         error = deviation(replay.predicted_step_ms, replay.step_ms)
         notes.append(f"for the replayed steps the cost model says {of_these}, {error}")
-    elif prediction and not run:
+    elif prediction and "measured" not in sources:
         ideal = milliseconds(prediction.ideal_step_ms)
         notes.append(f"at best {ideal}, without waiting or recomputing")
-    return Card(title="Time per step", value=value, source=source, note="; ".join(notes))
-
-
-def _idle(
-    prediction: Prediction | None, run: RunSummary | None, replay: ReplaySummary | None
-) -> Card:
-    value, source, notes = _beside(
-        percent(prediction.bubble_fraction) if prediction else None,
-        percent(replay.idle_fraction) if replay else None,
-        percent(run.bubble_fraction) if run else None,
-    )
-    note = "; ".join(notes) or "share of device time spent waiting"
-    return Card(title="Idle", value=value, source=source, note=note)
-
-
-def _rate(prediction: Prediction | None, run: RunSummary | None) -> list[Card]:
-    rate = prediction.samples_per_second_per_gpu if prediction else None
-    if rate is None and run is None:
-        return []
-    predicted = None if rate is None else number(rate)
-    measured = number(run.samples_per_second_per_gpu) if run else None
-    value, source, notes = _beside(predicted, None, measured)
-    title = "Samples per second per device"
-    return [Card(title=title, value=value, source=source, note="; ".join(notes))]
+    return _latest("Time per step", values, notes)
 
 
 def _length(plan: Plan, prediction: Prediction) -> list[Card]:
@@ -141,9 +120,9 @@ def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
     if not balances or not planned:
         return []
-    experts = np.median([balance.fullest_expert for balance in balances])
-    note = f"tokens over the mean of a step; the fullest expert {number(float(experts))}"
-    value = f"{number(float(np.median([balance.fullest_rank for balance in balances])))}"
+    expert, rank = np.median([(one.fullest_expert, one.fullest_rank) for one in balances], axis=0)
+    note = f"tokens over the mean of a step; the fullest expert {number(float(expert))}"
     if plan.parallel.expert > 1:
         note += f"; planned for {number(max(planned))} in every micro-batch"
+    value = number(float(rank))
     return [Card(title="Fullest expert rank", value=value, source="measured", note=note)]

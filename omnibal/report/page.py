@@ -9,38 +9,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.files import atomic
-from omnibal.job import JobSpec
-from omnibal.plan import Plan
-from omnibal.plan_files import PlanFiles
-from omnibal.pretended import PretendedStage, check_pretended, is_pretended, read_pretended
-from omnibal.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
-from omnibal.report.cards import headline_cards
-from omnibal.report.figures import (
-    Figure,
-    curve_figure,
-    memory_figure,
-    packs_figure,
-    split_figure,
-    time_figure,
-    waste_figures,
-)
-from omnibal.report.sources import sources_table
-from omnibal.report.summary import RunSummary, summarise_run
-from omnibal.report.tables import (
-    accuracy_table,
-    answers_table,
-    memory_table,
-    packing_facts,
-    provenance_facts,
-    stage_table,
-)
-from omnibal.report.text import percent
-from omnibal.report.timeline import timeline_figure
-from omnibal.runlog import (
+from omnibal.job.fake_replay import FakeStage, check_fake_replay, is_fake_replay, read_fake_stages
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
+from omnibal.job.runlog import (
     RUN_FILE,
     Evaluation,
     RunInfo,
@@ -51,6 +27,31 @@ from omnibal.runlog import (
     read_run_info,
     read_validations,
 )
+from omnibal.packing.pack_bound import naive_lower_bound
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.report.cards import headline_cards
+from omnibal.report.figures import (
+    Figure,
+    curve_figure,
+    memory_figure,
+    packs_figure,
+    split_figure,
+    time_figure,
+    waste_figure,
+)
+from omnibal.report.formatting import percent, write_ascii
+from omnibal.report.length_sources import sources_table
+from omnibal.report.page_tables import (
+    accuracy_table,
+    answers_table,
+    memory_table,
+    packing_facts,
+    provenance_facts,
+    stage_table,
+)
+from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
+from omnibal.report.timeline import timeline_figure
+from omnibal.steps.metrics import measure_packs
 
 _SOURCES_SHOWN = 12
 _ABOUT_WAITS = (
@@ -68,8 +69,8 @@ class ReportInput:
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
     replay: ReplaySummary | None
-    pretended: tuple[PretendedStage, ...]
-    """Stages tried on pretended devices, as far as they are; empty without any."""
+    fake_stages: tuple[FakeStage, ...]
+    """Stages tried on fake devices, as far as they are; empty without any."""
     records: list[StepRecord]
     validations: list[ValidationRecord]
     """Validations of the run; empty without a run."""
@@ -99,11 +100,7 @@ def write_report(
         UserError: a file is missing or broken, or the files do not belong together.
     """
     shown = _read(files, run_directory, replay_directory)
-    page = render(shown)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic(output) as temporary:
-        # Pure ASCII survives every server, mail and editor; the rest becomes character references.
-        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
+    write_ascii(render(shown), output)
     return shown
 
 
@@ -117,12 +114,12 @@ def _read(
         info, records = _run_of(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
     replay = None
-    pretended: tuple[PretendedStage, ...] = ()
-    if replay_directory is not None and is_pretended(replay_directory):
-        check_pretended(replay_directory, plan_sha256(plan))
-        pretended = read_pretended(replay_directory, plan)
+    fake_stages: tuple[FakeStage, ...] = ()
+    if replay_directory is not None and is_fake_replay(replay_directory):
+        check_fake_replay(replay_directory, plan_sha256(plan))
+        fake_stages = read_fake_stages(replay_directory, plan)
     if replay_directory is not None and (
-        not is_pretended(replay_directory) or (replay_directory / INFO_FILE).exists()
+        not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()
     ):
         if data is None:
             raise UserError(
@@ -136,7 +133,7 @@ def _read(
         job=job,
         data=data,
         replay=replay,
-        pretended=pretended,
+        fake_stages=fake_stages,
         records=records,
         validations=[] if run_directory is None else read_validations(run_directory),
         run=run,
@@ -185,6 +182,7 @@ def render(report: ReportInput) -> str:
 def _shown(report: ReportInput) -> dict[str, Any]:
     """What the page's template shows, by its names for it; what is not given is empty."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
+    sources = figures_by_source(plan, run, replay)
     shown = {
         "about_replay": _about(replay) if replay else "",
         "about_waits": _ABOUT_WAITS if run and plan.has_shared_packs else "",
@@ -192,23 +190,26 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),
         "stages": stage_table(plan, run, replay),
-        "waste": waste_figures(plan, replay),
+        "waste": waste_figure(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(plan, run, replay, report.pretended),
-        "times": time_figure(plan, run, replay),
-        "memories": memory_figure(plan, run, replay),
+        "memory": memory_table(plan, run, replay, report.fake_stages),
+        "times": time_figure(plan, sources),
+        "memories": memory_figure(plan, sources, replay),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
         "packs": None,
-        "provenance": provenance_facts(plan, replay, report.run, report.records),
+        "provenance": provenance_facts(plan, replay, run, report.records),
     }
     if plan.data is not None and report.data is not None:
         packs, lengths = report.data
+        caps, dp = plan.data.caps, plan.parallel.data
+        bound = naive_lower_bound(lengths, caps)
+        metrics = measure_packs(packs, lengths, caps, dp, packs.tokens, bound, plan.levels)
         shown |= {
-            "packs": packs_figure(packs, plan.data.caps),
-            "packing": packing_facts(packs, lengths, plan.data, plan),
+            "packs": packs_figure(packs, caps),
+            "packing": packing_facts(metrics, "tokens", plan.data),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return shown
@@ -233,35 +234,13 @@ def _about(replay: ReplaySummary) -> str:
 def _curves(report: ReportInput) -> list[Figure]:
     """Loss, step time, learning rate and gradient norm over the steps of the run."""
     records, prediction = report.records, report.plan.prediction
+    held_out = [(one.step - 1, one.loss) for one in report.validations]
+    losses, step_ms = [one.loss for one in records], [one.step_ms for one in records]
+    rates, norms = [one.learning_rate for one in records], [one.grad_norm for one in records]
+    expected = prediction.step_ms if prediction else None
     return [
-        curve_figure(
-            "Loss",
-            records,
-            [r.loss for r in records],
-            "loss per token",
-            held_out=[(one.step - 1, one.loss) for one in report.validations],
-        ),
-        curve_figure(
-            "Step time",
-            records,
-            [r.step_ms for r in records],
-            "ms",
-            predicted=prediction.step_ms if prediction else None,
-            from_zero=True,
-        ),
-        curve_figure(
-            "Learning rate",
-            records,
-            [r.learning_rate for r in records],
-            "rate",
-            smooth=False,
-            from_zero=True,
-        ),
-        curve_figure(
-            "Gradient norm",
-            records,
-            [r.grad_norm for r in records],
-            "norm before clipping",
-            from_zero=True,
-        ),
+        curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
+        curve_figure("Step time", records, step_ms, "ms", predicted=expected, from_zero=True),
+        curve_figure("Learning rate", records, rates, "rate", smooth=False, from_zero=True),
+        curve_figure("Gradient norm", records, norms, "norm before clipping", from_zero=True),
     ]

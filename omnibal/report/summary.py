@@ -4,17 +4,17 @@ A run's times are medians over its steps: one slow step (the first, a checkpoint
 system) must not pass for the plan's error.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.stats import binomtest
 
-from omnibal.config import Provider
-from omnibal.plan import Plan
-from omnibal.replay import ReplaySummary
-from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
+from omnibal.model.config import Provider
 
 
 class StageTime(NamedTuple):
@@ -27,22 +27,34 @@ class StageTime(NamedTuple):
     data_ms: float
     optimizer_ms: float
     encoder_ms: float
-    """Forward and backward of encoders beside the pipeline, which every rank runs."""
+    """Forward and backward of data-parallel encoders, which every rank runs."""
     exchange_ms: float
     """Exchange of their features and gradients; measured, with the wait for other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
+class StepFigures:
+    """A step as one source has it: predicted, replayed or measured."""
+
+    step_ms: float
+    bubble_fraction: float
+    """Idle share of the step, for any cause, mean over stages."""
+    samples_per_second_per_gpu: float | None
+    """Throughput, of a run with slow steps and the time between steps; None if not known."""
+    stages: tuple[StageTime, ...]
+    """Times of every stage; empty if a prediction has no steps."""
+    wait_fractions: tuple[float, ...]
+    """Share of the step in which each stage waits."""
+    peak_gib: tuple[float, ...]
+    """Peak memory of every stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary(StepFigures):
     """Measurements of a run."""
 
     provider: Provider | None
     """Provider of its layers; None where it was not recorded."""
-    step_ms: float
-    bubble_fraction: float
-    """Idle share of the step, for any cause, mean over stages."""
-    samples_per_second_per_gpu: float
-    """Throughput of the whole run, with slow steps and the time between steps."""
     mfu: float
     """Median model FLOPs utilization."""
     first_loss: float
@@ -52,10 +64,6 @@ class RunSummary:
     replaced_samples: int
     allocation_retries: int
     """Allocation retries of the rank with most of them in each step, summed over the steps."""
-    stages: tuple[StageTime, ...]
-    wait_fractions: tuple[float, ...]
-    peak_gib: tuple[float, ...]
-    """Peak memory of every stage, [stages]."""
 
     def incidents(self) -> dict[str, int]:
         """Number of incidents by their name, without those that did not happen."""
@@ -112,63 +120,78 @@ def micro_batches_per_step(plan: Plan) -> float | None:
     return plan.shapes.micro_batches_per_step if plan.shapes else None
 
 
-def predicted_stage_times(plan: Plan) -> tuple[StageTime, ...]:
-    """The prediction in the run log's terms; what is neither computed nor waited is the update."""
-    count = micro_batches_per_step(plan)
-    if plan.prediction is None or count is None:
-        return ()
-    beside = plan.prediction.beside
-    return tuple(
-        _simulated_time(
-            plan.prediction.step_ms,
-            stage.forward_ms * count,
-            stage.backward_ms * count,
-            stage.wait_fraction,
-            encoder_ms=beside.forward_ms + beside.backward_ms if beside else 0.0,
-            exchange_ms=beside.exchange_ms if beside else 0.0,
-        )
-        for stage in plan.prediction.stages
+def recomputed_layers(plan: Plan) -> list[str]:
+    """Layers that each stage recomputes, at every level of packs."""
+    return [
+        " / ".join(str(stage.recomputed_layers) for stage in at_levels)
+        for at_levels in zip(*plan.stages_at_levels, strict=True)
+    ]
+
+
+def figures_by_source(
+    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
+) -> dict[str, StepFigures]:
+    """A step of the plan as predicted, replayed and measured, as far as given, in this order."""
+    sources = {
+        "predicted": _predicted_figures(plan),
+        "replayed": _replayed_figures(replay) if replay else None,
+        "measured": run,
+    }
+    return {name: figures for name, figures in sources.items() if figures}
+
+
+def _predicted_figures(plan: Plan) -> StepFigures | None:
+    prediction, count = plan.prediction, micro_batches_per_step(plan)
+    if prediction is None:
+        return None
+    beside = prediction.beside
+    encoder_ms = beside.forward_ms + beside.backward_ms if beside else 0.0
+    exchange_ms = beside.exchange_ms if beside else 0.0
+    return StepFigures(
+        step_ms=prediction.step_ms,
+        bubble_fraction=prediction.bubble_fraction,
+        samples_per_second_per_gpu=prediction.samples_per_second_per_gpu,
+        stages=tuple(
+            _simulated_time(
+                prediction.step_ms,
+                (stage.forward_ms * count, stage.backward_ms * count, stage.wait_fraction),
+                encoder_ms,
+                exchange_ms,
+            )
+            for stage in prediction.stages
+            if count is not None
+        ),
+        wait_fractions=tuple(stage.wait_fraction for stage in prediction.stages),
+        peak_gib=tuple(stage.memory.peak_gib for stage in prediction.stages),
     )
 
 
-def replayed_stage_times(replay: ReplaySummary) -> tuple[StageTime, ...]:
-    """The replay in the run log's terms, as the prediction."""
-    stages = zip(replay.forward_ms, replay.backward_ms, replay.wait_fractions, strict=True)
-    return tuple(_simulated_time(replay.step_ms, *map(float, stage)) for stage in stages)
+def _replayed_figures(replay: ReplaySummary) -> StepFigures:
+    stages = np.transpose([replay.forward_ms, replay.backward_ms, replay.wait_fractions]).tolist()
+    return StepFigures(
+        step_ms=replay.step_ms,
+        bubble_fraction=replay.idle_fraction,
+        samples_per_second_per_gpu=None,
+        stages=tuple(_simulated_time(replay.step_ms, stage) for stage in stages),
+        wait_fractions=tuple(replay.wait_fractions.tolist()),
+        peak_gib=tuple(stage.peak_gib for stage in replay.stages),
+    )
 
 
 def _simulated_time(
-    step_ms: float,
-    forward_ms: float,
-    backward_ms: float,
-    wait_fraction: float,
-    *,
-    encoder_ms: float = 0.0,
-    exchange_ms: float = 0.0,
+    step_ms: float, stage: Sequence[float], encoder_ms: float = 0.0, exchange_ms: float = 0.0
 ) -> StageTime:
+    """Times in the run log's terms, where what is neither computed nor waited is the update.
+
+    Args:
+        stage: forward and backward ms of a step, and the share of it that the stage waits.
+    """
+    forward_ms, backward_ms, wait_fraction = stage
     wait_ms = wait_fraction * step_ms
     rest_ms = step_ms - forward_ms - backward_ms - wait_ms - encoder_ms - exchange_ms
     return StageTime(
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        wait_ms=wait_ms,
-        data_ms=0.0,
-        optimizer_ms=max(0.0, rest_ms),
-        encoder_ms=encoder_ms,
-        exchange_ms=exchange_ms,
+        forward_ms, backward_ms, wait_ms, 0.0, max(0.0, rest_ms), encoder_ms, exchange_ms
     )
-
-
-def stage_times_by_source(
-    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
-) -> dict[str, tuple[StageTime, ...]]:
-    """Stage times by their source: predicted, replayed and measured, as far as given."""
-    times = {
-        "predicted": predicted_stage_times(plan),
-        "replayed": replayed_stage_times(replay) if replay else (),
-        "measured": run.stages if run else (),
-    }
-    return {source: stages for source, stages in times.items() if stages}
 
 
 def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
@@ -198,13 +221,10 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
     """95 % Wilson score interval of the accuracy; a few dozen questions decide little."""
-    z, n = 1.96, kind.questions
-    if not n:
+    if not kind.questions:
         return 0.0, 1.0
-    share = kind.accuracy
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    interval = binomtest(kind.correct, kind.questions).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:

@@ -13,11 +13,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from omnibal.report.text import escape, tick
+from omnibal.report.formatting import escape, tick
 
 Value = TypeVar("Value", float, np.ndarray)
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 28, 44
 """Margins around the plotting area, wide enough for labels at a phone's larger font."""
+_LABELLED_ROW = 13.0
+"""Least height of a row, in pixels, at which every row has a label."""
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
@@ -166,12 +168,70 @@ def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
     return (total[high] - total[low]) / (high - low)
 
 
-def stacked_row(x: Scale, y: float, height: float, parts: Sequence[tuple[float, str, str]]) -> str:
-    """Boxes side by side from the scale's low end; each part is (value, class, tip)."""
-    drawn, at = [], x.low
-    for value, css, tip in parts:
-        if value > 0:
-            left, right = x(at), x(at + value)
-            drawn.append(rect(left, y, right - left, height, css, tip))
-        at += value
-    return "".join(drawn)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Labelled rows of bars under each other, over one horizontal axis."""
+
+    x: Scale
+    top: float
+    pitch: float
+    """From the top of a row to that of the next, in pixels."""
+    count: float
+    gap: float = 4.0
+    """Part of the pitch that no bar fills."""
+
+    @property
+    def bottom(self) -> float:
+        """Bottom of the last row."""
+        return self.top + self.pitch * self.count
+
+    def middle(self, row: float) -> float:
+        """Baseline of text in the middle of a row."""
+        return self.top + self.pitch * (row + 0.5) + 4
+
+    def axis(self, title: str, ticks: int = 5, unit: float = 1.0) -> str:
+        """Grid lines through all rows; below them values in the unit, and left of these a title."""
+        parts = [text(self.x.start - 14, self.bottom + 17, title, "label end")]
+        for value in self.x.ticks(ticks):
+            parts.append(self.mark(value, "grid"))
+            at = self.x(value)
+            parts.append(text(at, self.bottom + 17, tick(value / unit), "label middle"))
+        return "".join(parts)
+
+    def label(self, row: float, name: str) -> str:
+        """The name of a row, left of the axis."""
+        return text(self.x.start - 8, self.middle(row), name, "label end")
+
+    def labels(self, names: Sequence[str]) -> str:
+        """Names of all rows; of rows too low for text, those of the first and the last."""
+        rows = range(len(names)) if self.pitch >= _LABELLED_ROW else {0, len(names) - 1}
+        return "".join(self.label(row, names[row]) for row in sorted(rows))
+
+    def bar(
+        self, row: float, start: float, end: float, css: str, tip: str = "", apart: float = 0.0
+    ) -> str:
+        """A bar between two values; `apart` pixels at its end keep equal neighbours apart."""
+        left, y = self.x(start), self.top + self.pitch * row + self.gap / 2
+        return rect(left, y, self.x(end) - left - apart, self.pitch - self.gap, css, tip)
+
+    def stack(self, row: float, parts: Sequence[tuple[float, str, str]]) -> str:
+        """Bars one after another from the axis' low end; each part is (value, class, tip)."""
+        drawn, at = [], self.x.low
+        for value, css, tip in parts:
+            if value > 0:
+                drawn.append(self.bar(row, at, at + value, css, tip))
+            at += value
+        return "".join(drawn)
+
+    def mark(self, value: float, css: str) -> str:
+        """Vertical line through all rows at a value."""
+        return line(self.x(value), self.top - 4, self.x(value), self.bottom + 4, css)
+
+
+def legend(x: float, y: float, keys: Iterable[tuple[str, str]]) -> str:
+    """Keys of (class, meaning) in a line."""
+    parts = []
+    for css, meaning in keys:
+        parts += [rect(x, y - 11, 13, 13, css), text(x + 20, y, meaning)]
+        x += 48 + 6.2 * len(meaning)
+    return "".join(parts)

@@ -3,14 +3,17 @@
 On a terminal `rich` asks them for what it prints; the page's template writes them as HTML.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Literal, TypeVar
 
 from rich import box
 from rich.table import Table as TerminalTable
 
+from omnibal.report.formatting import percent
+
+R = TypeVar("R")
 Style = Literal["", "bold", "left", "wrap", "mark", "drawing"]
 """Kind of a column's cells: numbers, the numbers that matter most, names, text that may take
 several lines, signs, or drawings, which only the page shows."""
@@ -23,6 +26,11 @@ class Marked:
     text: str
     css: str
     tip: str = ""
+
+    @classmethod
+    def share(cls, fraction: float) -> "Marked":
+        """A share of what is there in percent: good up to all of it."""
+        return cls(percent(fraction), "good" if fraction <= 1 else "bad")
 
     def __str__(self) -> str:
         return self.text
@@ -69,7 +77,31 @@ class Table:
         """A table of one section, by its columns and their cells."""
         heads, cells = zip(*columns, strict=True)
         rows = list(zip(*cells, strict=True))
-        return cls(title=title, columns=heads, sections=[rows], caption=caption)
+        return cls(title=title, columns=heads, sections=[rows], caption=caption, tight=True)
+
+    @classmethod
+    def of_rows(
+        cls,
+        title: str,
+        titles: Iterable[str | Column],
+        *sections: Sequence[Row],
+        caption: str = "",
+    ) -> "Table":
+        """A table of these sections; columns of numbers are given by their titles."""
+        columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
+        return cls(title=title, columns=columns, sections=sections, caption=caption, tight=True)
+
+    @classmethod
+    def of_records(
+        cls,
+        title: str,
+        records: Iterable[R],
+        columns: Mapping[str | Column, Callable[[R], Cell]],
+        caption: str = "",
+    ) -> "Table":
+        """A table of a row per record, by the columns' titles and what makes their cells."""
+        rows = [[cell(record) for cell in columns.values()] for record in records]
+        return cls.of_rows(title, columns, rows, caption=caption)
 
     @property
     def groups(self) -> list[tuple[str, int]]:

@@ -1,23 +1,25 @@
 """Drawing of one simulated training step over the stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
-from omnibal.job import JobSpec
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import Timeline, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
 from omnibal.report.figures import WIDE, Figure
-from omnibal.report.svg import Scale, drawing, line, rect, text
-from omnibal.report.text import milliseconds, tick
+from omnibal.report.formatting import milliseconds
+from omnibal.report.svg import Rows, Scale, drawing, text
 
-_LEFT, _ROW = 72, 32
-_LABEL_WIDTH = 15.0
-"""Least width of a block that carries a number."""
+_LABEL_WIDTH, _LABEL_HEIGHT = 15.0, 16.0
+"""Least size of a bar that carries a number, in pixels."""
+_GAP = 0.6
+"""Pixels between equal neighbours."""
 
 
 def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> Figure:
@@ -57,38 +59,47 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
 
 
 def draw(timeline: Timeline, tips: Sequence[str], waits_ms: np.ndarray) -> str:
-    """Draw a row per stage and a block per pass; free space is waiting.
+    """Draw a row per stage and a bar per pass; free space is waiting.
 
     Args:
-        waits_ms: of encoders beside the pipeline, before it and after it, [2].
+        waits_ms: of data-parallel encoders, before it and after it, [2].
     """
     stages, pipeline_ms = len(timeline.finish_ms), float(timeline.step_ms)
     end_ms = pipeline_ms + float(waits_ms[1])
-    x, bottom = Scale(0, end_ms, _LEFT, WIDE - 16), _ROW * stages
-    parts = []
-    for value in x.ticks(8):
-        parts.append(line(x(value), 0, x(value), bottom + 4, "grid"))
-        parts.append(text(x(value), bottom + 20, f"{tick(value)} ms", "label middle"))
+    rows = Rows(x=Scale(0, end_ms, 72, WIDE - 16), top=4, pitch=32, count=stages, gap=6)
+    parts = [rows.axis("ms", 8), rows.labels([f"stage {stage}" for stage in range(stages)])]
     for stage in range(stages):
-        y = _ROW * stage + 3
-        parts.append(text(0, y + 17, f"stage {stage}"))
-        parts.append(rect(_LEFT, y, x(end_ms) - _LEFT, _ROW - 6, "wait"))
-        for left_ms, right_ms in ((0.0, waits_ms[0]), (pipeline_ms, end_ms)):
-            if right_ms > left_ms:
-                width = x(right_ms) - x(left_ms) - 0.6
-                parts.append(rect(x(left_ms), y, width, _ROW - 6, "encoder", "encoders beside"))
-        for kind, start_ms in timeline.start_ms.items():
-            # Other ranks may have more micro-batches.
-            real = slice(len(tips)), stage
-            start, end = x(start_ms[real]), x(timeline.end_ms[kind][real])
-            for index, (left, right) in enumerate(zip(start, end, strict=True)):
-                tip = f"{kind.label} of {tips[index]}"
-                # The thin gap keeps equal neighbours apart.
-                parts.append(rect(left, y, right - left - 0.6, _ROW - 6, kind.label, tip))
-                if right - left >= _LABEL_WIDTH:
-                    parts.append(text((left + right) / 2, y + 17, index, "block middle"))
+        parts.append(rows.bar(stage, 0, end_ms, "wait"))
+        for start_ms, stop_ms in ((0.0, waits_ms[0]), (pipeline_ms, end_ms)):
+            if stop_ms > start_ms:
+                parts.append(rows.bar(stage, start_ms, stop_ms, "encoder", "encoders beside", _GAP))
     label = f"schedule of {len(tips)} micro-batches on {stages} stages in {milliseconds(end_ms)}"
-    return drawing(WIDE, bottom + 26, label, parts)
+    parts += pass_bars(rows, timeline, tips)
+    return drawing(WIDE, rows.bottom + 26, label, parts)
+
+
+def pass_bars(
+    rows: Rows, timeline: Timeline, tips: Sequence[str], recompute_ms: np.ndarray | None = None
+) -> Iterator[str]:
+    """A numbered bar per pass in the rows of the stages.
+
+    Args:
+        tips: of the micro-batches that are drawn: other ranks may have more.
+        recompute_ms: part of each backward that recomputes, drawn apart. [micro-batches, stages]
+    """
+    for kind, start_ms in timeline.start_ms.items():
+        for index, stage in np.ndindex(len(tips), start_ms.shape[1]):
+            at = index, stage
+            start, end = float(start_ms[at]), float(timeline.end_ms[kind][at])
+            tip = f"{kind.label} of {tips[index]}, {milliseconds(end - start)}"
+            yield rows.bar(stage, start, end, kind.label, tip, _GAP)
+            if recompute_ms is not None and kind is Pass.BACKWARD and recompute_ms[at]:
+                again_ms = float(recompute_ms[at])
+                tip += f", of which {milliseconds(again_ms)} recompute"
+                yield rows.bar(stage, start, start + again_ms, "recompute", tip)
+            if rows.x(end) - rows.x(start) >= _LABEL_WIDTH and rows.pitch >= _LABEL_HEIGHT:
+                middle = rows.x((start + end) / 2)
+                yield text(middle, rows.middle(stage), index, "block middle")
 
 
 def representative_step(workload: Workload, load_ms: np.ndarray) -> int:

@@ -4,7 +4,7 @@ A process is a data-parallel rank, a thread a pipeline stage, a block a micro-ba
 backward. The format is the Trace Event Format's complete events, times in microseconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,45 +47,40 @@ def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": stage, "args": {"name": name}}
 
 
+def _block(
+    name: str, kind: str, place: tuple[int, int], start_ms: float, took_ms: float, **args: int
+) -> dict[str, Any]:
+    """A complete event at (rank, stage)."""
+    rank, stage = place
+    times = {"ts": _US_PER_MS * start_ms, "dur": _US_PER_MS * took_ms}
+    named = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage}
+    return named | times | {"args": args}
+
+
 def _encoding(timeline: Timeline, waits_ms: np.ndarray, rank: int) -> list[dict[str, Any]]:
-    """Blocks of encoders beside the pipeline, on every stage: they run before the first forward and
+    """Blocks of data-parallel encoders, on every stage: they run before the first forward and
     after the last backward, waits and exchanges included."""
     end_ms = float(timeline.finish_ms.max())
-    blocks = (("encoders forward", 0.0, waits_ms[0]), ("encoders backward", end_ms, waits_ms[1]))
     return [
-        {
-            "ph": "X",
-            "name": name,
-            "cat": "encoders",
-            "pid": rank,
-            "tid": stage,
-            "ts": _US_PER_MS * start_ms,
-            "dur": _US_PER_MS * float(took_ms),
-            "args": {},
-        }
-        for name, start_ms, took_ms in blocks
+        _block(f"encoders {kind}", "encoders", (rank, stage), start_ms, float(took_ms))
+        for kind, start_ms, took_ms in zip(
+            ("forward", "backward"), (0.0, end_ms), waits_ms, strict=True
+        )
         for stage in range(len(timeline.finish_ms))
     ]
 
 
 def _blocks(
     timeline: Timeline, features: np.ndarray, names: Sequence[str], rank: int
-) -> list[dict[str, Any]]:
-    events = []
+) -> Iterator[dict[str, Any]]:
     for kind, start_ms in timeline.start_ms.items():
         took_ms = timeline.end_ms[kind] - start_ms
-        events += [
-            {
-                "ph": "X",
-                "name": f"{kind.label} {micro_batch}",
-                "cat": kind.label,
-                "pid": rank,
-                "tid": stage,
-                "ts": _US_PER_MS * float(start_ms[micro_batch, stage]),
-                "dur": _US_PER_MS * float(took_ms[micro_batch, stage]),
-                "args": dict(zip(names, map(int, sizes), strict=True)),
-            }
-            for micro_batch, sizes in enumerate(features)
-            for stage in range(start_ms.shape[1])
-        ]
-    return events
+        for micro_batch, stage in np.ndindex(len(features), start_ms.shape[1]):
+            yield _block(
+                f"{kind.label} {micro_batch}",
+                kind.label,
+                (rank, stage),
+                float(start_ms[micro_batch, stage]),
+                float(took_ms[micro_batch, stage]),
+                **dict(zip(names, map(int, features[micro_batch]), strict=True)),
+            )

@@ -16,19 +16,19 @@ from itertools import count
 
 import numpy as np
 
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples
-from omnibal.data.metrics import dist_ratio
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.data.scan_pool import map_unordered
-from omnibal.errors import UserError
-from omnibal.limits import Caps, check_limits, in_canonical_order, words
-from omnibal.plan_data import caps_of_tokens, least_caps, limited_features
-from omnibal.search.trial import Comparison, Trial, micro_batches_at, time_per_sample
+from omnibal.job.plan_data import caps_of_tokens, least_caps, limited_features
+from omnibal.model.limits import Caps, check_limits, in_canonical_order, words
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
+from omnibal.search.engine import Trials
+from omnibal.search.trial import Comparison, Trial, time_per_sample
+from omnibal.steps.metrics import dist_ratio
 
-_USUAL_SAMPLES_PER_PACK = 4.5
-_TIE = 0.003
+_USUAL_SAMPLES_PER_PACK = 4.5  # the middle of the 4 to 5 of the paper's rule
+_TIE = 0.003  # times so near count as equal, and smaller caps win
 _COARSE_SHARE = 8
 """Divisor of the samples that the grid is evaluated on."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
@@ -37,8 +37,8 @@ _ITEM_SHARES = (0.75, 1.0)
 """Item caps of the grid, relative to where items and tokens fill up together."""
 _FIRST_ITEM_SHARES = (0.5, *_ITEM_SHARES)
 """Item caps of the grid at the least token cap, where only item caps can make packs smaller."""
-_CLEARLY_WORSE = 1.05
-_FINALISTS = 3
+_CLEARLY_WORSE = 1.05  # from where larger caps are not tried
+_FINALISTS = 3  # of the coarse grid, compared again on all samples that are drawn
 _MOVES = (2**0.25, 2**0.125)
 """Factors of the moves around the best, in the first round and in the second."""
 _TOKEN_STEPS = 8
@@ -46,11 +46,11 @@ _TOKEN_STEPS = 8
 _COMMON_SHARE = 1 / 8
 """Share of all items from which a count of them in a sample is common."""
 
-_PAPER_TOKENS = 4096
-_PAPER_ALIGNMENT = 256
-_PAPER_RANKS = 8
-_PAPER_SAMPLES_PER_PACK = (4, 5)
-_PAPER_CANDIDATES = 10
+_PAPER_TOKENS = 4096  # where OmniBal's public code begins
+_PAPER_ALIGNMENT = 256  # to which it rounds tokens up
+_PAPER_RANKS = 8  # that its dist ratios are of
+_PAPER_SAMPLES_PER_PACK = (4, 5)  # that it wants in a pack, on average
+_PAPER_CANDIDATES = 10  # that are shown with predicted times
 
 
 class CapRule(StrEnum):
@@ -165,17 +165,18 @@ def search_caps(
     space = cap_space(request, request.limited, request.fixed)
     left = max_candidates(request)
 
-    def advance() -> None:
+    def advance(done: int) -> None:
         nonlocal left
-        left -= 1
-        on_progress(1)
+        left -= done
+        on_progress(done)
 
     def trials(share: int) -> _CapTrials:
-        evaluation = _Evaluation(request=request.drawn(share))
-        return _CapTrials(evaluation=evaluation, processes=processes, advance=advance)
+        drawn = request.drawn(share)
+        work = _Evaluation(request=drawn)
+        return _CapTrials(work=work, processes=processes, on_done=advance, lengths=drawn.lengths)
 
     if request.rule is CapRule.PAPER:
-        search = _search_by_paper(trials(1), space.least)
+        search = _search_by_paper(request, trials(1), space.least)
     else:
         search = _search_by_time(trials(_COARSE_SHARE), trials(1), space)
     on_progress(left)
@@ -307,12 +308,12 @@ class _Evaluation:
     request: CapSearchRequest
     """Request with the samples that were drawn."""
 
-    def __call__(self, caps: Caps) -> tuple[Caps, Candidate | str]:
+    def __call__(self, caps: Caps) -> tuple[Caps, Candidate | UserError]:
         """The candidate, or why the caps cannot be used."""
         try:
             return caps, self._candidate(caps)
         except UserError as error:
-            return caps, str(error)
+            return caps, error
 
     def _candidate(self, caps: Caps) -> Candidate:
         """Pack, and predict the time at exactly the requested samples per step.
@@ -324,9 +325,7 @@ class _Evaluation:
         job, lengths, data = request.job, request.lengths, request.sample_data(caps)
         (packs,) = packed = data.packed(job)
         ranks = job.parallel.data
-        exact = micro_batches_at(request.samples_per_step, len(lengths), len(packs), ranks)
-        trial = Trial(job=job, data=data, packed=packed)
-        timed = time_per_sample(trial, request.samples_per_step, max(exact, 1.0))
+        timed = time_per_sample(Trial(job=job, data=data, packed=packed), request.samples_per_step)
         assert timed.plan.prediction is not None
         prediction = timed.plan.prediction
         return Candidate(
@@ -343,43 +342,21 @@ class _Evaluation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _CapTrials:
-    """Candidates evaluated on the same samples."""
+class _CapTrials(Trials[Caps, Candidate]):
+    """Candidates evaluated on the same samples; those larger than caps that failed fail untried."""
 
-    evaluation: _Evaluation
-    processes: int
-    advance: Callable[[], None]
-    """Called after each candidate."""
-    found: dict[Caps, Candidate] = field(default_factory=dict)
-    failed: dict[Caps, str] = field(default_factory=dict)
+    lengths: Lengths
+    """Samples of the trials."""
 
-    def run(self, candidates: Iterable[Caps]) -> None:
-        """Evaluate new candidates; those larger than caps that failed fail untried."""
-        untried = []
-        for caps in dict.fromkeys(candidates):
-            if caps in self.found or caps in self.failed:
-                continue
-            if reason := self._known_reason(caps):
-                self.failed[caps] = reason
-            else:
-                untried.append(caps)
-        results: dict[Caps, Candidate | str] = {}
-        processes = max(min(self.processes, len(untried)), 1)
-        for caps, result in map_unordered(self.evaluation, untried, processes):
-            results[caps] = result
-            self.advance()
-        # In the order of `untried`, for results that do not depend on timing.
-        for caps in untried:
-            result = results[caps]
-            if isinstance(result, str):
-                self.failed[caps] = result
-            else:
-                self.found[caps] = result
+    def try_caps(self, candidates: Iterable[Caps]) -> None:
+        """Evaluate new candidates."""
+        self.run(candidates, self._known_reason)
 
     def ranked(self) -> list[Candidate]:
+        """Candidates that can be used, the fastest first."""
         return sorted(self.found.values(), key=lambda candidate: candidate.ms_per_sample)
 
-    def _known_reason(self, caps: Caps) -> str | None:
+    def _known_reason(self, caps: Caps) -> UserError | None:
         for failed, reason in self.failed.items():
             if (caps.values >= failed.values).all():
                 return reason
@@ -532,23 +509,28 @@ def _moved(axis: np.ndarray, value: int, factor: float) -> int:
 
 def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> CapSearch:
     _try_grid(coarse, space)
-    if len(fine.evaluation.request.lengths) == len(coarse.evaluation.request.lengths):
+    if len(fine.lengths) == len(coarse.lengths):
         fine = coarse
     fine.failed.update(coarse.failed)
-    fine.run(candidate.caps for candidate in coarse.ranked()[:_FINALISTS])
+    fine.try_caps(candidate.caps for candidate in coarse.ranked()[:_FINALISTS])
     if not fine.found:
         # More samples can need more memory.
-        fine.run([space.least])
+        fine.try_caps([space.least])
     if not fine.found:
-        return CapSearch(candidates=(), infeasible=fine.failed, is_largest=False)
+        return CapSearch(candidates=(), infeasible=_reasons(fine), is_largest=False)
     for factor in _MOVES:
-        fine.run(space.moves(fine.ranked()[0].caps, factor))
+        fine.try_caps(space.moves(fine.ranked()[0].caps, factor))
     candidates = _smallest_tie_first(fine.ranked(), space.least)
     return CapSearch(
         candidates=tuple(candidates),
-        infeasible=fine.failed,
+        infeasible=_reasons(fine),
         is_largest=bool(space.tokens[0] < candidates[0].caps["tokens"] == space.tokens[-1]),
     )
+
+
+def _reasons(trials: _CapTrials) -> dict[Caps, str]:
+    """Why caps cannot be used, in the order in which that was found."""
+    return {caps: str(error) for caps, error in trials.failed.items()}
 
 
 def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
@@ -556,7 +538,7 @@ def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
     best_ms = math.inf
     for factor in _LEVELS:
         level = space.level(factor)
-        trials.run(level)
+        trials.try_caps(level)
         level_ms = [trials.found[caps].ms_per_sample for caps in level if caps in trials.found]
         if not level_ms or min(level_ms) > _CLEARLY_WORSE * best_ms:
             return
@@ -574,10 +556,9 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
     return [chosen, *(each for each in ranked if each is not chosen)]
 
 
-def _search_by_paper(trials: _CapTrials, least: Caps) -> CapSearch:
+def _search_by_paper(request: CapSearchRequest, trials: _CapTrials, least: Caps) -> CapSearch:
     """Candidates of the paper's rule, in its order; predicted times are for information only."""
-    request = trials.evaluation.request
-    ranked = paper_caps(request.lengths, least, request.seed)[:_PAPER_CANDIDATES]
-    trials.run(ranked)
+    ranked = paper_caps(trials.lengths, least, request.seed)[:_PAPER_CANDIDATES]
+    trials.try_caps(ranked)
     candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
-    return CapSearch(candidates=candidates, infeasible=trials.failed, is_largest=False)
+    return CapSearch(candidates=candidates, infeasible=_reasons(trials), is_largest=False)

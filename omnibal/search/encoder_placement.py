@@ -1,14 +1,36 @@
 """Both placements of a model's encoders compared: which is faster, by how much, and why."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
-from omnibal.beside import EncoderPlacement
-from omnibal.errors import UserError
-from omnibal.pipeline.prediction import Prediction
+from omnibal.base.errors import UserError
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.pipeline.prediction import LostTime, Prediction
+from omnibal.search.strategy import Strategy
 
-_NAMED_CAUSES = 2
+_NAMED_CAUSES = 2  # a sentence with more is not read
 _LEAST_CAUSE = 0.002
 """Share of the step below which a cause is not named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictedStep:
+    """A predicted step, as far as placements are compared by it."""
+
+    step_ms: float
+    samples_per_second_per_gpu: float | None
+    lost: LostTime
+
+    @classmethod
+    def of(cls, strategy: Strategy, samples_per_step: int) -> Self:
+        """The step of so many samples by a strategy."""
+        lost = {name: samples_per_step * ms for name, ms in strategy.lost}
+        return cls(
+            step_ms=samples_per_step * strategy.ms_per_sample,
+            samples_per_second_per_gpu=strategy.samples_per_second / strategy.parallel.world_size,
+            lost=LostTime(**lost),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -16,8 +38,8 @@ class PlacementChoice:
     """A placement of encoders, and what is predicted of it and of the other one."""
 
     chosen: EncoderPlacement
-    predicted: dict[EncoderPlacement, Prediction]
-    """Of the placements that were planned."""
+    predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
+    """What is predicted of the placements that were planned."""
     refused: dict[EncoderPlacement, str]
     """Why others cannot be."""
     has_shared_packs: bool
@@ -53,19 +75,23 @@ def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
     return UserError("; and ".join(f"{_NAMES[each]}: {why}" for each, why in reasons.items()))
 
 
-def fastest(predicted: dict[EncoderPlacement, Prediction]) -> EncoderPlacement:
+def fastest(predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]) -> EncoderPlacement:
     """The placement of least predicted time, per sample where there are samples."""
     return min(predicted, key=lambda placement: relative_ms(predicted[placement]))
 
 
-def relative_ms(prediction: Prediction) -> float:
+def relative_ms(prediction: Prediction | PredictedStep) -> float:
     """Time that placements are compared by: of a sample on one device, or of a step without
     samples."""
     per_second = prediction.samples_per_second_per_gpu
     return prediction.step_ms if per_second is None else 1e3 / per_second
 
 
-def _compared(placement: EncoderPlacement, own: Prediction, other: Prediction) -> str:
+def _compared(
+    placement: EncoderPlacement,
+    own: Prediction | PredictedStep,
+    other: Prediction | PredictedStep,
+) -> str:
     change = relative_ms(own) / relative_ms(other) - 1
     # Ideal times differ too: by what tensor-parallel ranks divide.
     before, after = other.lost.named(), own.lost.named()
@@ -81,8 +107,8 @@ def _compared(placement: EncoderPlacement, own: Prediction, other: Prediction) -
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 
-_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any beside it"
+_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any with data-parallel encoders"
 _NAMES = {
     EncoderPlacement.PIPELINE: "in the pipeline",
-    EncoderPlacement.BESIDE: "beside the pipeline",
+    EncoderPlacement.DATA_PARALLEL: "data-parallel",
 }

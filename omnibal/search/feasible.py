@@ -13,30 +13,30 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from omnibal.config import load_cluster, preset_names
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps, option_of, words
-from omnibal.parallel import Parallel, expert_sizes
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.job import JobSpec
+from omnibal.job.planner import PlanRequest, placement_problem
+from omnibal.model.config import load_cluster, preset_names
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps, option_of, words
+from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
-from omnibal.pipeline.placement import least_peak_beside
+from omnibal.pipeline.encoder_search import least_peak_with_encoders
+from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes, unit_state_bytes
 from omnibal.pipeline.workload import Workload
-from omnibal.planner import PlanRequest, placement_problem
-from omnibal.units import unit_names
 
 SAMPLES = 20_000
 """Most samples that changes are tried on; more are subsampled unless steps are given."""
 
 _CAP_UNIT = 256
 """Unit of the token caps to try; smaller where caps are small."""
-_CAP_STEPS = 16
-_LARGER_DATA = (2, 3, 4)
+_CAP_STEPS = 16  # caps are lowered in so many steps
+_LARGER_DATA = (2, 3, 4)  # more ranks to divide optimizer state over
 _EVERY_PIPELINE = 16
 """Pipeline size up to which, as up to twice the given size, every size is tried."""
-_DIGITS = 3
+_DIGITS = 3  # of GiB, so that small devices have figures too
 _METHOD = "the joint partition and recomputation"
 
 
@@ -62,19 +62,21 @@ class Advice:
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
     workload of packs of these levels."""
-    if job.is_beside and job.beside is None:
-        return least_peak_beside(placement_problem(job, workload, levels)) / GIB
+    if job.has_data_parallel_encoders and job.beside is None:
+        return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
-    return least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.rules) / GIB
+    return (
+        least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.trainer.stages) / GIB
+    )
 
 
-def need_beside_cap_gib(job: JobSpec, workload: Workload) -> float:
-    """Memory of the fullest device by which a job of one level fits its cap or does not: of some
-    split at most, or of all at least."""
-    if job.is_beside and job.beside is None:
-        return least_need_gib(job, workload)
+def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+    """Memory of the fullest device by which a job fits its cap or does not: of some split at most,
+    or of all at least."""
+    if levels or (job.has_data_parallel_encoders and job.beside is None):
+        return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
-    return peak_beside_cap(job.cost, model, workload, stages, cap_bytes, job.rules) / GIB
+    return peak_vs_budget(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:
@@ -126,7 +128,7 @@ def find_changes(request: PlanRequest) -> Advice:
     Raises:
         UserError: the request is wrong in another way than that it does not fit.
     """
-    if _is_joint(request):
+    if request.is_joint:
         changes = _Changes(request)
     else:
         joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
@@ -144,7 +146,7 @@ def _try_all(changes: "_Changes") -> None:
     _try_smaller_caps(changes)
     experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
     changes.first("a larger --ep", experts)
-    if request.job.rules.encoders_on_first:
+    if request.job.trainer.stages.encoders_on_first:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
         changes.first("a smaller --pp with a larger --dp", fewer)
@@ -231,10 +233,6 @@ def _sampled(request: PlanRequest) -> PlanRequest:
     return replace(request, data=request.data.sampled(SAMPLES))
 
 
-def _is_joint(request: PlanRequest) -> bool:
-    return (request.method, request.recompute) == (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
-
-
 def _text_of_method(request: PlanRequest) -> str:
     return (
         f"the partition method {PartitionMethod.OMNIBAL} with recompute rule "
@@ -249,11 +247,7 @@ def _larger_tensors(job: JobSpec) -> list[int]:
 
 
 def _allows_tensor(job: JobSpec, size: int) -> bool:
-    if job.profile is not None and job.profile.tensor != size:
-        return False
-    try:
-        job.check_sizes(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
-    except UserError:
+    if not job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)):
         return False
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
 
@@ -287,7 +281,7 @@ def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
 
 def _roomier(request: PlanRequest) -> list[Candidate]:
     """Preset devices of more memory, the smallest first; a measured profile is of one device."""
-    if request.job.profile is not None:
+    if request.job.cost_source.is_of_one_device:
         return []
     own = request.job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]

@@ -8,7 +8,7 @@ from the fastest length and the longest one.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,12 @@ import numpy as np
 
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.model.limits import Caps
+from omnibal.model.units import EXCHANGED
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.level_choice import WholeModel, level_forms, possible_contexts
-from omnibal.units import EXCHANGED
 
 _CHUNK = 1 << 17
 """Samples at a time, which bounds memory."""

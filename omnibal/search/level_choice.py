@@ -1,28 +1,28 @@
 """Choice of context size, cut and exchange for the packs of a level, by an estimate of their time.
 
-Whole sets of levels are simulated (`omnibal.search.levels`); here one level is looked at alone, on
-the packs of its own samples, so that few of its many forms have to be simulated. The model is taken
-as evenly divided over the stages, without their bubble, and a share of all layers recomputes, just
-enough for the fullest share to fit.
+Whole sets of levels are simulated (`omnibal.search.level_sets`); here one level is looked at
+alone, on the packs of its own samples, so that few of its many forms have to be simulated. The
+model is taken as evenly divided over the stages, without their bubble, and a share of all layers
+recomputes, just enough for the fullest share to fit.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 
 from omnibal.cost.context import exchange_mistake
 from omnibal.cost.model import CostModel, is_attended
-from omnibal.cost.shares import part_features
+from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import MAX_CONTEXT, ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.units import unit_names
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_memory import GIB, unit_bytes
-from omnibal.units import unit_names
 
 _FORMS = (
     (CutRule.WHOLE, ContextExchange.GATHER),
@@ -77,7 +77,7 @@ class WholeModel:
             state_bytes=sum(n * unit_bytes(cost, u) for n, u in units),
         )
 
-    def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: int) -> float:
+    def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:
         """Share of the layers that must recompute for shares [shares, features] to fit; infinite
         where all do not do."""
         stages = job.parallel.pipeline
@@ -109,7 +109,8 @@ def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
         caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
     """
     ranks = job.parallel.data
-    most = MAX_CONTEXT
+    # Data-parallel encoders send each rank the items of whole packs.
+    most = 1 if job.has_data_parallel_encoders else MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
     powers = (1 << power for power in range(ranks.bit_length()))
@@ -136,72 +137,75 @@ def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None)
                 yield level
 
 
-def estimated_ms(
-    job: JobSpec, level: Level, packs: Packs, lengths: Lengths, micro_batches: int
-) -> float:
-    """Estimate the time that packs of one level take of a step's ranks; infinite if none fit.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormEstimate:
+    """Estimated time of all packs of a level in one form: context size, cut and exchange."""
+
+    level: Level
+    rows_ms: float
+    """Time of all rows of packs, one after another on the whole model; infinite where a pack does
+    not fit."""
+    rows: float
+    """Rows of packs: each takes all data-parallel ranks."""
+
+    def of_more(self, factor: float) -> "FormEstimate":
+        """Return the form with so many times as many packs."""
+        return replace(self, rows_ms=factor * self.rows_ms, rows=factor * self.rows)
+
+
+def estimated_form(
+    job: JobSpec, level: Level, packs: Packs, lengths: Lengths, tokens_per_step: float
+) -> FormEstimate:
+    """Estimate the time that packs of one level take.
 
     Packs of like time form a row, which takes as long as its slowest share.
 
     Args:
-        micro_batches: of a rank in a step.
+        tokens_per_step: of one rank.
     """
     (cost,) = job.costs_at([level])
     whole = WholeModel.of(job, cost)
     parts = part_features(packs, lengths, level, cost.features)
+    micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
+    rows = len(packs) * level.context / job.parallel.data
     if not np.isfinite(again):
-        return np.inf
+        return FormEstimate(level=level, rows_ms=np.inf, rows=rows)
     share_ms = parts @ (whole.pass_ms + again * whole.recompute_ms.sum(axis=0))
     slowest_first = np.sort(share_ms.max(axis=1))[::-1]
     width = job.parallel.data // level.context
     rows_ms = slowest_first[::width]
-    full = len(packs) / width / len(rows_ms)
-    return float(rows_ms.sum() * full)
+    return FormEstimate(level=level, rows_ms=float(rows_ms.sum()) * rows / len(rows_ms), rows=rows)
 
 
-def best_form(
+def good_forms(
     job: JobSpec,
     caps: Caps,
     packs: Packs,
     lengths: Lengths,
-    micro_batches: int,
+    tokens_per_step: float,
     contexts: Sequence[int] | None = None,
-) -> tuple[float, Level] | None:
-    """The estimated ms and form of a level that its packs take least in; None if they fit none.
-
-    Of equal ones it is the one of the smallest context size.
-    """
-
-    def best_at(context: int) -> tuple[float, Level | None]:
-        forms = level_forms(job, caps, [context])
-        timed = [(estimated_ms(job, form, packs, lengths, micro_batches), form) for form in forms]
-        return min(timed, key=lambda pair: pair[0], default=(np.inf, None))
-
-    if contexts is None:
-        contexts = possible_contexts(job, caps)
-    found_ms, level = best_of_rising(best_at(context) for context in contexts)
-    return None if level is None else (found_ms, level)
-
-
-def best_of_rising(
-    timed: Iterable[tuple[float, Level | None]],
-) -> tuple[float, Level | None]:
-    """The least finite time of rising context sizes, and what takes it; infinite if there is none.
+) -> list[FormEstimate]:
+    """Forms of a level that its packs fit, the fastest of each context size, by rising context
+    size; none where no form fits.
 
     Times fall with the context size, as less is recomputed, and then rise, as more is exchanged:
     after two that are slower than the best, or where shares would be small without need, no more
     are looked at.
     """
-    least_ms, worse = np.inf, 0
-    best: Level | None = None
-    for taken_ms, form in timed:
-        if best is not None and form is not None and not has_good_shares(form):
+    found: list[FormEstimate] = []
+    worse = 0
+    for context in possible_contexts(job, caps) if contexts is None else contexts:
+        forms = level_forms(job, caps, [context])
+        each = [estimated_form(job, form, packs, lengths, tokens_per_step) for form in forms]
+        best = min(each, key=lambda form: form.rows_ms, default=None)
+        if best is None or not np.isfinite(best.rows_ms):
+            continue
+        if found and not has_good_shares(best.level):
             break
-        if taken_ms < least_ms:
-            least_ms, best, worse = taken_ms, form, 0
-        elif best is not None:
-            worse += 1
-            if worse == _MOST_WORSE:
-                break
-    return least_ms, best
+        is_worse = bool(found) and best.rows_ms >= min(form.rows_ms for form in found)
+        worse = worse + 1 if is_worse else 0
+        found.append(best)
+        if worse == _MOST_WORSE:
+            break
+    return found

@@ -2,26 +2,27 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from dataclasses import dataclass, replace
+from itertools import combinations, product
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.cost.model import pack_features
-from omnibal.data.by_level import levels_of_samples
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-from omnibal.plan_data import SampleData
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import levels_of_samples
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_choice import (
+    FormEstimate,
     WholeModel,
-    best_form,
-    best_of_rising,
-    estimated_ms,
+    estimated_form,
+    good_forms,
     level_forms,
     possible_contexts,
 )
@@ -31,51 +32,139 @@ MAX_SEARCHED = 4
 """Most levels of a set, as in HBP."""
 _SAMPLES_PER_PACK = 4.5
 """Samples of median length that the shortest packs hold: fewer leave a rank too little to do."""
-_MAX_CAPS = 7
+_MAX_CAPS = 7  # halved caps that are looked at
 _ESTIMATED_SAMPLES = 3_000
 """Most samples by which a level is estimated, of those that it would hold."""
 _NEAR = 1.15
 """Sets are tried whose estimate is at most so many times the least."""
-_CAP_MOVES = (2**-0.5, 2**0.5)
+_FORM_SLACK = 1.5
+"""Forms of a level are combined whose time is at most so many times its fastest one's: a form of
+more ranks takes longer and makes more rows, so less bubble."""
+_FORMS_OF_SET = 3
+"""Combinations of forms that stand for a set of caps, the fastest."""
+_CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
 _TOKENS_UNIT = 64
 """Caps that are moved have a multiple of so many tokens."""
 
 Step = tuple[Caps | None, Caps]
 """Caps of a level and those of the level below it, if any, whose samples it does not hold."""
+Packed = dict[Step, tuple[Packs, Lengths] | None]
+"""Packs of some samples of every step; None where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelRule:
+    """Rule by which sets of levels are looked at: all up to `MAX_SEARCHED`, so many, or HBP's."""
+
+    count: int | None = None
+    """Number of levels; None for any."""
+    is_hbp: bool = False
+    """Whether levels are those of HBP's Algorithm 1."""
+
+    def __post_init__(self) -> None:
+        if self.count is not None and not 1 <= self.count <= MAX_SEARCHED:
+            raise UserError(
+                f"{self.count} levels were asked for, and sets of 1 to {MAX_SEARCHED} are "
+                "searched; give a number of these, or auto"
+            )
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether levels are asked for, whatever the lengths."""
+        return self.is_hbp or self.count not in (None, 1)
+
+    def allows(self, levels: tuple[Level, ...]) -> bool:
+        """Whether a set has the number of levels that is asked for."""
+        return self.count in (None, max(len(levels), 1))
+
+
+ANY_LEVELS = LevelRule()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelEstimates:
-    """Estimates of levels by their own caps and those of the level below."""
+    """Estimates of sets of levels, added up from levels that are each looked at alone."""
 
     job: JobSpec
     data: SampleData
     caps: tuple[Caps, ...]
     """Caps that levels may have, rising to the top ones."""
+    tokens_per_step: float
+    """Tokens of one rank in a step."""
     work_ms: np.ndarray
     """Time of every sample on the whole model, [samples]."""
-    packed: dict[Step, tuple[Packs, Lengths] | None] = field(default_factory=dict)
-    """Packs of some samples of a step, as far as they have been made; None where it has none."""
+    needs_rows: bool
+    """Whether a step of so many tokens must have a row of packs, and is not made larger."""
+    packed: Packed
+    """Packs of steps, as far as they have been made, which jobs of other sizes may share."""
 
     @classmethod
-    def of(cls, job: JobSpec, data: SampleData) -> "LevelEstimates":
-        """Prepare estimates for a job on its data, whose caps are the top ones."""
+    def of(
+        cls,
+        job: JobSpec,
+        data: SampleData,
+        tokens_per_step: float | None = None,
+        packed: Packed | None = None,
+        *,
+        needs_rows: bool = False,
+    ) -> "LevelEstimates":
+        """Prepare estimates for a job on its data, whose caps are the top ones.
+
+        Args:
+            tokens_per_step: of one rank; None for as many micro-batches of full packs of one level,
+                in their best form, as the data names.
+        """
         lengths = data.lengths
         alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
         features = pack_features(alone, lengths, job.cost.features)
-        return cls(
+        found = cls(
             job=job,
             data=data,
             caps=candidate_caps(lengths, data.caps),
+            tokens_per_step=tokens_per_step or math.inf,
             work_ms=features @ WholeModel.of(job, job.cost).pass_ms,
+            needs_rows=needs_rows,
+            packed={} if packed is None else packed,
         )
+        return found if tokens_per_step else replace(found, tokens_per_step=found._usual_tokens())
 
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens of one rank in a step of packs of one level, in its best form."""
-        found = self._best((None, self.caps[-1]))
-        context = self.job.parallel.data if found is None else found[1].context
-        return self._micro_batches * self.data.caps["tokens"] / context
+    def _usual_tokens(self) -> float:
+        """Tokens of one rank in a step of full packs of one level, in the form that is best where
+        the pipeline is full."""
+        best = self._best((None, self.caps[-1]))
+        context = self.job.parallel.data if best is None else best.level.context
+        return self.data.micro_batches(self.job) * self.data.caps["tokens"] / context
+
+    @staticmethod
+    def most_levels(data: SampleData) -> int:
+        """Levels that there can be at most, each with samples of its own."""
+        own = own_samples(data.lengths, candidate_caps(data.lengths, data.caps))
+        return int(np.count_nonzero(own))
+
+    def pack_all(self, rule: LevelRule) -> None:
+        """Pack the samples of every step that a set may have."""
+        for caps in self.caps:
+            self._some((None, caps))
+        if not rule.is_hbp:
+            for step in {step for caps in self.sets(rule.count) for step in _steps(caps)}:
+                self._some(step)
+
+    def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
+        """Estimated ms per sample and levels of the sets of a rule that fit, the fastest first."""
+        if not rule.is_hbp:
+            return self.estimated(rule.count)
+        try:
+            levels = self.by_hbp()
+        except UserError:  # no length fits
+            return []
+        steps = zip(levels, _steps([level.caps for level in levels]), strict=True)
+        forms = []
+        for level, step in steps:
+            some = self._some(step)
+            if some is not None:
+                forms.append(self._scaled(step, self._estimated(level, some)))
+        ms = self._ms_per_sample(forms)
+        return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
         """List all sets of caps with the top ones."""
@@ -83,24 +172,33 @@ class LevelEstimates:
         *lower, top = self.caps
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
+    def estimated(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
+        """Estimated ms per sample of one rank and levels of the sets that fit, the fastest first;
+        of every set of caps in its best few forms."""
+        steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
+        forms = {step: self.forms(step) for step in steps}
+        found = []
+        for caps in self.sets(exactly):
+            choices = [_near_best(forms[step]) for step in _steps(caps)]
+            of_set = [
+                (self._set_ms(each), tuple(form.level for form in each))
+                for each in product(*choices)
+            ]
+            of_set = [pair for pair in of_set if math.isfinite(pair[0])]
+            found += sorted(of_set, key=lambda pair: pair[0])[:_FORMS_OF_SET]
+        samples = len(self.data.lengths)
+        return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
+
     def near(self, exactly: int | None, most: int) -> list[tuple[Level, ...]]:
         """Sets whose estimate is near the least, and one level on one rank, the simplest.
 
         There are none where no set is estimated to fit.
         """
-        steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
-        best = {step: self._best(step) for step in steps}
-        estimated = []
-        for caps in self.sets(exactly):
-            found = [best[step] for step in _steps(caps)]
-            if all(found):
-                forms = [one for one in found if one is not None]
-                estimated.append((sum(ms for ms, _ in forms), tuple(level for _, level in forms)))
-        estimated.sort(key=lambda pair: pair[0])
+        estimated = self.estimated(exactly)
         if not estimated:
             return []
         limit = _NEAR * estimated[0][0]
-        near = [levels for ms, levels in estimated if ms <= limit][: most - 1]
+        near = [levels for ms, levels in some_of_each(estimated) if ms <= limit][: most - 1]
         if exactly in (None, 1):
             near.append((Level(caps=self.caps[-1]),))
         return [as_data_has(levels, self.data.caps) for levels in near]
@@ -117,7 +215,7 @@ class LevelEstimates:
             for context in possible_contexts(self.job, caps):
                 best = self._best((None, caps), [context])
                 if best is not None:
-                    found.append(as_data_has((best[1],), self.data.caps))
+                    found.append(as_data_has((best.level,), self.data.caps))
         return found
 
     def most_shared(self) -> tuple[Level, ...]:
@@ -149,14 +247,14 @@ class LevelEstimates:
                 if context in possible_contexts(self.job, level.caps):
                     found = self._best(step, [context])
                     if found is not None:
-                        yield as_data_has((*before, found[1], *after), self.data.caps)
+                        yield as_data_has((*before, found.level, *after), self.data.caps)
             for factor in _CAP_MOVES if after else ():
                 moved = self._moved(level.caps, factor)
                 least = before[-1].caps["tokens"] if before else 0
                 if least < moved["tokens"] < after[0].caps["tokens"]:
                     found = self._best((step[0], moved))
                     if found is not None and self._some((moved, after[0].caps)):
-                        yield (*before, found[1], *after)
+                        yield (*before, found.level, *after)
 
     def by_hbp(self) -> tuple[Level, ...]:
         """Levels by HBP's Algorithm 1, with packs of all samples that a length holds."""
@@ -165,51 +263,79 @@ class LevelEstimates:
             some = self._some((None, caps))
             if some is None:
                 continue
-            fastest_ms, level = best_of_rising(self._hbp_times(caps, *some))
-            if level is not None:
-                tokens, mean_ms = caps["tokens"], fastest_ms / float(some[1].tokens.sum())
-                profiled.append(ProfiledLength(tokens=tokens, context=level.context, ms=mean_ms))
+            forms = [
+                self._estimated(self._hbp_form(caps["tokens"], context), some)
+                for context in possible_contexts(self.job, caps)
+            ]
+            best = min(forms, key=lambda form: form.rows_ms)
+            if math.isfinite(best.rows_ms):
+                mean_ms = best.rows_ms / float(some[1].tokens.sum())
+                context = best.level.context
+                profiled.append(ProfiledLength(tokens=caps["tokens"], context=context, ms=mean_ms))
         levels = [self._hbp_form(*chosen) for chosen in hbp_levels(profiled)]
         own = own_samples(self.data.lengths, [level.caps for level in levels])
         # A level without samples of its own makes no packs.
         kept = (level for level, count in zip(levels, own, strict=True) if count)
         return as_data_has(tuple(kept), self.data.caps)
 
-    @property
-    def _micro_batches(self) -> int:
-        return self.data.micro_batches(self.job)
-
     def _moved(self, caps: Caps, factor: float) -> Caps:
         tokens = round(caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
         return scaled(self.caps[-1], max(tokens, 1))
-
-    def _hbp_times(
-        self, caps: Caps, packs: Packs, lengths: Lengths
-    ) -> Iterator[tuple[float, Level]]:
-        """Estimated ms and level of every context size, of which HBP keeps the fastest."""
-        for context in possible_contexts(self.job, caps):
-            level = self._hbp_form(caps["tokens"], context)
-            yield estimated_ms(self.job, level, packs, lengths, self._micro_batches), level
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
         """A level with the exchange of heads where they divide, as HBP has it, else by gather."""
         forms = list(level_forms(self.job, scaled(self.caps[-1], tokens), [context]))
         return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
-    def _best(
-        self, step: Step, contexts: Sequence[int] | None = None
-    ) -> tuple[float, Level] | None:
-        """Estimated ms and best form of a level for all its samples; None if it holds or fits
-        none."""
+    def _set_ms(self, forms: Sequence[FormEstimate]) -> float:
+        """Time of all rows of a set, and the bubbles of its steps.
+
+        On p stages that share a row evenly, a step takes the sum of its rows and (p - 1) / p of its
+        longest one, as in a proportionate flow shop.
+        """
+        steps = max(self._steps, 1.0)
+        longest_ms, without = 0.0, 1.0
+        for form in sorted(forms, key=lambda form: -form.rows_ms / form.rows):
+            # Rows are spread evenly, so that a step has one where there are as many as steps.
+            share = min(form.rows / steps, 1.0)
+            longest_ms += without * share * form.rows_ms / form.rows
+            without *= 1 - share
+        bubbles_ms = steps * (self.job.parallel.pipeline - 1) * longest_ms
+        return sum(form.rows_ms for form in forms) + bubbles_ms
+
+    @property
+    def _steps(self) -> float:
+        """Steps of all samples."""
+        tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
+        return tokens / self.job.parallel.data / self.tokens_per_step
+
+    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
+        """Time per sample of all ranks together; infinite where a step has no row of packs."""
+        if self.needs_rows and sum(form.rows for form in forms) < self._steps:
+            return math.inf
+        return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
+
+    def _estimated(self, level: Level, some: tuple[Packs, Lengths]) -> FormEstimate:
+        return estimated_form(self.job, level, *some, self.tokens_per_step)
+
+    def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
+        """The fastest form of a level for all its samples; None if it holds or fits none."""
+        forms = self.forms(step, contexts)
+        return min(forms, key=lambda form: self._set_ms([form]), default=None)
+
+    def forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
+        """Forms of a level for all its samples, the fastest of each context size."""
         some = self._some(step)
         if some is None:
-            return None
-        found = best_form(self.job, step[1], *some, self._micro_batches, contexts)
-        if found is None:
-            return None
-        drawn = self._rows(step)
-        part = self.work_ms[self._drawn(drawn)].sum() / self.work_ms[drawn].sum()
-        return found[0] / float(part), found[1]
+            return []
+        found = good_forms(self.job, step[1], *some, self.tokens_per_step, contexts)
+        return [self._scaled(step, form) for form in found]
+
+    def _scaled(self, step: Step, form: FormEstimate) -> FormEstimate:
+        """The form with all samples of a step, from some of them."""
+        rows = self._rows(step)
+        part = self.work_ms[self._drawn(rows)].sum() / self.work_ms[rows].sum()
+        return form.of_more(1 / float(part))
 
     def _some(self, step: Step) -> tuple[Packs, Lengths] | None:
         """Some samples that a level holds and the one below does not, packed."""
@@ -232,6 +358,24 @@ class LevelEstimates:
     def _drawn(self, rows: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng(self.data.seed)
         return np.sort(rng.permutation(rows)[:_ESTIMATED_SAMPLES])
+
+
+def some_of_each(
+    estimated: Sequence[tuple[float, tuple[Level, ...]]],
+) -> list[tuple[float, tuple[Level, ...]]]:
+    """Put the fastest set of each number of levels first, then all others in their order.
+
+    Estimates of sets of as many levels are off by like factors, and others by other ones.
+    """
+    first = {len(levels): (ms, levels) for ms, levels in reversed(estimated)}
+    leading = sorted(first.values(), key=lambda pair: pair[0])
+    return [*leading, *(pair for pair in estimated if pair not in leading)]
+
+
+def _near_best(forms: Sequence[FormEstimate]) -> list[FormEstimate]:
+    """Forms that may be the best of a set: those not far slower than the fastest alone."""
+    least_ms = min((form.rows_ms for form in forms), default=math.inf)
+    return [form for form in forms if form.rows_ms <= _FORM_SLACK * least_ms]
 
 
 def _steps(caps: Sequence[Caps]) -> list[Step]:

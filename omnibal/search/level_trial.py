@@ -6,21 +6,27 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.data.by_level import levels_of_packs
-from omnibal.data.lengths import draw_samples
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.pipeline.partition import search_stages
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import Lengths, draw_samples
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import placement_problem
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_search import search_encoders
+from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan_data import SampleData
+from omnibal.pipeline.workload import Workload
 
 _SEARCHED_STEPS = 8
 """Steps that stages are searched for in a trial; all are simulated."""
+_BESIDE_EFFORT = 0.1
+"""Share of the usual search for how encoders run beside the pipeline, in a trial."""
 _LEAST_ROWS = 4
 """Rows of full packs, each on one rank, that the samples of a trial make, if there are so many."""
 
@@ -30,7 +36,7 @@ class LevelTrial:
     """A set of levels, simulated."""
 
     levels: tuple[Level, ...]
-    """Those that have packs; empty for one level of context size 1 at the top caps."""
+    """Levels that have packs; empty for one level of context size 1 at the top caps."""
     ms_per_sample: float
     """Time per sample of all ranks together."""
     packs: tuple[int, ...]
@@ -53,6 +59,8 @@ class LevelTrials:
     for making fewer steps of more samples."""
     longest: Caps
     """Least caps that hold every sample of the plan, of which there are not all in a trial."""
+    least_rows: float = 0.0
+    """Rows of packs that a step of so many tokens must have; larger steps are refused."""
     curriculum_steps: float = 0
     """First steps of packs of the shortest level alone, as a part of them where samples are."""
 
@@ -91,23 +99,16 @@ class LevelTrials:
         shares = int(contexts[of_packs].sum())
         mean_tokens = float(data.lengths.tokens.mean())
         share_tokens = mean_tokens * len(data.lengths) / shares
+        if self.tokens_per_step < self.least_rows * share_tokens:
+            raise UserError("a step has fewer packs than data-parallel ranks")
         micro_batches = max(round(self.tokens_per_step / share_tokens), 1)
         self._check_curriculum(levels, int((of_packs == 0).sum()), micro_batches)
         data = replace(data, packs_per_step=micro_batches * job.parallel.data)
         packs, lengths = data.drawn(job, [packed]).schedule(job)
-        workload = job.workload(packs, lengths, levels)
+        workload, found = _searched(job, packs, lengths, levels)
         cost = job.cost_of_all(levels)
-        found = search_stages(
-            cost,
-            job.model,
-            workload.some_steps(_SEARCHED_STEPS),
-            job.parallel.pipeline,
-            job.memory_cap_gib * GIB,
-            rules=job.rules,
-            prove=False,
-        )
         times = workload_times(cost, found.stages_at, workload)
-        once = once_a_step(cost, found.stages)
+        once = per_step_costs(cost, found.stages)
         whole_ms = predict_steps(times, workload, once).step_ms
         compute_ms = predict_steps(times, workload, once.nothing()).step_ms
         once_ms = float((whole_ms - compute_ms).mean())
@@ -142,6 +143,27 @@ class LevelTrials:
                 f"packs of the shortest level are enough for about {share:.0%} of the curriculum; "
                 "give fewer --curriculum-steps"
             )
+
+
+def _searched(
+    job: JobSpec, packs: ScheduledPacks, lengths: Lengths, levels: tuple[Level, ...]
+) -> tuple[Workload, SearchResult]:
+    """The workload of all packs, and stages that are searched for on some of their steps."""
+    workload = job.workload(packs, lengths, levels)
+    some = workload.some_steps(_SEARCHED_STEPS)
+    if job.has_data_parallel_encoders:
+        beside = search_encoders(placement_problem(job, some, levels), _BESIDE_EFFORT)
+        placed = replace(job, beside=beside.beside)
+        return placed.workload(packs, lengths, levels), beside.search
+    return workload, search_stages(
+        job.cost_of_all(levels),
+        job.model,
+        some,
+        job.parallel.pipeline,
+        job.memory_cap_gib * GIB,
+        rules=job.trainer.stages,
+        prove=False,
+    )
 
 
 def levels_in_use(

@@ -25,52 +25,37 @@ depend neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
-from omnibal.config import ClusterConfig
-from omnibal.data.scan_pool import map_unordered
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.parallel import Parallel, expert_sizes
-from omnibal.plan_data import limited_features
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.plan_data import limited_features
+from omnibal.model.config import ClusterConfig
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.parallel import Parallel, expert_sizes
 from omnibal.search.caps import cap_space, usual_samples_per_step
+from omnibal.search.encoder_placement import neither
+from omnibal.search.engine import BoundedTrials
 from omnibal.search.feasible import gib_text
 from omnibal.search.strategy import (
-    Bound,
-    Choice,
-    Estimate,
-    Evaluate,
-    FindBound,
-    Need,
-    PackSamples,
     Setting,
+    Sizing,
     Strategy,
+    StrategyProblem,
     StrategyRequest,
+    StrategyTrials,
 )
 
-CLEARLY_WORSE = 1.15
-"""Factor over the best time per sample; a choice whose bound is above it is not planned
-and not in the ranking."""
-
-_SHOWN = 8
-"""Strategies that are planned although their bounds say that they are not the best."""
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Choices of sizes and caps that are planned; of more, estimates tell which."""
-_ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
-"""Factors over the least estimate of one choice of every tensor, pipeline and data size; another
-one whose bound is above the first, or whose likely time is above the second, is not estimated."""
-_MOST_ESTIMATED = 48
-"""Choices that are estimated besides, of those that fit."""
-_NEAR = 1.1
-"""Factor over the least estimate; a choice whose estimate is above it is not planned."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 """Token caps to try where none are given, relative to the least."""
-_MOVE = 2**0.25
-_MOVES = 6
-_FINALISTS = 3
-_USUAL_MICRO_BATCHES = 8
-_NAMED_CAUSES = 2
+_MOVE = 2**0.25  # half of the way between two levels of caps
+_MOVES = 6  # of two kinds of caps: each and both, smaller and larger
+_FINALISTS = 3  # sizes that moves are tried at
+_USUAL_MICRO_BATCHES = 8  # as of plans of given sizes
+_NAMED_CAUSES = 2  # more than two causes are not read
 _LEAST_CAUSE = 0.01
 """Share of the best time per sample below which a cause is not named."""
 _ROUNDING = 1e-6
@@ -81,7 +66,7 @@ _ROUNDING = 1e-6
 class RuledOut:
     """Parallel sizes that were not planned."""
 
-    parallel: Parallel
+    sizing: Sizing
     need_gib: float | None
     """Memory of one device at the best caps tried and in the best split, at least; set where none
     fit."""
@@ -90,6 +75,11 @@ class RuledOut:
     why: str
     estimated_samples_per_second: float | None = None
     """Estimate; set where bounds did not tell that the best strategy is faster."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """Parallel sizes."""
+        return self.sizing.parallel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,6 +107,39 @@ class StrategySearch:
         """The fastest strategy."""
         return self.ranking[0]
 
+    def led_by(self, strategy: Strategy) -> Self:
+        """Return the ranking with one of its strategies first, as it is the best on all data."""
+        if strategy == self.best:
+            return self
+        others = [each for each in self.ranking if each != strategy]
+        ranking = [strategy, *others]
+        return replace(
+            self, ranking=tuple(replace(each, why=_why(each, strategy)) for each in ranking)
+        )
+
+    @classmethod
+    def of(
+        cls,
+        request: StrategyRequest,
+        ranking: Sequence[Strategy],
+        ruled_out: Sequence[RuledOut],
+        *,
+        choices: int,
+        planned: int,
+        gap: float,
+    ) -> Self:
+        """Say of every strategy why it is not the first."""
+        best = ranking[0]
+        return cls(
+            gpus=request.sizes.gpus,
+            samples_per_step=request.samples_per_step,
+            ranking=tuple(replace(each, why=_why(each, best)) for each in ranking),
+            ruled_out=tuple(_against(each, best) for each in ruled_out),
+            choices=choices,
+            planned=planned,
+            gap=gap,
+        )
+
 
 def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
     """Samples per step where none are given: 8 packs of 4.5 samples for every node."""
@@ -125,11 +148,11 @@ def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
 
 def progress_total(request: StrategyRequest) -> int:
     """Total of the progress that `search_strategies` reports."""
-    parallels = len(possible_parallels(request))
+    sizings = len(possible_sizings(request))
     if request.caps is not None:
-        return parallels + _MOST_PLANNED
+        return sizings + _MOST_PLANNED
     moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
-    return parallels * len(_LEVELS) + _MOST_PLANNED + moves
+    return sizings * len(_LEVELS) + _MOST_PLANNED + moves
 
 
 def search_strategies(
@@ -147,7 +170,7 @@ def search_strategies(
         UserError: no parallel sizes are possible, a sample exceeds the caps, or a step has too few
             packs.
     """
-    parallels = possible_parallels(request)
+    sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     space = cap_space(request, limited_features(request.job.model))
     left = progress_total(request)
@@ -157,71 +180,92 @@ def search_strategies(
         left -= done
         on_progress(done)
 
-    trials = _StrategyTrials(setting=setting, processes=processes, advance=advance)
+    problem = StrategyProblem(setting=setting)
+    trials: StrategyTrials = BoundedTrials(problem=problem, processes=processes, advance=advance)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
         levels = [request.caps]
-    every = [(parallel, caps) for parallel in parallels for caps in dict.fromkeys(levels)]
+    every = [(sizing, caps) for sizing in sizings for caps in dict.fromkeys(levels)]
     trials.run(every, _MOST_PLANNED)
     if request.caps is None and trials.planned:
         finalists = trials.ranked()[:_FINALISTS]
         moves = space.moves(finalists[0].caps, _MOVE)
-        moved = [(each.parallel, caps) for each in finalists for caps in dict.fromkeys(moves)]
+        moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
         trials.run(moved, _MOST_MOVES_PLANNED)
     on_progress(left)
     if not trials.planned:
-        raise _unusable(trials, parallels)
-    return _result(trials, parallels)
+        raise _unusable(trials, sizings)
+    return _result(trials, sizings)
 
 
-def possible_parallels(request: StrategyRequest) -> list[Parallel]:
-    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size.
+def possible_sizings(request: StrategyRequest) -> list[Sizing]:
+    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size,
+    with every placement of encoders that goes with them.
 
     Raises:
         UserError: there are none, with what is possible.
     """
+    found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
+    for placement in request.placements:
+        try:
+            placed = replace(request.job, placement=placement)
+            parallels = _possible_parallels(replace(request, job=placed))
+        except UserError as error:
+            refused[placement] = error
+        else:
+            found += [Sizing(parallel, placement) for parallel in parallels]
+    if found:
+        return found
+    raise neither(refused)
+
+
+def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     _check_given(request)
+    divides = request.sizes.sequence_parallel is not False
     found = [
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
             data=data,
-            sequence_parallel=tensor > 1,
+            sequence_parallel=tensor > 1 and divides,
             expert=expert,
         )
-        for tensor in _divisors(request.gpus)
-        for pipeline in _divisors(request.gpus // tensor)
-        for data in [request.gpus // (tensor * pipeline)]
+        for tensor in _divisors(request.sizes.gpus)
+        for pipeline in _divisors(request.sizes.gpus // tensor)
+        for data in [request.sizes.gpus // (tensor * pipeline)]
         for expert in expert_sizes(request.job.model, tensor, data)
     ]
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
         return possible
-    raise UserError(_impossible(request, [each for each in found if _suits_model(request, each)]))
+    raise UserError(_impossible(request, list(filter(request.job.allows, found))))
 
 
 def _check_given(request: StrategyRequest) -> None:
     """Refuse sizes that were given and can never be, whatever the others."""
-    profile = request.job.profile
-    if profile is not None and request.tensor not in (None, profile.tensor):
+    measured, sizes = request.job.cost_source.tensor, request.sizes
+    if measured is not None and sizes.tensor not in (None, measured):
         raise UserError(
-            f"--tp {request.tensor} was given with a profile of tensor size "
-            f"{profile.tensor}, and costs of another size cannot be taken from it: leave "
-            f"--tp out, give a profile of tensor size {request.tensor}, or count without --profile"
+            f"--tp {sizes.tensor} was given with a profile of tensor size "
+            f"{measured}, and costs of another size cannot be taken from it: leave "
+            f"--tp out, give a profile of tensor size {sizes.tensor}, or count without --profile"
         )
-    fixed = request.given
+    fixed = sizes.given
     product = math.prod(fixed.values())
-    if request.gpus % product:
-        sizes = " x ".join(f"{name} {size}" for name, size in fixed.items())
-        below, above = request.gpus // product * product, -(-request.gpus // product) * product
+    if sizes.gpus % product:
+        product_text = " x ".join(f"{name} {size}" for name, size in fixed.items())
+        below, above = (
+            sizes.gpus // product * product,
+            -(-sizes.gpus // product) * product,
+        )
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
-            f"{request.gpus} GPUs are no multiple of {sizes} = {product}, and the parallel sizes "
-            f"must multiply to the GPUs: use {near} GPUs or change the sizes"
+            f"{sizes.gpus} GPUs are no multiple of {product_text} = {product}, and the parallel "
+            f"sizes must multiply to the GPUs: use {near} GPUs or change the sizes"
         )
-    tensor, expert = request.tensor or 1, request.expert or 1
-    stages = request.pipeline or 1
+    tensor, expert = sizes.tensor or 1, sizes.expert or 1
+    stages = sizes.pipeline or 1
     for alone in (
         Parallel(tensor=tensor, pipeline=stages, sequence_parallel=tensor > 1),
         Parallel(pipeline=1, data=expert, expert=expert),
@@ -230,46 +274,33 @@ def _check_given(request: StrategyRequest) -> None:
 
 
 def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
-    wanted = (request.tensor, request.pipeline, request.data, request.expert)
-    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
-    as_given = all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
-    return as_given and _suits_model(request, parallel)
-
-
-def _suits_model(request: StrategyRequest, parallel: Parallel) -> bool:
-    profile = request.job.profile
-    if profile is not None and parallel.tensor != profile.tensor:
-        return False
-    try:
-        request.job.check_sizes(parallel)
-    except UserError:
-        return False
-    return True
+    return request.sizes.are(parallel) and request.job.allows(parallel)
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Message for given sizes that are impossible; `others` are possible if none is given."""
-    given = request.given | ({} if request.expert is None else {"--ep": request.expert})
+    sizes = request.sizes
+    given = sizes.given | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
-    profile = request.job.profile
+    measured = request.job.cost_source.tensor
     tensors = (
         "tensor sizes that divide its heads and fit a node"
-        if profile is None
-        else f"the profile is of tensor size {profile.tensor} alone"
+        if measured is None
+        else f"the profile is of tensor size {measured} alone"
     )
-    expert = "" if request.expert is None else ", or give an --ep that divides tensor x data size"
+    expert = "" if sizes.expert is None else ", or give an --ep that divides tensor x data size"
     if others:
         remedy = (
-            f"with {request.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
+            f"with {sizes.gpus} GPUs, tensor sizes may be {', '.join(map(str, allowed))}, and "
             f"for each the rest is shared by pipeline and data size: leave a size out{expert}"
         )
     else:
-        other = "" if profile is None else ", or a profile of another tensor size"
+        other = "" if measured is None else ", or a profile of another tensor size"
         remedy = f"use another number of GPUs{other}"
     return (
-        f"no parallel sizes multiply to {request.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
+        f"no parallel sizes multiply to {sizes.gpus} GPUs{f' with {fixed}' if fixed else ''}: "
         f"{model.name} on {request.job.cluster.name} allows at most {model.layers} pipeline "
         f"stages, one per layer, and {tensors}; {remedy}"
     )
@@ -280,228 +311,15 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _StrategyTrials:
-    """Strategies at caps, evaluated on the same samples."""
-
-    setting: Setting
-    processes: int
-    advance: Callable[[int], None]
-    least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank; 0 where none is
-    known."""
-    bounds: dict[Choice, Bound] = field(default_factory=dict)
-    """What bounds say of those whose state may fit."""
-    planned: dict[Choice, Strategy] = field(default_factory=dict)
-    need_gib: dict[Choice, float] = field(default_factory=dict)
-    """Memory of one device, at least, of choices that do not fit."""
-    estimated_ms: dict[Choice, float] = field(default_factory=dict)
-    """Estimated times per sample of choices that fit, where there are more than are planned."""
-
-    def run(self, choices: Iterable[Choice], most: int) -> None:
-        """Plan those of the new choices that fit and may be among the best; of more than `most`,
-        those of the least estimates."""
-        new = [choice for choice in choices if choice not in self.least_ms]
-        packs = self.setting.packs
-        caps = list(dict.fromkeys(caps for _, caps in new if caps not in packs))
-        packs |= dict(map_unordered(PackSamples(setting=self.setting), caps, self._useful(caps)))
-        full = [choice for choice in new if self.setting.micro_batches(choice) >= 1]
-        self.advance(len(new) - len(full))
-        in_order = sorted(self._bound(full), key=self._order)
-        if len(full) > most:
-            fastest = self._of_least_estimates(in_order, most)
-            self._plan(fastest, Evaluate(setting=self.setting, fits=True), len(fastest))
-            return
-        # More processes may look at more, which are left out of the result.
-        work = Evaluate(setting=self.setting)
-        self._plan(self._promising(in_order), work, len(full))
-
-    def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Find the bounds of choices; those whose state may fit."""
-        find = FindBound(setting=self.setting)
-        found = dict(map_unordered(find, choices, self._useful(choices)))
-        for choice in choices:
-            each = found[choice]
-            if isinstance(each, Need):
-                self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
-                self.advance(1)
-            else:
-                self.least_ms[choice], self.bounds[choice] = each.least_ms, each
-        return [choice for choice in choices if choice in self.bounds]
-
-    def _plan(self, choices: Iterable[Choice], work: Evaluate, most: int) -> None:
-        for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
-            if isinstance(found, Strategy):
-                self.planned[choice] = found
-            else:
-                self.need_gib[choice] = found.gib
-            self.advance(1)
-
-    def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """Of choices in the order of their bounds, those to plan by their estimates: one of each
-        of the fastest sizes, then the fastest whatever their sizes.
-
-        First one choice of every tensor, pipeline and data size is estimated. How far it is above
-        its bound says what the others, of other expert sizes and caps, may take.
-        """
-        by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
-        first = {_without_experts(choice): choice for choice in by_bound}
-        self._estimate(list(first.values()), len(first))
-        above = {
-            sizes: self.estimated_ms[choice] / self.bounds[choice].about_ms
-            for sizes, choice in first.items()
-            if choice in self.estimated_ms
-        }
-        # What is short of memory recomputes much, which is less with other expert sizes.
-        usual = median(above.values()) if above else 1.0
-        likely_ms = {
-            choice: self.bounds[choice].about_ms
-            * min(above.get(_without_experts(choice), usual), usual)
-            for choice in choices
-            if choice not in first.values()
-        }
-        best_ms = min((self.estimated_ms.get(each, math.inf) for each in choices), default=math.inf)
-        others = [
-            choice
-            for choice, ms in likely_ms.items()
-            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
-        ]
-        others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
-        self.advance(len(likely_ms) - len(others))
-        self._estimate(others, _MOST_ESTIMATED)
-        by_ms = [choice for choice in choices if choice in self.estimated_ms]
-        by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
-        limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
-        near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
-        return _some_of_each(near, most)
-
-    def _estimate(self, choices: Sequence[Choice], most: int) -> None:
-        """Estimate choices in this order until so many that fit are estimated."""
-        found = dict[Choice, float | Need]()
-
-        def until_enough() -> Iterator[Choice]:
-            for choice in choices:
-                if sum(not isinstance(each, Need) for each in found.values()) < most:
-                    yield choice
-                else:
-                    self.advance(1)
-
-        work = Estimate(setting=self.setting)
-        for choice, each in map_unordered(work, until_enough(), self._useful(choices)):
-            found[choice] = each
-            self.advance(1)
-        fitting = 0
-        for choice in choices:
-            # More processes may have looked at more.
-            if fitting == most:
-                return
-            each, bound = found[choice], self.bounds[choice]
-            if isinstance(each, Need):
-                self.need_gib[choice] = each.gib
-            else:
-                self.estimated_ms[choice] = each * bound.about_ms / bound.of_nearest_ms
-                fitting += 1
-
-    def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether its bound alone says that a choice is none of the best."""
-        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
-
-    def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy that may have been the best of all by its bound, and of a few
-        more.
-
-        More processes may have planned more, which are left out.
-        """
-        best_ms, best = self.best_ms(), dict[Parallel, Strategy]()
-        for choice in sorted(self.planned, key=self._order):
-            found, (parallel, _) = self.planned[choice], choice
-            may_win = self.least_ms[choice] <= best_ms
-            if parallel in best:
-                if may_win:
-                    best[parallel] = min(best[parallel], found, key=_rank)
-            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
-                best[parallel] = found
-        return sorted(best.values(), key=_rank)
-
-    def best_ms(self) -> float:
-        """Least time per sample planned; infinite without any."""
-        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
-
-    def estimate_beside(self, best: Strategy, choices: Sequence[Choice]) -> float | None:
-        """Least estimate of choices of which none was planned, on the scale of the best plan's
-        time; None where none was estimated."""
-        known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
-        if not known or any(choice in self.planned for choice in choices):
-            return None
-        of_best = self.estimated_ms.get((best.parallel, best.caps), best.ms_per_sample)
-        return min(known) / of_best * best.ms_per_sample
-
-    def planned_open(self) -> int:
-        """Choices that were planned and may have been the best by their bounds."""
-        best_ms = self.best_ms()
-        return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
-
-    def gap(self) -> float:
-        """Share of the best time by which a choice that is not planned may be faster."""
-        known = self.planned.keys() | self.need_gib.keys()
-        bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
-        return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
-
-    def _order(self, choice: Choice) -> tuple:
-        """Key by which choices are looked at: their bounds."""
-        parallel, caps = choice
-        return self.least_ms[choice], str(parallel), *caps.values.tolist()
-
-    def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of all, and the first that fits of a few more strategies
-        that are not clearly slower than the best."""
-        for choice in choices:
-            strategies = {parallel for parallel, _ in self.planned}
-            is_shown = choice[0] not in strategies and len(strategies) < _SHOWN
-            is_near = is_shown and not self.is_clearly_slower(choice)
-            if self.least_ms[choice] <= self.best_ms() or is_near:
-                yield choice
-            else:
-                self.advance(1)
-
-    def _useful(self, tasks: Sequence) -> int:
-        """Number of processes to use, no more than there are tasks."""
-        return max(min(self.processes, len(tasks)), 1)
-
-
-def _without_experts(choice: Choice) -> tuple[int, int, int]:
-    """Tensor, pipeline and data size of a choice."""
-    parallel, _ = choice
-    return parallel.tensor, parallel.pipeline, parallel.data
-
-
-def _some_of_each(choices: Sequence[Choice], most: int) -> list[Choice]:
-    """`most` of the choices, the fastest first: half of them of different sizes."""
-    first = dict[Parallel, Choice]()
-    for choice in choices:
-        first.setdefault(choice[0], choice)
-    some = list(first.values())[: most - most // 2]
-    others = [choice for choice in choices if choice not in some]
-    return some + others[: most - len(some)]
-
-
-def _rank(strategy: Strategy) -> tuple:
-    parallel, caps = strategy.parallel, strategy.caps
-    sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
-    return strategy.ms_per_sample, *sizes
-
-
-def _result(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> StrategySearch:
+def _result(trials: StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     ranked = trials.ranked()
     best = ranked[0]
-    planned = {strategy.parallel for strategy in ranked}
-    out = [_ruled_out(trials, each, best) for each in parallels if each not in planned]
-    request = trials.setting.request
-    return StrategySearch(
-        gpus=request.gpus,
-        samples_per_step=request.samples_per_step,
-        ranking=tuple(replace(strategy, why=_why(strategy, best)) for strategy in ranked),
-        ruled_out=tuple(sorted(out, key=_order_of_ruled_out)),
+    planned = {strategy.sizing for strategy in ranked}
+    out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
+    return StrategySearch.of(
+        _setting_of(trials).request,
+        ranked,
+        sorted(out, key=_order_of_ruled_out),
         choices=len(trials.least_ms),
         planned=trials.planned_open(),
         gap=trials.gap(),
@@ -520,7 +338,7 @@ def without_best(search: StrategySearch, why: str) -> StrategySearch:
     Strategies that were ruled out as clearly slower than that stay ruled out.
     """
     lost, *others = search.ranking
-    out = RuledOut(parallel=lost.parallel, need_gib=None, most_samples_per_second=None, why=why)
+    out = RuledOut(sizing=lost.sizing, need_gib=None, most_samples_per_second=None, why=why)
     return replace(
         search,
         ranking=tuple(replace(each, why=_why(each, others[0])) for each in others),
@@ -545,7 +363,7 @@ def _why_not(estimated_ms: float, best: Strategy) -> str:
 
 def _why(strategy: Strategy, best: Strategy) -> str:
     """The causes that make most of the difference."""
-    if strategy is best:
+    if strategy is best or strategy == best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
     # Ideal times differ by the work that tensor parallelism does not divide.
@@ -558,14 +376,14 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     return ", ".join(named) or "about as fast"
 
 
-def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> RuledOut:
-    choices = [choice for choice in trials.least_ms if choice[0] == parallel]
+def _ruled_out(trials: StrategyTrials, sizing: Sizing, best: Strategy) -> RuledOut:
+    choices = [choice for choice in trials.least_ms if choice[0] == sizing]
     if not choices:
         return RuledOut(
-            parallel=parallel,
+            sizing=sizing,
             need_gib=None,
             most_samples_per_second=None,
-            why=f"a step has {_most_packs(trials)} packs for {parallel.data:,} ranks",
+            why=f"a step has {_most_packs(trials)} packs for {sizing.parallel.data:,} ranks",
         )
     best_ms, least_ms = trials.best_ms(), trials.least_ms
     may_fit = [
@@ -574,46 +392,54 @@ def _ruled_out(trials: _StrategyTrials, parallel: Parallel, best: Strategy) -> R
         if least_ms[choice] > best_ms or choice not in trials.need_gib
     ]
     if may_fit:
-        slower_ms, bound_ms = trials.estimate_beside(best, choices), min(may_fit)
+        slower_ms = trials.estimate_beside((best.sizing, best.caps), choices)
+        bound_ms = min(may_fit)
         return RuledOut(
-            parallel=parallel,
+            sizing=sizing,
             need_gib=None,
             most_samples_per_second=1e3 / bound_ms if bound_ms else None,
             why=_why_slow(bound_ms, best) if slower_ms is None else _why_not(slower_ms, best),
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)
-    cap_gib = trials.setting.request.job.memory_cap_gib
+    cap_gib = _setting_of(trials).request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
-    return RuledOut(parallel=parallel, need_gib=need_gib, most_samples_per_second=None, why=why)
+    return RuledOut(sizing=sizing, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 
-def _most_packs(trials: _StrategyTrials) -> str:
+def _setting_of(trials: StrategyTrials) -> Setting:
+    assert isinstance(trials.problem, StrategyProblem)
+    return trials.problem.setting
+
+
+def _most_packs(trials: StrategyTrials) -> str:
     """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
-    alone = Parallel(pipeline=1)
-    packs = max(trials.setting.micro_batches((alone, caps)) for caps in trials.setting.packs)
+    if _setting_of(trials).request.given is not None:
+        return "too few"
+    alone, setting = Sizing(Parallel(pipeline=1)), _setting_of(trials)
+    packs = max(setting.micro_batches((alone, caps)) for caps in setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: _StrategyTrials, parallels: Sequence[Parallel]) -> UserError:
-    request = trials.setting.request
+def _unusable(trials: StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
+    request = _setting_of(trials).request
     if not trials.least_ms:
-        fewest = min(parallel.data for parallel in parallels)
+        fewest = min(sizing.parallel.data for sizing in sizings)
         samples = min(request.samples_per_step, len(request.lengths))
         return UserError(
             f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
-            f"and {request.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which each "
-            "must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
+            f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
+            "each must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
         )
-    (parallel, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
+    (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
     cap_gib = request.job.memory_cap_gib
-    looked_at = len({parallel for parallel, _ in trials.least_ms})
-    idle = len(parallels) - looked_at
+    looked_at = len({sizing for sizing, _ in trials.least_ms})
+    idle = len(sizings) - looked_at
     others = f" ({idle} more have fewer packs in a step than ranks)" if idle else ""
     return DoesNotFit(
-        f"none of {looked_at} ways to share {request.gpus} GPUs{others} fits "
-        f"{request.job.model.name} into memory: the nearest, {parallel.options} at {caps}, "
+        f"none of {looked_at} ways to share {request.sizes.gpus} GPUs{others} fits "
+        f"{request.job.model.name} into memory: the nearest, {sizing.options} at {caps}, "
         f"needs {gib_text(need_gib)} GiB per device at best, "
         f"and the memory cap is {gib_text(cap_gib)} GiB, which must hold every stage",
         "use more GPUs, devices with more memory or smaller caps",

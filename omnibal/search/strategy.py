@@ -5,50 +5,54 @@ the setting alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
-from omnibal.data.packs import Packs
-from omnibal.data.steps import pack_epochs
-from omnibal.errors import DoesNotFit
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData, StreamData
+from omnibal.job.planner import PlanRequest
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.search.feasible import least_state_gib, need_beside_cap_gib
+from omnibal.search.engine import Bound, BoundedTrials, Need, try_all
+from omnibal.search.feasible import least_state_gib, need_vs_budget_gib
 from omnibal.search.trial import (
+    MIN_STEPS,
     Comparison,
+    GivenTrial,
     StepSize,
     Trial,
+    encoders_ms_per_sample,
     estimated_ms_per_sample,
     micro_batches_at,
-    step_sizes,
     time_per_sample,
 )
+from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.1
-"""Of the search for a strategy's stages; those of the fastest are searched for again, in full."""
+"""Effort of the search for a strategy's stages; the fastest's are searched for again, in full."""
 _TRIAL_TYPES = 64
 """Sizes that samples are told apart by when they are packed for trials."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StrategyRequest(Comparison):
-    """Devices to share out among tensor, pipeline and data parallelism, and what is trained.
-
-    Every strategy replaces the parallel sizes of the job.
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSizes:
+    """Devices to share out among tensor, pipeline, data and expert parallelism, and what of that
+    is fixed; measured costs fix the tensor size."""
 
     gpus: int
-    caps: Caps | None = None
-    """Caps of every strategy; None to choose them too."""
     tensor: int | None = None
-    """Tensor-parallel size; this and the next three are chosen where None. Measured costs fix
-    it."""
     pipeline: int | None = None
     data: int | None = None
     expert: int | None = None
+    sequence_parallel: bool | None = None
+    """Whether tensor sizes above 1 have sequence parallelism; None where they have."""
 
     @property
     def given(self) -> dict[str, int]:
@@ -56,13 +60,63 @@ class StrategyRequest(Comparison):
         sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
         return {name: size for name, size in sizes.items() if size is not None}
 
+    def are(self, parallel: Parallel) -> bool:
+        """Whether sizes are as given."""
+        wanted = (self.tensor, self.pipeline, self.data, self.expert)
+        sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
+        return all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrategyRequest(Comparison):
+    """Devices to share out, placements of encoders to choose from, and what is trained.
+
+    Every strategy replaces the parallel sizes and the placement of the job.
+    """
+
+    sizes: FreeSizes
+    placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
+    caps: Caps | None = None
+    """Caps of every strategy; None to choose them too."""
+    fill: FillRule = FillRule.COST
+    """Rule by which short samples fill the room of long packs, where packs have levels."""
+    curriculum_steps: int = 0
+    """First steps of packs of the shortest level alone."""
+    given: StreamData | SampleData | None = None
+    """Data whose steps are given, which every strategy trains as they are."""
+
+    def drawn(self, share: int = 1) -> Self:
+        """Draw samples to evaluate on; of data whose steps are given, all or the first windows."""
+        if self.given is None:
+            return Comparison.drawn(self, share)
+        given = self.given.sampled(max(self.samples, MIN_STEPS * self.samples_per_step))
+        return replace(self, given=given, lengths=given.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """Parallel sizes and where encoders run."""
+
+    parallel: Parallel
+    placement: EncoderPlacement = EncoderPlacement.PIPELINE
+
+    @property
+    def options(self) -> str:
+        """Options of the command line that give these sizes."""
+        beside = self.placement is EncoderPlacement.DATA_PARALLEL
+        return self.parallel.options + (" --encoder data-parallel" if beside else "")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Parallel sizes with the best of the caps that were tried with them."""
+    """Parallel sizes and a placement with the best of the packs that were tried with them."""
 
     parallel: Parallel
+    placement: EncoderPlacement = EncoderPlacement.PIPELINE
     caps: Caps
+    """Caps of the longest packs."""
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs; empty where there is but one, of context size 1."""
     micro_batches: int
     """Micro-batches per rank and step: the whole number nearest to the requested samples."""
     samples_per_second: float
@@ -78,8 +132,13 @@ class Strategy:
     why: str
     """Reasons why it is slower than the best strategy."""
 
+    @property
+    def sizing(self) -> Sizing:
+        """Parallel sizes and placement."""
+        return Sizing(self.parallel, self.placement)
 
-Choice = tuple[Parallel, Caps]
+
+Choice = tuple[Sizing, Caps]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,55 +148,54 @@ class Setting:
     request: StrategyRequest
     """Request with the samples that were drawn."""
     packs: dict[Caps, Packs]
-    jobs: dict[Parallel, JobSpec] = field(default_factory=dict)
+    jobs: dict[Sizing, JobSpec] = field(default_factory=dict)
     """Jobs of the sizes that were asked for in this process."""
 
-    def job(self, parallel: Parallel) -> JobSpec:
-        """The job with these sizes, made once."""
-        if parallel not in self.jobs:
-            self.jobs[parallel] = self.request.job.sized(parallel)
-        return self.jobs[parallel]
+    def job(self, sizing: Sizing) -> JobSpec:
+        """The job with these sizes and placement, made once."""
+        if sizing not in self.jobs:
+            job = replace(self.request.job, parallel=sizing.parallel, placement=sizing.placement)
+            self.jobs[sizing] = job
+        return self.jobs[sizing]
 
     def micro_batches(self, choice: Choice) -> float:
         """Micro-batches per rank in a step of the requested samples; not a whole number."""
-        (parallel, caps), request = choice, self.request
+        (sizing, caps), request = choice, self.request
+        if request.given is not None:
+            try:
+                return self.trial(choice).micro_batches(request.samples_per_step)
+            except UserError:
+                return 0.0  # there are fewer samples than ranks
         packs, samples = len(self.packs[caps]), len(request.lengths)
-        return micro_batches_at(request.samples_per_step, samples, packs, parallel.data)
+        return micro_batches_at(request.samples_per_step, samples, packs, sizing.parallel.data)
 
-    def trial(self, choice: Choice) -> Trial:
+    def trial(self, choice: Choice) -> Trial | GivenTrial:
         """The job with these sizes, on the packs of these caps."""
-        parallel, caps = choice
-        data = self.request.sample_data(caps)
-        return Trial(job=self.job(parallel), data=data, packed=[self.packs[caps]])
+        (sizing, caps), request = choice, self.request
+        job, split = self.job(sizing), request.split
+        if request.given is not None:
+            given = request.given.for_ranks(request.job, job)
+            planned = PlanRequest(
+                job=job, data=given, method=split.method, recompute=split.recompute
+            )
+            return GivenTrial(request=planned)
+        data = request.sample_data(caps)
+        return Trial(job=job, data=data, packed=[self.packs[caps]], split=split)
+
+    def trial_of_levels(self, sizing: Sizing, levels: tuple[Level, ...]) -> Trial:
+        """The job with these sizes, on packs of these levels, which are made here."""
+        request, job = self.request, self.job(sizing)
+        data = replace(request.sample_data(levels[-1].caps), levels=levels, fill=request.fill)
+        return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
 
     def step_sizes(self, choice: Choice) -> list[StepSize]:
         """The steps that are mixed to the requested samples."""
-        wanted = self.request.samples_per_step
-        return step_sizes(self.trial(choice), wanted, self.micro_batches(choice))
+        return self.trial(choice).step_sizes(self.request.samples_per_step)
 
     def nearest(self, choice: Choice) -> StepSize:
         """The step whose micro-batches are nearest to those of the requested samples."""
         wanted = self.micro_batches(choice)
         return min(self.step_sizes(choice), key=lambda size: abs(size.micro_batches - wanted))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Need:
-    """Memory in GiB that a choice needs at least, and does not fit."""
-
-    gib: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """What bounds on steps of whole numbers of micro-batches say of a choice."""
-
-    least_ms: float
-    """Lower bound on its time per sample; 0 where none is known."""
-    about_ms: float
-    """The time per sample if steps took as long as their bounds."""
-    of_nearest_ms: float
-    """The same in steps of the nearest number of micro-batches alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -167,22 +225,34 @@ class FindBound:
         if not fits_cap(state_gib, job.memory_cap_gib):
             return choice, Need(gib=state_gib)
         sizes, wanted = self.setting.step_sizes(choice), self.setting.micro_batches(choice)
-        stages = job.parallel.pipeline
-        steps_ms = [
-            least_step_ms(job.cost, job.pipeline_model, size.request.workload(), stages, job.rules)
-            for size in sizes
-        ]
+        steps_ms = [_least_step_ms(size) for size in sizes]
         both = list(zip(sizes, steps_ms, strict=True))
         nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
         about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
+        before_ms, encoders_ms = encoders_ms_per_sample(
+            job, self.setting.request.lengths, self.setting.request.samples_per_step
+        )
         # A term with a negative weight would need an upper bound.
         is_bound = all(size.steps_per_sample >= 0 for size in sizes)
         bound = Bound(
-            least_ms=about_ms if is_bound else 0.0,
-            about_ms=about_ms,
-            of_nearest_ms=step_ms / nearest.samples,
+            least_ms=about_ms + before_ms if is_bound else 0.0,
+            about_ms=about_ms + encoders_ms,
+            of_nearest_ms=step_ms / nearest.samples + encoders_ms,
         )
         return choice, bound
+
+
+def _least_step_ms(size: StepSize) -> float:
+    """Lower bound on the step, but for data-parallel encoders."""
+    request = size.request
+    job, levels = request.job, request.data.levels
+    return least_step_ms(
+        job.cost_of_all(levels),
+        job.pipeline_model,
+        request.workload(),
+        job.parallel.pipeline,
+        job.trainer.stages,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -196,7 +266,11 @@ class Estimate:
         need_gib = _need_gib([size])
         if not fits_cap(need_gib, size.request.job.memory_cap_gib):
             return choice, Need(gib=need_gib)
-        return choice, estimated_ms_per_sample(size)
+        try:
+            return choice, estimated_ms_per_sample(size)
+        except DoesNotFit:
+            # Data-parallel encoders leave less room than the least need has.
+            return choice, Need(gib=need_gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -215,29 +289,97 @@ class Evaluate:
             return choice, Need(gib=_need_gib(self.setting.step_sizes(choice)))
 
     def _planned(self, choice: Choice) -> Strategy | Need:
-        setting, (parallel, caps) = self.setting, choice
+        setting, (sizing, caps) = self.setting, choice
         if not self.fits:
             need_gib = _need_gib(setting.step_sizes(choice))
-            if not fits_cap(need_gib, setting.job(parallel).memory_cap_gib):
+            if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return Need(gib=need_gib)
-        trial, micro_batches = setting.trial(choice), setting.micro_batches(choice)
-        wanted = setting.request.samples_per_step
-        timed = time_per_sample(trial, wanted, micro_batches, _TRIAL_EFFORT)
-        assert timed.plan.prediction is not None
-        return Strategy(
-            parallel=parallel,
-            caps=caps,
-            micro_batches=timed.micro_batches,
-            samples_per_second=1e3 / timed.ms_per_sample,
-            ms_per_sample=timed.ms_per_sample,
-            lost=timed.lost,
-            peak_gib=max(stage.memory.peak_gib for stage in timed.plan.prediction.stages),
-            recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
-            why="",
-        )
+        return planned_strategy(setting, sizing, setting.trial(choice), caps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StrategyProblem:
+    """Sizes at caps, as the engine asks of them."""
+
+    setting: Setting
+
+    def possible(self, choices: Sequence[Choice], processes: int) -> list[Choice]:
+        """Choices with a pack for every rank; their packs are made here."""
+        packs = self.setting.packs
+        if self.setting.request.given is None:
+            caps = list(dict.fromkeys(caps for _, caps in choices if caps not in packs))
+            packs |= try_all(PackSamples(setting=self.setting), caps, processes, lambda done: None)
+        return [choice for choice in choices if self.setting.micro_batches(choice) >= 1]
+
+    def bound(self) -> "FindBound":
+        """The task that bounds a choice from below."""
+        return FindBound(setting=self.setting)
+
+    def estimate(self) -> "Estimate":
+        """The task that estimates a choice's time."""
+        return Estimate(setting=self.setting)
+
+    def evaluate(self, *, fits: bool) -> "Evaluate":
+        """The task that plans a choice."""
+        return Evaluate(setting=self.setting, fits=fits)
+
+    def member(self, choice: Choice) -> Sizing:
+        """Sizes and placement, whatever the caps."""
+        return choice[0]
+
+    def group(self, choice: Choice) -> tuple[int, int, int, EncoderPlacement]:
+        """Tensor, pipeline and data size, and the placement, whatever the expert size and caps."""
+        parallel = choice[0].parallel
+        return parallel.tensor, parallel.pipeline, parallel.data, choice[0].placement
+
+    def kind(self, choice: Choice) -> EncoderPlacement:
+        """The placement of encoders."""
+        return choice[0].placement
+
+    def order(self, choice: Choice) -> tuple:
+        """Sizes, then caps."""
+        sizing, caps = choice
+        return str(sizing.parallel), *caps.values.tolist(), sizing.placement
+
+    def rank(self, found: Strategy) -> tuple:
+        """The time, then the smallest sizes."""
+        parallel, caps = found.parallel, found.caps
+        sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
+        return found.ms_per_sample, *sizes, found.placement
+
+
+StrategyTrials = BoundedTrials[Choice, Strategy]
+
+
+def planned_strategy(
+    setting: Setting, sizing: Sizing, trial: Trial | GivenTrial, caps: Caps
+) -> Strategy:
+    """The strategy of a trial.
+
+    Raises:
+        DoesNotFit: it needs too much memory.
+    """
+    timed = time_per_sample(trial, setting.request.samples_per_step, _TRIAL_EFFORT)
+    assert timed.plan.prediction is not None
+    return Strategy(
+        parallel=sizing.parallel,
+        placement=sizing.placement,
+        caps=caps,
+        levels=tuple(level.unplanned for level in timed.plan.levels),
+        micro_batches=timed.micro_batches,
+        samples_per_second=1e3 / timed.ms_per_sample,
+        ms_per_sample=timed.ms_per_sample,
+        lost=timed.lost,
+        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.prediction.stages),
+        recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
+        why="",
+    )
 
 
 def _need_gib(sizes: Sequence[StepSize]) -> float:
     """Memory of one device that some split needs at most, or all need at least where none fits, at
     the step size that needs more."""
-    return max(need_beside_cap_gib(size.request.job, size.request.workload()) for size in sizes)
+    return max(
+        need_vs_budget_gib(size.request.job, size.request.workload(), size.request.data.levels)
+        for size in sizes
+    )

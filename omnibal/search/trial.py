@@ -13,24 +13,28 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths, draw_samples
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import SampleData, model_of_lengths
+from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.model.limits import Caps
+from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
+from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan import Plan
-from omnibal.plan_data import SampleData, model_of_lengths
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import ANY_PACKS, PackRules
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
-_ESTIMATED_STEPS = 4
+_ESTIMATED_STEPS = 4  # steps that an estimate looks at
 _ESTIMATE_EFFORT = 0.003
-"""Of the search for stages, where a time is only estimated."""
+"""Effort of the search for stages, where a time is only estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,6 +55,10 @@ class Comparison:
     seed: int
     rules: PackRules = ANY_PACKS
     """What packs may be."""
+    split: SplitRule = JOINT
+    """Rules that split the model over stages and choose the recomputed layers."""
+    all_samples: int = 0
+    """Samples that these were drawn from; 0 where all are here."""
 
     def __post_init__(self) -> None:
         model_of_lengths(self.job.model, self.lengths)
@@ -58,7 +66,8 @@ class Comparison:
     def drawn(self, share: int = 1) -> Self:
         """Draw the samples that candidates are evaluated on, or 1 / `share` of them."""
         wanted = max(self.samples // share, MIN_STEPS * self.samples_per_step)
-        return replace(self, lengths=draw_samples(self.lengths, wanted, self.seed))
+        lengths = draw_samples(self.lengths, wanted, self.seed)
+        return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
 
     def sample_data(self, caps: Caps) -> SampleData:
         """Data of a trial under these caps; the packs per step are not set yet.
@@ -86,12 +95,80 @@ class Trial:
     data: SampleData
     packed: Sequence[Packs]
     """Packs of every epoch."""
+    split: SplitRule = JOINT
 
-    def at(self, micro_batches: int) -> PlanRequest:
+    def micro_batches(self, samples_per_step: int) -> float:
+        """Micro-batches per rank in a step of so many samples; not a whole number."""
+        (packs,), data = self.packed, self.data
+        shares = len(packs)
+        if data.levels:
+            contexts = np.array([level.context for level in data.levels])
+            shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
+        return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
+
+    def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
+        """Steps of the next whole numbers of micro-batches, mixed to so many samples; where both
+        have equally many samples, those of the nearest."""
+        micro_batches = max(self.micro_batches(samples_per_step), 1.0)
+        samples_of_all = len(self.data.lengths)
+        wanted = min(samples_per_step, samples_of_all)
+        whole = sorted({math.floor(micro_batches), math.ceil(micro_batches)})
+        requests = [self._at(number) for number in whole]
+        samples = [samples_of_all / _steps_of(request) for request in requests]
+        if samples[0] == samples[-1]:
+            nearest = whole.index(round(micro_batches))
+            whole, requests = [whole[nearest]], [requests[nearest]]
+            weights = [1 / samples[0]]
+        else:
+            more = (wanted - samples[0]) / (samples[-1] - samples[0])
+            weights = [(1 - more) / wanted, more / wanted]
+        return [
+            StepSize(
+                micro_batches=number, request=request, samples=of_step, steps_per_sample=weight
+            )
+            for number, request, of_step, weight in zip(
+                whole, requests, samples, weights, strict=False
+            )
+        ]
+
+    def _at(self, micro_batches: int) -> PlanRequest:
         """Draw steps of `micro_batches` micro-batches per rank."""
         packs_per_step = micro_batches * self.job.parallel.data
         sized = replace(self.data, packs_per_step=packs_per_step, steps=None)
-        return PlanRequest(job=self.job, data=sized.drawn(self.job, self.packed))
+        return PlanRequest(
+            job=self.job,
+            data=sized.drawn(self.job, self.packed),
+            method=self.split.method,
+            recompute=self.split.recompute,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GivenTrial:
+    """A job on data whose steps are given: windows of a stream, or the steps of an earlier plan."""
+
+    request: PlanRequest
+
+    def micro_batches(self, samples_per_step: int) -> float:
+        """Micro-batches of the busiest rank in a step, in the mean."""
+        packs, _ = self.request.data.schedule(self.request.job)
+        most = np.zeros(packs.steps)
+        np.maximum.at(most, packs.step, packs.slot + 1)
+        return float(most.mean())
+
+    def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
+        """The steps as they are, whatever number of samples is asked for."""
+        packs, _ = self.request.data.schedule(self.request.job)
+        samples = len(packs.packs.samples) / packs.steps
+        whole = max(round(self.micro_batches(samples_per_step)), 1)
+        return [
+            StepSize(
+                micro_batches=whole,
+                request=self.request,
+                samples=samples,
+                steps_per_sample=1 / samples,
+            )
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -112,27 +189,6 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
-def step_sizes(trial: Trial, samples_per_step: int, micro_batches: float) -> list[StepSize]:
-    """Steps of the whole numbers next to `micro_batches`, mixed to the samples per step; where both
-    have equally many samples, those of the nearest."""
-    lengths = trial.data.lengths
-    wanted = min(samples_per_step, len(lengths))
-    whole = sorted({math.floor(micro_batches), math.ceil(micro_batches)})
-    requests = [trial.at(number) for number in whole]
-    samples = [len(lengths) / _steps_of(request) for request in requests]
-    if samples[0] == samples[-1]:
-        nearest = whole.index(round(micro_batches))
-        whole, requests = [whole[nearest]], [requests[nearest]]
-        weights = [1 / samples[0]]
-    else:
-        more = (wanted - samples[0]) / (samples[-1] - samples[0])
-        weights = [(1 - more) / wanted, more / wanted]
-    return [
-        StepSize(micro_batches=number, request=request, samples=of_step, steps_per_sample=weight)
-        for number, request, of_step, weight in zip(whole, requests, samples, weights, strict=False)
-    ]
-
-
 def estimated_ms_per_sample(size: StepSize) -> float:
     """Estimate the time per sample in steps of one size in a fraction of a plan's work, from the
     first stages that are found on a few of them.
@@ -140,17 +196,39 @@ def estimated_ms_per_sample(size: StepSize) -> float:
     Raises:
         DoesNotFit: no split fits the memory cap on these steps.
     """
-    job = size.request.job
+    job, levels = size.request.job, size.request.data.levels
+    some = size.request.workload().some_steps(_ESTIMATED_STEPS)
+    if job.has_data_parallel_encoders:
+        beside = search_encoders(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
+        return beside.search.step_ms / size.samples
     step_ms = estimated_step_ms(
-        job.cost,
+        job.cost_of_all(levels),
         job.pipeline_model,
-        size.request.workload().some_steps(_ESTIMATED_STEPS),
+        some,
         job.parallel.pipeline,
         job.memory_cap_gib * GIB,
-        rules=job.rules,
+        rules=job.trainer.stages,
         effort=_ESTIMATE_EFFORT,
     )
     return step_ms / size.samples
+
+
+def encoders_ms_per_sample(
+    job: JobSpec, lengths: Lengths, samples_per_step: float
+) -> tuple[float, float]:
+    """Least time per sample of data-parallel encoders before its first forward, and in all,
+    if ranks had equal shares and full passes; 0 where they are in the pipeline."""
+    cost = job.encoders_cost
+    if cost is None:
+        return 0.0, 0.0
+    before_ms = after_ms = 0.0
+    for encoder in cost.encoders.values():
+        items = float(lengths.column(encoder.feature).mean())
+        before_ms += items * float(encoder.forward_ms[ITEM])
+        after_ms += items * float(encoder.backward_ms[ITEM])
+    ranks = job.parallel.world_size
+    once_ms = (cost.gather_ms + cost.reduction_ms) / samples_per_step
+    return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms
 
 
 def _steps_of(request: PlanRequest) -> int:
@@ -170,9 +248,7 @@ class Timed:
     """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
 
 
-def time_per_sample(
-    trial: Trial, samples_per_step: int, micro_batches: float, effort: float = 1.0
-) -> Timed:
+def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: float = 1.0) -> Timed:
     """Predict the time per sample at exactly `samples_per_step` samples per step.
 
     Args:
@@ -184,12 +260,12 @@ def time_per_sample(
     plans: dict[int, Plan] = {}
     ms_per_sample = 0.0
     lost = np.zeros(len(LostTime.model_fields))
-    for size in step_sizes(trial, samples_per_step, micro_batches):
+    for size in trial.step_sizes(samples_per_step):
         plan = plans[size.micro_batches] = make_plan(size.request, effort).plan
         assert plan.prediction is not None
         ms_per_sample += size.steps_per_sample * plan.prediction.step_ms
         lost += size.steps_per_sample * np.array([ms for _, ms in plan.prediction.lost])
-    nearest = round(micro_batches)
+    nearest = max(round(trial.micro_batches(samples_per_step)), 1)
     return Timed(
         plan=plans[nearest],
         micro_batches=nearest,

@@ -1,13 +1,13 @@
 """What one GPU says of this project: every part under a time limit of its own.
 
-    scripts/gpu_proof.sh OUT [--pretend] [--minutes 9] [--only PART ...]
+    scripts/gpu_proof.sh OUT [--fake-device] [--minutes 9] [--only PART ...]
 
 Runs the tests for devices, measures rates and layers, replays stages of a 26B plan, trains a small
 model and compares the providers of layers. A part that fails or takes too long ends, and the next
 begins. OUT/proof.json and OUT/proof.html have each part's status, time and figures, predicted ones
 beside measured ones, and are written anew after each part; OUT/logs has what the programs printed.
 
-With --pretend nothing needs a GPU: stages run on pretended devices and the rest on the CPU, with
+With --fake-device nothing needs a GPU: stages run on fake devices and the rest on the CPU, with
 the same commands. No figure of that is of a GPU.
 """
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
 from pydantic import JsonValue
 
-from omnibal.files import atomic
+from omnibal.base.files import atomic
 from omnibal.report.table import Column, Facts, Table
 from scripts.gpu_proof.result import PartResult, Proof
 
@@ -29,7 +29,7 @@ def write_page(proof: Proof, path: Path) -> None:
 def machine_facts(proof: Proof) -> Facts:
     """What the parts ran on."""
     machine = proof.machine
-    device = "pretended: no figure is of a GPU" if proof.pretended else str(machine.device)
+    device = "fake device: no figure is of a GPU" if proof.pretended else str(machine.device)
     entries = [("Device", device), ("Python", machine.python), *machine.versions.items()]
     if machine.memory_gib is not None:
         entries.insert(1, ("Device memory", f"{machine.memory_gib:.1f} GiB"))
@@ -71,7 +71,7 @@ def _parts_table(proof: Proof) -> Table:
         Column(title="seconds"),
         Column(title="reason", style="wrap"),
     ]
-    title = "Parts, pretended" if proof.pretended else "Parts"
+    title = "Parts, on a fake device" if proof.pretended else "Parts"
     return Table(title=title, columns=columns, sections=[rows])
 
 

@@ -9,18 +9,18 @@ from statistics import median
 import numpy as np
 from pydantic import JsonValue
 
-from omnibal.check import open_plan
-from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import unit_flops
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import fit_residuals, read_profile
-from omnibal.job import JobSpec
+from omnibal.job.check import open_plan
+from omnibal.job.fake_replay import Roofline, read_fake_stages
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.replay import REPLAY_FILES, StageReplay
+from omnibal.job.runlog import RUN_FILE, StepRecord, read_run
+from omnibal.model.config import load_cluster, load_model
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.units import unit_counts
-from omnibal.plan_files import PlanFiles
-from omnibal.pretended import Roofline, read_pretended
-from omnibal.replay import StageReplay, read_stages
-from omnibal.runlog import RUN_FILE, StepRecord, read_run
+from omnibal.pipeline.unit_runs import unit_counts
 from scripts.gpu_proof.running import Context, Part, PartEndedError
 
 _TESTED = re.compile(
@@ -111,10 +111,10 @@ def replay(context: Context) -> None:
     stages: list[JsonValue] = []
     context.figures["stages"] = stages
     for stage in settings.replayed:
-        pretend = ["--pretend"] if context.pretended else ["--steps", 1, "--repetitions", 2]
+        fake = ["--fake-device"] if context.pretended else ["--steps", 1, "--repetitions", 2]
         context.run(
             f"replay_{stage}", "tools/replay.py", output / "plan", "-o", output / "replay",
-            "--stages", stage, *pretend,
+            "--stages", stage, *fake,
         )  # fmt: skip
         stages.append(_replayed(context, files, stage))
 
@@ -123,7 +123,7 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
     """What was measured or counted of a stage, beside what was predicted."""
     folder, plan = context.output / "replay", files.plan
     if context.pretended:
-        [counted] = [one for one in read_pretended(folder, plan) if one.stage == stage]
+        [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
         return {
             "stage": stage,
@@ -132,7 +132,7 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
             "kernels": counted.kernels,
             "element_wise_share": counted.element_wise_share(rates),
         }
-    [measured] = [one for one in read_stages(folder, plan) if one.stage == stage]
+    [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
     own = sum(measured.forward_ms) + sum(measured.backward_ms)
     assert plan.prediction is not None
     figures: dict[str, JsonValue] = {

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from omnibal.errors import UserError
-from omnibal.files import write_json_model
-from omnibal.outputs import check_folder
-from omnibal.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.base.errors import UserError
+from omnibal.base.files import write_json_model
+from omnibal.base.outputs import check_folder
+from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 from scripts.gpu_proof.page import tables_of, write_page
 from scripts.gpu_proof.parts import PARTS
 from scripts.gpu_proof.result import Proof, describe_machine
 from scripts.gpu_proof.running import Context, run_part
-from scripts.gpu_proof.settings import PRETENDED, REAL, TINY, Settings
+from scripts.gpu_proof.settings import FAKE_DEVICE, REAL, TINY, Settings
 
 _MOST_MINUTES = 600.0
 
@@ -36,37 +36,47 @@ def main(description: str) -> None:
 def _parser(description: str) -> ArgumentParser:
     parser = ArgumentParser(prog="gpu_proof.sh", description=description.splitlines()[0])
     parser.add_argument("output", type=Path, metavar="OUT", help="folder to write into")
-    parser.add_argument("--pretend", action="store_true", help="without a GPU, as far as it goes")
-    parser.add_argument("--tiny", action="store_true", help="with --pretend: the smallest sizes")
     parser.add_argument(
-        "--minutes", type=float, help="for all parts together (9; with --pretend no limit)"
+        *("--fake-device", "--pretend"),
+        dest="fake_device",
+        action="store_true",
+        help="without a GPU, as far as it goes",
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="with --fake-device: the smallest sizes"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="for all parts together (9; with --fake-device no limit)"
     )
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts alone")
     return parser
 
 
 def _settings(given: Namespace) -> Settings:
-    if given.tiny and not given.pretend:
-        raise UserError("--tiny was given without --pretend; a GPU has real sizes: give both")
+    if given.tiny and not given.fake_device:
+        raise UserError("--tiny was given without --fake-device; a GPU has real sizes: give both")
     if given.minutes is not None and not 0 < given.minutes <= _MOST_MINUTES:
         raise UserError(f"--minutes {given.minutes:g}: must be above 0, at most {_MOST_MINUTES:g}")
-    return (TINY if given.tiny else PRETENDED) if given.pretend else REAL
+    return (TINY if given.tiny else FAKE_DEVICE) if given.fake_device else REAL
 
 
 def prove(given: Namespace, settings: Settings) -> Proof:
     """Run the parts; the result is written after each.
 
     Raises:
-        UserError: there is no CUDA device and none is pretended, or the folder cannot be written.
+        UserError: there is no CUDA device and no fake one was asked for, or the folder cannot be
+        written.
     """
     check_folder("OUT", given.output, [])
-    minutes = given.minutes or (_MOST_MINUTES if given.pretend else 9.0)
+    minutes = given.minutes or (_MOST_MINUTES if given.fake_device else 9.0)
     last_s = time.monotonic() + 60 * minutes
-    proof = Proof(machine=describe_machine(given.pretend), pretended=given.pretend, parts=())
-    if not given.pretend and proof.machine.device is None:
+    proof = Proof(
+        machine=describe_machine(given.fake_device), pretended=given.fake_device, parts=()
+    )
+    if not given.fake_device and proof.machine.device is None:
         raise UserError(
             "torch of this Python finds no CUDA device, which the proof is of; run it on a machine "
-            "with a GPU, or give --pretend to try its parts without one"
+            "with a GPU, or give --fake-device to try its parts without one"
         )
     given.output.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
@@ -75,7 +85,7 @@ def prove(given: Namespace, settings: Settings) -> Proof:
             output=given.output.resolve(),
             settings=settings,
             machine=proof.machine,
-            pretended=given.pretend,
+            pretended=given.fake_device,
             end_s=min(time.monotonic() + settings.limits_s[name], last_s),
         )
         result = run_part(name, PARTS[name], context)

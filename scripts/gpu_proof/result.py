@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from omnibal.frozen import Frozen
+from omnibal.base.frozen import Frozen
 
 Status = Literal["ok", "failed", "skipped", "timed-out"]
 
@@ -29,7 +29,7 @@ class Machine(Frozen):
     """What the parts run on."""
 
     device: str | None
-    """Name of the first CUDA device; None without one, or where it is only pretended."""
+    """Name of the first CUDA device; None without one, or where it is a fake one."""
     memory_gib: float | None
     cuda: str | None
     """CUDA version of torch's build."""

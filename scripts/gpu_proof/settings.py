@@ -53,20 +53,20 @@ REAL = Settings(
 )
 """InternViT-6B with InternLM2-20B on two tensor-parallel ranks, of which one is there."""
 
-_ON_A_CPU = ("tests/training/test_kernels.py", "tests/training/test_pretended.py")
+_ON_A_CPU = ("tests/training/test_kernels.py", "tests/training/test_fake_device.py")
 
-PRETENDED = replace(
+FAKE_DEVICE = replace(
     REAL,
     limits_s={"tests": 300, "profile": 300, "replay": 600, "train": 300, "providers": 300},
     tests=_ON_A_CPU,
     replayed=(0, 3),
     trained_steps=10,
 )
-"""The same plan on pretended devices; what must be computed is computed for a small model."""
+"""The same plan on fake devices; what must be computed is computed for a small model."""
 
 TINY = replace(
-    PRETENDED,
-    tests=("tests/training/test_pretended.py", "-k", "single_operations"),
+    FAKE_DEVICE,
+    tests=("tests/training/test_fake_device.py", "-k", "single_operations"),
     model="internvl-digits",
     sizes=("--tp", "2", "--pp", "2", "--dp", "2"),
     max_tiles=8,

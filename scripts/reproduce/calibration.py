@@ -22,9 +22,9 @@ from paper import (
 )
 from scipy.optimize import brentq
 
-from omnibal.config import ClusterConfig
+from omnibal.model.config import ClusterConfig
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 STAGE_CUTS = (48, 65, 81)
 """Image embed, 45 vision layers, projector and text embed | 17 | 16 | 15 layers and the head."""

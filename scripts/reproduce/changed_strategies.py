@@ -20,7 +20,7 @@ from typing import Any
 from paper import print_table
 
 from omnibal.cli import main as omnibal
-from omnibal.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster
 
 JOBS = (
     ("internvl2.5-8b", "h100-80g", 64),

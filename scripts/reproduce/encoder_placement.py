@@ -1,4 +1,5 @@
-"""Encoders in the pipeline against beside it, on 32 H100s: which is faster, and by how much.
+"""Encoders in the pipeline against data-parallel ones, on 32 H100s: which is faster, and by how
+much.
 
     python scripts/reproduce/encoder_placement.py [--samples 6000] [--packs-per-step 128]
 
@@ -16,19 +17,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from paper import print_table
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
-from omnibal.plan import Plan
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, make_plan
 from omnibal.search.encoder_placement import relative_ms
 
 GPUS = 32
@@ -162,7 +163,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
 
 def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
     """Share of the encoder in the predicted time of all units, on one device."""
-    alone = replace(job, placement=EncoderPlacement.BESIDE)
+    alone = replace(job, placement=EncoderPlacement.DATA_PARALLEL)
     return 1 - float(alone.load_ms(packs, lengths).sum() / job.load_ms(packs, lengths).sum())
 
 
@@ -177,7 +178,7 @@ def _cells(plan: Plan | None) -> tuple[str, str, str]:
 
 def _verdict(inside: Plan | None, beside: Plan | None) -> str:
     if inside is None or beside is None or inside.prediction is None or beside.prediction is None:
-        return "neither" if inside is beside else "in the pipeline" if inside else "beside"
+        return "neither" if inside is beside else "in the pipeline" if inside else "data-parallel"
     gain = relative_ms(inside.prediction) / relative_ms(beside.prediction) - 1
     return f"{gain:+.1%}"
 
@@ -199,12 +200,12 @@ def main() -> None:
         "in the pipeline",
         "TP/PP/DP",
         "GiB",
-        "beside it",
+        "data-parallel",
         "TP/PP/DP",
         "GiB",
-        "beside is faster by",
+        "data-parallel is faster by",
     )
-    print_table(f"Encoders in the pipeline and beside it, {GPUS} {CLUSTER}", columns, rows)
+    print_table(f"Encoders in the pipeline and data-parallel, {GPUS} {CLUSTER}", columns, rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.runlog import EVALUATION_FILE, RUN_FILE, read_evaluation, read_run
+from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, read_evaluation, read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORK = REPOSITORY / "work" / "experts"

@@ -16,7 +16,7 @@ from paper import (
     print_table,
 )
 
-from omnibal.errors import DoesNotFit
+from omnibal.base.errors import DoesNotFit
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 
 MEMORIES_GIB = (40.0, 80.0)

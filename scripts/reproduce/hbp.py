@@ -36,17 +36,17 @@ from hbp_system import (
 )
 from paper import print_table
 
-from omnibal.config import load_model
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.job import JobSpec
-from omnibal.levels import FillRule
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import load_model
+from omnibal.model.levels import FillRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
+from omnibal.search.level_sets import LevelRequest, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
-from omnibal.search.levels import LevelRequest, search_levels
 
 
 def main() -> None:

@@ -20,19 +20,25 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import brentq
 
-from omnibal.config import ClusterConfig, ModelConfig, PlainPrecision, load_cluster, load_model
 from omnibal.cost.model import CostModel
-from omnibal.data.by_level import levels_of_packs, pack_by_level
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import dist_ratio
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import (
+    ClusterConfig,
+    ModelConfig,
+    PlainPrecision,
+    load_cluster,
+    load_model,
+)
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.by_level import levels_of_packs, pack_by_level
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.steps.metrics import dist_ratio
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths

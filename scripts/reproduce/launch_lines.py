@@ -10,12 +10,12 @@ from pathlib import Path
 
 from paper import print_table
 
-from omnibal.config import load_cluster
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import predicted
+from omnibal.model.config import load_cluster
 
 _HUB = Path(__file__).parents[2] / "tests" / "planner" / "hub_configs"
 _ALL = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"

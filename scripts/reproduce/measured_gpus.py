@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from paper import print_table
 
-from omnibal.config import ModelConfig, load_cluster
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
+from omnibal.model.config import ModelConfig, load_cluster
 from omnibal.report.svg import Plot, document, line, text
 
 ROWS = Path(__file__).with_name("measured_steps.json")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from orch_dispatch import balance_padded, place_on_ranks
 from orch_system import (
     ASSUMPTIONS,
     PAPER_MFU,
@@ -31,11 +32,10 @@ from orch_system import (
 )
 from paper import print_table
 
-from omnibal.config import ClusterConfig
-from omnibal.dispatch.balance import balance_padded, balance_under_cap, longest_first
-from omnibal.dispatch.bounds import load_bound
+from omnibal.dispatch.balance import balance, longest_first
 from omnibal.dispatch.items import share_items
-from omnibal.dispatch.placement import place_on_ranks
+from omnibal.dispatch.load_bounds import load_bound
+from omnibal.model.config import ClusterConfig
 
 PHASES = ("vision", "audio", "language")
 _NCCL_PEER_GIB = 23.6 / 63
@@ -257,9 +257,11 @@ WAYS: dict[str, Callable[[Job], Layout]] = {
 
 
 def _language(job: Job) -> np.ndarray:
-    tokens = job.samples.tokens
-    found = balance_under_cap(job.texts.step_ms, job.ranks, tokens, job.cap, "tokens")
-    return found.rank
+    rank = balance(job.texts.step_ms, job.ranks).rank
+    most = int(np.bincount(rank, job.samples.tokens).max())
+    if most > job.cap:  # a rank's time is nearly linear in its tokens
+        raise SystemExit(f"a rank would have {most:,} tokens, and memory has room for {job.cap:,}")
+    return rank
 
 
 def exchange_of(job: Job, layout: Layout) -> Exchange:

@@ -1,10 +1,10 @@
-"""OrchMLLM's job in this project's trainer: encoders in the pipeline or beside it, simulated.
+"""OrchMLLM's job in this project's trainer: encoders in the pipeline or data-parallel, simulated.
 
     python scripts/reproduce/orch_plan.py
 
 The model and the mixture are those of `orch.py`. Of 2,560 GPUs, 8 are tensor-parallel, 4 stages and
-80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Encoders beside
-the pipeline are whole on every rank, which 80 GB do not hold.
+80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Data-parallel
+encoders are whole on every rank, which 80 GB do not hold.
 """
 
 import argparse
@@ -13,20 +13,20 @@ import numpy as np
 from orch_system import FRAMES_PER_SECOND, Samples, mixture, the_model
 from paper import print_table
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import load_cluster
+from omnibal.base.errors import DoesNotFit
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import DoesNotFit
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.units import feature_names
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import load_cluster
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names
+from omnibal.packing.packing import PackingMethod
 
 PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
 CLUSTERS = ("h100-80g", "h200-141g")

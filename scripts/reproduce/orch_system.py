@@ -16,12 +16,12 @@ from functools import cached_property
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
-from omnibal.encoders import ClipsEncoder
-from omnibal.parallel import Parallel
-from omnibal.units import feature_names, unit_names
+from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, unit_names
 
 RANKS = 2_560
 SAMPLES_OF_RANK = 16

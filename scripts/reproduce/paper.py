@@ -18,23 +18,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, unit_names
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import feature_names, unit_names
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths

@@ -21,16 +21,18 @@ from typing import Self
 import numpy as np
 from paper import print_table
 
-from omnibal.config import load_cluster, load_model
-from omnibal.errors import DoesNotFit
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.base.errors import DoesNotFit
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import HEAD, LANGUAGE_EMBED, unit_names
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
-from omnibal.pipeline.units import (
+from omnibal.pipeline.unit_runs import (
     encoders_stage,
     layer_kinds,
     recomputed_counts,
@@ -38,8 +40,6 @@ from omnibal.pipeline.units import (
     unit_counts,
 )
 from omnibal.pipeline.workload import Workload
-from omnibal.plan_data import MockData
-from omnibal.units import HEAD, LANGUAGE_EMBED, unit_names
 
 MODEL = "qwen3.5-35b-a3b"
 CLUSTER = "h100-80g"

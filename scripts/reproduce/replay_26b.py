@@ -29,11 +29,11 @@ from ablation_variants import (  # noqa: E402
     real_lengths,
 )
 
-from omnibal.config import load_cluster, load_model  # noqa: E402
-from omnibal.errors import EXIT_USER_ERROR, UserError  # noqa: E402
-from omnibal.plan_files import save_plan  # noqa: E402
-from omnibal.planner import PlanResult  # noqa: E402
-from omnibal.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
+from omnibal.base.errors import EXIT_USER_ERROR, UserError  # noqa: E402
+from omnibal.job.plan_files import save_plan  # noqa: E402
+from omnibal.job.planner import PlanResult  # noqa: E402
+from omnibal.job.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
+from omnibal.model.config import load_cluster, load_model  # noqa: E402
 
 VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)
 
@@ -116,7 +116,6 @@ def replay_variants(given: argparse.Namespace) -> None:
         caps=CAPS,
         samples_per_step=given.samples_per_step,
         lengths=real_lengths(PUBLISHED, model),
-        profile=None,
         seed=0,
         precision=given.precision,
     )

@@ -26,7 +26,7 @@ from paper import (
 
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage_cost import stage_times, trained_parameters
-from omnibal.pipeline.units import last_unit
+from omnibal.pipeline.unit_runs import last_unit
 
 MIB = 1024**2
 

@@ -22,7 +22,7 @@ from paper import (
 )
 
 from omnibal.cost.analytic import analytic_cost
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage_memory import stage_memories
 
 DEVICE_GB = 80.0

@@ -21,7 +21,7 @@ from paper import (
     print_table,
 )
 
-from omnibal.config import ClusterConfig
+from omnibal.model.config import ClusterConfig
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage_memory import stage_memories
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.encoders import ClipsEncoder, TilesEncoder
-from omnibal.layers import LayerRun
+from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.layers import LayerRun
+from omnibal.model.units import feature_names, unit_kinds
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
-from omnibal.units import feature_names, unit_kinds
 
 
 def small_model(vision_layers: int, language_layers: int) -> ModelConfig:

@@ -15,21 +15,22 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from length_cases import lengths_of
 
-from omnibal.config import load_cluster, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums
-from omnibal.export.directory import Export, given_plan, make_export
+from omnibal.export.directory import Export, export_input, make_export
 from omnibal.export.trainers import EXPORTS
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import describe_data
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
 from omnibal.pipeline.stage import Stage
-from omnibal.plan import Plan
-from omnibal.plan_data import describe_data
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import TARGETS, TargetName
 
 MODEL = load_model("internvl-digits")
 CLUSTER = load_cluster("laptop-cpu")
@@ -57,7 +58,7 @@ class ExportCase:
         if data is not None and not data.exists():
             write_data(len(self.lengths), data)
         annotations = None if data is None else Annotations.open(data)
-        given = given_plan(self.files, TARGETS[self.target], annotations, folder, 0)
+        given = export_input(self.files, TARGETS[self.target], annotations, folder, 0)
         made = make_export(given, EXPORTS[self.target])
         made.write()
         return made
@@ -90,14 +91,7 @@ def export_case(
 def drawn_lengths(seed: int, samples: int) -> Lengths:
     rng = np.random.default_rng(seed)
     tokens = np.clip(rng.lognormal(6, 1, samples), 16, 4_000).astype(np.int32)
-    return Lengths(
-        items={"tiles": np.zeros(samples, np.int32)},
-        tokens=tokens,
-        loss_tokens=(tokens // 2).astype(np.int32),
-        source=np.zeros(samples, np.int32),
-        source_names=("data",),
-        origin=None,
-    )
+    return lengths_of(tiles=0 * tokens, tokens=tokens, loss_tokens=tokens // 2)
 
 
 def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:
@@ -157,7 +151,7 @@ def plan_files(
             micro_batches_per_step=MICRO_BATCHES,
         ),
     )
-    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan, None), data=(packs, lengths))
+    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan), data=(packs, lengths))
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omnibal.config import LanguageConfig, ModelConfig, preset_names
 from omnibal.families.named import named_model
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.line import line_of
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,3 +64,21 @@ def sized_model(
         }
     )
     return ModelConfig(name="sizes", language=language)
+
+
+CLUSTER = load_cluster("h100-80g")
+MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
+VARIABLES = {
+    "NODE_RANK": "0",
+    "MASTER_ADDR": "here",
+    "MASTER_PORT": "1",
+    "LOONGFORGE_PATH": "/loongforge",
+    "PACKED_WDS_DIR": "/packed",
+}
+
+
+def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:
+    """What a launch line asks for, on H100s or on a cluster of other values."""
+    sizes = load_model(model) if isinstance(model, str) else model
+    launch = read_launch(line, VARIABLES)
+    return launched(line_of(launch, sizes), sizes, CLUSTER.model_copy(update=changes), samples)

@@ -1,17 +1,40 @@
-"""Lengths for the tests of packing."""
+"""Lengths of samples for the tests of packing."""
+
+from collections.abc import Sequence
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 
 
-def make_lengths(sizes: list[tuple[int, int]]) -> Lengths:
-    tiles, tokens = np.array(sizes, np.int32).reshape(-1, 2).T
+def lengths_of(**columns: Sequence[int] | np.ndarray) -> Lengths:
+    """Samples of one source, from their tokens, their items, and their loss tokens (none)."""
+    counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
+    tokens = counts.pop("tokens")
     return Lengths(
-        items={"tiles": tiles},
+        loss_tokens=counts.pop("loss_tokens", 0 * tokens),
+        items=counts,
         tokens=tokens,
-        loss_tokens=tokens // 2,
-        source=np.zeros(len(sizes), np.int32),
+        source=0 * tokens,
         source_names=("docs",),
         origin=None,
     )
+
+
+def make_lengths(sizes: list[tuple[int, int]]) -> Lengths:
+    """Samples from their tiles and tokens."""
+    tiles, tokens = np.array(sizes, np.int32).reshape(-1, 2).T
+    return lengths_of(tiles=tiles, tokens=tokens, loss_tokens=tokens // 2)
+
+
+def texts(tokens: Sequence[int] | np.ndarray) -> Lengths:
+    """Texts of so many tokens, without images."""
+    return lengths_of(tokens=tokens, loss_tokens=np.asarray(tokens) // 2)
+
+
+def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
+    """Texts of some hundred tokens, one in fifty far longer, and one of the longest."""
+    rng = np.random.default_rng(seed)
+    short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
+    long = rng.integers(longest // 3, longest, count // 50)
+    return texts(rng.permutation(np.concatenate([short, long, [longest]])))

@@ -8,11 +8,13 @@ from itertools import combinations, pairwise, product
 import numpy as np
 from cost_cases import LinksInTime, model_of, random_cost, random_features
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import UnitKind, unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.unit_runs import recomputed_counts, stage_units
 from omnibal.pipeline.workload import Workload
-from omnibal.units import unit_names
 
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
@@ -357,7 +359,7 @@ class _StepWalk:
         rank, stage = place
         context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
         if holds_experts(self.costs, self.stages[stage]):
-            context = max(context, self.packs.in_step)
+            context = max(context, self.packs.lockstep_ranks)
         first = rank // context * context
         return [(each, stage) for each in range(first, first + context)]
 
@@ -403,3 +405,18 @@ def level_case(
     costs = random_costs(rng, model, len(contexts))
     packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
     return costs, model, packs, int(rng.integers(1, min(3, model.layers) + 1))
+
+
+def walked(kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]) -> list[WalkedStage]:
+    """The planner's stages, as the walks take them."""
+    found = []
+    for at_levels in zip(*stages_at, strict=True):
+        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
+        names = [kind.name for kind in kinds]
+        found.append(
+            WalkedStage(
+                units=stage_units(kinds, at_levels[0]),
+                again=tuple(dict(zip(names, counts, strict=True)) for counts in again),
+            )
+        )
+    return found

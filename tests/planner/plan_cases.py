@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.beside import EncoderPlacement
-from omnibal.config import ModelConfig, load_cluster, load_model
 from omnibal.cost.profile import Profile, UnitMeasurement
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, LengthsOrigin
-from omnibal.data.packing import PackingMethod
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import MockData, SampleData
-from omnibal.planner import PlanRequest
-from omnibal.units import unit_names
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, SampleData
+from omnibal.job.planner import PlanRequest
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
 
 MODEL = load_model("internvl-digits")
 
@@ -54,7 +55,7 @@ JOB = {
     "parallel": Parallel(pipeline=2, data=2),
     "precision": "fp32",
     "frozen": (),
-    "profile": None,
+    "cost_source": ANALYTIC,
     "placement": EncoderPlacement.PIPELINE,
 }
 DATA = {

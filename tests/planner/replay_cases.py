@@ -5,17 +5,16 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.lost_time import causes_of
-from omnibal.pipeline.stage_cost import once_a_step
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.replay import (
+from omnibal.job.plan import Plan
+from omnibal.job.replay import (
+    REPLAY_FILES,
     ReplayInfo,
     StageReplay,
-    open_replay,
     plan_sha256,
-    write_stage,
 )
+from omnibal.pipeline.lost_time import causes_of
+from omnibal.pipeline.stage_cost import per_step_costs
+from omnibal.pipeline.workload import Workload
 
 
 def replay_info(plan: Plan, steps: tuple[int, ...], **changes) -> ReplayInfo:
@@ -43,7 +42,7 @@ def stage_replays(
     keeps `s + 1` GiB of activations."""
     rows = np.flatnonzero(np.isin(workload.step, steps))
     silent = causes_of(cost, plan.stages_at_levels, workload.rows(rows)).silent
-    update_ms = once_a_step(cost, plan.stages).update_ms
+    update_ms = per_step_costs(cost, plan.stages).update_ms
     return [
         StageReplay(
             stage=stage,
@@ -73,11 +72,11 @@ def write_replay(
 ) -> list[StageReplay]:
     """A replay directory; of all steps if none are named, and as predicted if no factors are."""
     chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
-    open_replay(directory, replay_info(plan, chosen, **info))
+    REPLAY_FILES.open(directory, replay_info(plan, chosen, **info))
     factors = factors or (1.0,) * len(plan.stages)
     replays = stage_replays(
         plan, cost, workload, chosen, factors, with_working_memory=with_working_memory
     )
     for replay in replays:
-        write_stage(replay, directory)
+        REPLAY_FILES.write(replay, directory)
     return replays

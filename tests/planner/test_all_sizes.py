@@ -8,16 +8,16 @@ from length_cases import make_lengths
 from scipy import sparse
 from scipy.optimize import linprog
 
-from omnibal.data.all_sizes import SizeMix, Sizes
-from omnibal.data.best_pack import BestPack
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.dive import pack_by_diving
-from omnibal.data.master import Master
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs
-from omnibal.data.patterns import Grid, knapsack_table
-from omnibal.data.steps import DataRequest, pack_epochs
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.all_sizes import SizeMix, Sizes
+from omnibal.packing.best_pack import BestPack
+from omnibal.packing.dive import pack_by_diving
+from omnibal.packing.master import Master
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
+from omnibal.packing.patterns import Grid, knapsack_table
+from omnibal.steps.steps import DataRequest, pack_epochs
 
 CAPS = Caps.of(tiles=30, tokens=1000)
 COARSE, EXACT = 400, 1 << 17
@@ -74,7 +74,7 @@ def test_best_packs_equal_all_packs(cells):
 
 def test_search_that_is_cut_short_still_bounds(monkeypatch):
     """Prevents a bound that takes packs not looked at for worth nothing."""
-    monkeypatch.setattr("omnibal.data.best_pack._MAX_SEARCHED", 10)
+    monkeypatch.setattr("omnibal.packing.best_pack._MAX_SEARCHED", 10)
     rng = np.random.default_rng(3)
     for _ in range(60):
         tiles, tokens, counts = some_kinds(rng)
@@ -213,7 +213,7 @@ def test_good_packs_are_kept():
 
 def test_many_epochs_are_not_searched(monkeypatch):
     """Prevents a plan of a hundred epochs from taking an hour for a few packs each."""
-    monkeypatch.setattr("omnibal.data.steps._THOROUGH_WORK", 2 * 60**2)
+    monkeypatch.setattr("omnibal.steps.steps._THOROUGH_WORK", 2 * 60**2)
     caps = Caps.of(tiles=64, tokens=16_384)
     lengths = near_thirds(60, caps)
 
@@ -248,7 +248,7 @@ def test_lengths_in_common_units_need_no_more_than_their_sums():
 
 def test_a_master_that_takes_too_long_gives_up(monkeypatch):
     """Prevents a bound or a dive of thousands of sizes from taking the afternoon."""
-    monkeypatch.setattr("omnibal.data.master._ITERATIONS_TIMES_ROWS", 100)
+    monkeypatch.setattr("omnibal.packing.master._ITERATIONS_TIMES_ROWS", 100)
     rng = np.random.default_rng(11)
     tokens = rng.integers(200, 600, 120)
     tiles = rng.integers(0, 16, 120)
@@ -260,7 +260,7 @@ def test_a_master_that_takes_too_long_gives_up(monkeypatch):
 
 def test_all_solutions_of_a_master_have_one_limit(monkeypatch):
     """Prevents a bound of many solutions, each within its limit, from taking the afternoon."""
-    monkeypatch.setattr("omnibal.data.master._ITERATIONS_TIMES_ROWS", 4000)
+    monkeypatch.setattr("omnibal.packing.master._ITERATIONS_TIMES_ROWS", 4000)
     rng = np.random.default_rng(12)
     master = Master(rng.integers(1, 9, 40))
     master.add(sparse.eye_array(40, format="csr"))

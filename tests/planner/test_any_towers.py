@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from cli_cases import status
 from cost_cases import model_of
 
-from omnibal import cli
-from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, load_cluster, load_model, model_toml
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.base.errors import UserError
+from omnibal.job.check import check_plan, training_obstacles
+from omnibal.job.plan import PlannedLevel, read_plan, write_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model, model_toml
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.pipeline.units import check_stages, stages_from_cuts, unit_words
-from omnibal.plan import PlannedLevel, read_plan, write_plan
+from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts, unit_words
 
 pytestmark = pytest.mark.quick
 
@@ -25,12 +25,6 @@ TOWERS = {
     "vision runs": (2, 5),
     "vision audio language": (3, 2, 4),
 }
-
-
-def ended(arguments: list[str]) -> int:
-    with pytest.raises(SystemExit) as raised:
-        cli.main(arguments)
-    return raised.value.code or 0
 
 
 def planned(model: ModelConfig, directory: Path, *options: str) -> list[str]:
@@ -52,7 +46,7 @@ def test_any_towers_are_planned_checked_and_shown(
     """Prevents a command that asks a model for InternVL's towers, and plan.json from losing the
     order of encoders."""
     model = model_of(towers, *layers)
-    assert ended([*planned(model, tmp_path), "--json"]) == 0
+    assert status(*planned(model, tmp_path), "--json") == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     names = [name.replace("runs", "language") for name in towers.split()]
     for name, count in zip(names, layers, strict=True):
@@ -68,7 +62,7 @@ def test_any_towers_are_planned_checked_and_shown(
     assert check_plan(tmp_path / "plan")
     for command in ("check", "simulate", "report"):
         output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
-        assert ended([command, str(tmp_path / "plan"), *output]) == 0
+        assert status(command, tmp_path / "plan", *output) == 0
     page = (tmp_path / "report.html").read_text()
     assert all(f"{name} layer</span>" in page for name in names)
     can_train = "runs" not in towers
@@ -90,13 +84,13 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
             "has norms after blocks, layers of multi-token prediction: ",
         ),
     ):
-        assert ended(planned(model, tmp_path)) == 0
+        assert status(*planned(model, tmp_path)) == 0
         assert expected in training_obstacles(read_plan(tmp_path / "plan"))[-1]
 
 
 def test_recordings_in_packs_that_ranks_share_are_refused(tmp_path: Path) -> None:
     """Prevents audio tokens whose features are on another rank."""
-    assert ended(planned(model_of("vision audio language", 3, 2, 4), tmp_path)) == 0
+    assert status(*planned(model_of("vision audio language", 3, 2, 4), tmp_path)) == 0
     plan = read_plan(tmp_path / "plan")
     for context, obstacles in ((1, 1), (2, 2)):
         level = PlannedLevel.model_construct(context=context)
@@ -118,7 +112,7 @@ def test_parts_to_freeze_are_the_model_s(
 ) -> None:
     """Prevents a typing error that trains all of a model."""
     model = model_of(towers, *TOWERS[towers])
-    assert ended([*planned(model, tmp_path), "--freeze", frozen]) == 2
+    assert status(*planned(model, tmp_path), "--freeze", frozen) == 2
     assert message in capsys.readouterr().err
 
 
@@ -168,7 +162,7 @@ def test_recomputed_layers_of_two_kinds_are_the_earliest_of_each() -> None:
 def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) -> None:
     """Prevents a traceback, or other layers than meant, from a plan that was written by hand."""
     model = model_of("vision language", 3, 4)
-    assert ended(planned(model, tmp_path)) == 0
+    assert status(*planned(model, tmp_path)) == 0
     path = tmp_path / "plan/plan.json"
     plan = json.loads(path.read_text())
     plan["stages"][0]["units"][1] = unit
@@ -180,7 +174,7 @@ def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) 
 def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
     """Prevents refusing a stage that says the same in more spans or with more spaces."""
     model = model_of("vision language", 3, 4)
-    assert ended(planned(model, tmp_path)) == 0
+    assert status(*planned(model, tmp_path)) == 0
     plan = read_plan(tmp_path / "plan")
     [one] = stages_from_cuts(model, ())
     other = Stage.of(
@@ -210,7 +204,7 @@ def test_spans_come_back(text: str) -> None:
 def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
     """Prevents a plan by hand whose limit nothing can have."""
     model = model_of("language", 5)
-    assert ended(planned(model, tmp_path)) == 0
+    assert status(*planned(model, tmp_path)) == 0
     plan = read_plan(tmp_path / "plan")
     assert plan.shapes is not None
     wrong = plan.shapes.model_copy(update={"caps": Caps.of(clips=3, tokens=64)})

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model
 
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 from omnibal.pipeline import baselines
 from omnibal.pipeline.baselines import (
     PartitionMethod,
@@ -28,8 +29,12 @@ from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Span, Stage, joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.pipeline.units import check_stages, recomputed_counts, stage_units, stages_from_cuts
-from omnibal.units import unit_names
+from omnibal.pipeline.unit_runs import (
+    check_stages,
+    recomputed_counts,
+    stage_units,
+    stages_from_cuts,
+)
 
 MODEL = load_model("internvl-chat-1.5-6b-20b")
 PACK = np.array([1.0, 9, 4096, 4096**2, 4096])

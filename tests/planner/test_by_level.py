@@ -6,19 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 
-from omnibal.data.by_level import (
-    fill_packs,
-    levels_of_packs,
-    levels_of_samples,
-    pack_by_level,
-)
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from tests.planner.length_cases import make_lengths
+from omnibal.base.errors import UserError
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import fill_packs, levels_of_packs, levels_of_samples, pack_by_level
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
 
 pytestmark = pytest.mark.quick
 

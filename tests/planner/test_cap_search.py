@@ -17,16 +17,17 @@ from plan_cases import (
 )
 
 from omnibal import cli
-from omnibal.config import load_cluster
-from omnibal.cost.profile import Profile, model_sha256, write_profile
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
+from omnibal.cost.profile import Measured, Profile, model_sha256, write_profile
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, draw_samples, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
-from omnibal.plan_data import least_caps
-from omnibal.planner import make_plan
+from omnibal.job.plan_data import least_caps
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import (
     CapRule,
     CapSearch,
@@ -69,7 +70,7 @@ def profile_with_fixed_costs(fixed_ms: float) -> Profile:
 
 
 def search_request(**changes) -> CapSearchRequest:
-    fields = {"profile": profile_with_fixed_costs(2.0)}
+    fields = {"cost_source": Measured(profile_with_fixed_costs(2.0))}
     fields |= {name: changes.pop(name) for name in JOB if name in changes}
     defaults = {
         "job": job_spec(**fields),
@@ -96,7 +97,7 @@ def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
         "caps": caps,
         "lengths": searched.lengths,
         "packing": searched.packing,
-        "profile": searched.job.profile,
+        "cost_source": searched.job.cost_source,
         "epochs": 1,
     }
     packs = make_plan(request(packs_per_step=ranks, **common)).plan.data.packs
@@ -135,7 +136,7 @@ def test_winner_is_the_best_of_the_planners_own_predictions(packing, compared):
 
 def test_ties_go_to_the_smaller_caps():
     """Prevents memory from being spent for a difference that the prediction cannot tell."""
-    (known, *_) = search(profile=None).candidates
+    (known, *_) = search(cost_source=ANALYTIC).candidates
     fastest, tie, slower, least = (
         replace(known, caps=Caps.of(tiles=known.caps["tiles"], tokens=tokens), ms_per_sample=ms)
         for tokens, ms in ((960, 10.0), (480, 10.02), (320, 10.04), (160, 10.5))
@@ -147,7 +148,7 @@ def test_ties_go_to_the_smaller_caps():
 @pytest.mark.parametrize("fixed_ms", [1.0, 2.0])
 def test_few_candidates_come_close_to_all(fixed_ms):
     """Prevents a grid or moves that miss where the best caps are."""
-    searched = search_request(profile=profile_with_fixed_costs(fixed_ms))
+    searched = search_request(cost_source=Measured(profile_with_fixed_costs(fixed_ms)))
     found = search_caps(searched, lambda done: None)
     least = least_caps(searched.lengths, ("tiles", "tokens"))
     everywhere = [
@@ -161,7 +162,7 @@ def test_few_candidates_come_close_to_all(fixed_ms):
 
 def test_fixed_costs_ask_for_larger_packs():
     """Prevents a search that always ends where it starts, or never says that it was cut short."""
-    cheap, dear = (search(profile=profile_with_fixed_costs(ms)) for ms in (0.0, 50.0))
+    cheap, dear = (search(cost_source=Measured(profile_with_fixed_costs(ms))) for ms in (0.0, 50.0))
     assert cheap.best["tokens"] < dear.best["tokens"] == 640
     assert dear.is_largest
     assert not cheap.is_largest
@@ -169,7 +170,7 @@ def test_fixed_costs_ask_for_larger_packs():
 
 def test_less_memory_excludes_large_caps():
     """Prevents caps that cannot be trained, and feasible ones that are called infeasible."""
-    costs = {"profile": profile_with_fixed_costs(50.0)}
+    costs = {"cost_source": Measured(profile_with_fixed_costs(50.0))}
     roomy = search(**costs)
     tight_cluster = CLUSTER.model_copy(
         update={"memory_gib": 0.255 * roomy.candidates[0].peak_gib / 0.9}
@@ -199,7 +200,7 @@ def test_no_caps_fit():
     ("changes", "words"),
     [
         ({"parallel": Parallel(pipeline=99)}, "pipeline size 99"),
-        ({"profile": example_profile()}, "are not those of internvl-digits"),
+        ({"cost_source": Measured(example_profile())}, "are not those of internvl-digits"),
         ({"lengths": example_lengths(origin_of(MODEL, tokens_per_tile=1))}, "were scanned for"),
     ],
     ids=["parallel sizes", "profile", "lengths"],
@@ -375,7 +376,7 @@ def test_command_prints_one_json_object(capsys, tmp_path):
     given = (tmp_path / "lengths.parquet", "--profile", tmp_path / "profile.json")
     expected = search_request(
         cluster=CLUSTER.model_copy(update={"memory_gib": 0.011}),
-        profile=profile_with_fixed_costs(50.0),
+        cost_source=Measured(profile_with_fixed_costs(50.0)),
         samples_per_step=30,
         samples=200,
         seed=3,

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from chat_cases import sample_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_cases import (
@@ -25,12 +26,12 @@ from tokenizer_cases import (
     write_sentencepiece,
 )
 
-from omnibal.config import ModelConfig, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import answer_end, as_written, encode_prompt, encode_sample
-from omnibal.data.sample import Sample, Turn
+from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
+from omnibal.model.config import ModelConfig, load_model
 
 pytestmark = pytest.mark.quick
 
@@ -48,21 +49,6 @@ SYSTEM_2_5 = (
     "\u8bed\u8a00\u6a21\u578b\u3002"
 )
 TEMPLATES = ["internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5"]
-
-
-def sample_of(
-    *turns: tuple[str, str], system: str | None = None, greeting: str | None = None
-) -> Sample:
-    images = sum(question.count("<image>") for question, _ in turns)
-    return Sample(
-        identity="x",
-        source="x",
-        where="x.jsonl: line 1",
-        images=tuple(f"{k}.png" for k in range(images)),
-        turns=tuple(Turn(question, answer, None) for question, answer in turns),
-        system=system,
-        greeting=greeting,
-    )
 
 
 def model_of(
@@ -296,7 +282,7 @@ def text_of(template: str) -> st.SearchStrategy[str]:
     )
 
 
-@settings(deadline=None)  # what is encoded first takes longer
+@settings(max_examples=50, deadline=None)  # what is encoded first takes longer
 @given(
     st.sampled_from(TEMPLATES),
     st.none() | st.sampled_from(["", "Read the line."]),

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 from plan_cases import example_lengths, job_spec
 
-from omnibal.check import check_plan, open_plan
+from omnibal.base.errors import UserError
 from omnibal.cli.simulate import simulate
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums, read_packs, write_packs
-from omnibal.data.steps import steps_of
-from omnibal.errors import UserError
-from omnibal.levels import CutRule
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan, PlannedLevel, read_plan, write_plan
-from omnibal.plan_data import SampleData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult, prediction_of
+from omnibal.job.check import check_plan, open_plan
+from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanResult, prediction_of
+from omnibal.model.levels import CutRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, read_packs, write_packs
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report.page import write_report
-from omnibal.report.tables import stage_table
+from omnibal.report.page_tables import stage_table
+from omnibal.steps.steps import steps_of
 
 pytestmark = pytest.mark.quick
 
@@ -76,7 +76,7 @@ def planned(packs: ScheduledPacks | None = None, packs_per_step: int = 12) -> Pl
     )
     prediction = prediction_of(plan, JOB, packs, JOB.workload(packs, lengths, plan.levels))
     plan = plan.model_copy(update={"prediction": prediction})
-    return PlanResult(plan=plan, data=(packs, lengths), profile=None, search=None)
+    return PlanResult(plan=plan, data=(packs, lengths), search=None)
 
 
 @pytest.fixture(scope="module")

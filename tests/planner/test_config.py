@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.families.named import named_model
+from omnibal.model.config import (
     LanguageConfig,
     ModelConfig,
     cluster_file,
@@ -15,8 +17,6 @@ from omnibal.config import (
     model_toml,
     preset_names,
 )
-from omnibal.errors import UserError
-from omnibal.families.named import named_model
 
 pytestmark = pytest.mark.quick
 

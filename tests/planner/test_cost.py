@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from cost_cases import workload_of_a_step
 
-from omnibal.config import ClusterConfig, ModelConfig, load_cluster, load_model
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.parallel import Parallel
+from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import AttentionTime, CopyTime, Rates
+from omnibal.model.units import unit_kinds, unit_names
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step, trained_parameters
+from omnibal.pipeline.stage_cost import per_step_costs, trained_parameters
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.pipeline.units import stage_units, stages_from_cuts
-from omnibal.rates import AttentionTime, CopyTime, Rates
-from omnibal.units import unit_kinds, unit_names
+from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 
 pytestmark = pytest.mark.quick
 
@@ -270,7 +270,7 @@ def test_tied_gradient_crosses_between_two_stages_only():
 
     def exchanged_ms(stages: tuple[Stage, ...], model: ModelConfig, frozen=()) -> np.ndarray:
         cost = analytic_cost(model, bare, parallel, "bf16", frozen)
-        once = once_a_step(cost, stages)
+        once = per_step_costs(cost, stages)
         return once.exposed_ms(np.zeros(3)) + once.first_wait_ms(np.zeros(3))
 
     # An all-reduce of two sends its fp32 gradient once: half of it each way and half back.

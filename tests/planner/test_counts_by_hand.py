@@ -11,16 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.cost.adapters import with_adapters
-from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
-from omnibal.cost.encoder_counts import clips_embed, encoder_layer, encoder_projector, tiles_embed
+from omnibal.cost.counts import Counts, Device, Features, Fp8Rates, with_adapters
+from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
-from omnibal.cost.transformer_engine import rooms, without_gradients
-from omnibal.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
-from omnibal.units import unit_kinds
+from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
+from omnibal.model.units import unit_kinds
 
 pytestmark = pytest.mark.quick
 
@@ -69,12 +68,16 @@ def counted(counts: Counts) -> dict[str, Any]:
         "attention": of(counts.attention_flops),
         "forward": of(counts.moved_bytes),
         "backward": of(counts.back_moved_bytes),
-        "sent": of(counts.collective_bytes),
-        "back sent": of(counts.back_collective_bytes),
-        "again sent": of(counts.gathered_again_bytes),
-        "passes": (counts.passes, counts.back_passes, counts.passes_again),
-        "exchanged": of(counts.exchanged_bytes),
-        "exchanges": (counts.exchanges, counts.back_exchanges),
+        "sent": of(counts.collectives.forward_bytes),
+        "back sent": of(counts.collectives.backward_bytes),
+        "again sent": of(counts.collectives.again_bytes),
+        "passes": (
+            counts.collectives.passes,
+            counts.collectives.back_passes,
+            counts.collectives.passes_again,
+        ),
+        "exchanged": of(counts.collectives.exchanged_bytes),
+        "exchanges": (counts.collectives.exchanges, counts.collectives.back_exchanges),
         "kernels": counts.kernels,
         "kept": {line.what: of(line.bytes) for line in counts.kept},
         "for weights": {line.what for line in counts.kept if line.for_weights},
@@ -85,7 +88,7 @@ def counted(counts: Counts) -> dict[str, Any]:
         ],
         "forward working": [of(each.bytes) for each in counts.forward_working],
         "passing": of(counts.passing_bytes),
-        "shared": of(counts.shared_bytes),
+        "shared": of(counts.collectives.gathered_bytes),
         "parameters": counts.parameters,
         "of experts": counts.expert_parameters,
     }
@@ -195,8 +198,8 @@ def test_layer_of_tiles_with_all_options() -> None:
         "middle residual": 2 * H,
         "second norm's output": 2 * H,
         "second norm's moments": 4 * 2,
-        "into GELU": 2 * F / t,
-        "out of GELU": 2 * F / t,
+        "into the activation": 2 * F / t,
+        "out of the activation": 2 * F / t,
         "normed q and k": 2 * 2 * A / t + 4 * 2,
         "attention's block, for its layer scale": 2 * H,
         "feed-forward's, for its layer scale": 2 * H,
@@ -220,7 +223,7 @@ def test_layer_of_tiles_with_all_options() -> None:
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
         "for weights": {
-            *("first norm's output", "second norm's output", "out of GELU"),
+            *("first norm's output", "second norm's output", "out of the activation"),
             *("attention's block, for its layer scale", "feed-forward's, for its layer scale"),
         },
         "input": rows * 2 * H,
@@ -244,8 +247,16 @@ def test_layer_of_tiles_with_all_options() -> None:
         + 2 * H
         + round_up(3 * H * A + 3 * A + 2 * A + A * H + 2 * H * F + F, t),
     }
-    items = FEATURES.one("tiles")
-    check(counted(encoder_layer(TILES_TOWER, device(), items, 17)), expected)
+    check(layer_of("vision", TILES_TOWER, device()), expected)
+
+
+def layer_of(
+    name: str, tower: TilesEncoder | ClipsEncoder, own: Device, *, padded: bool = True
+) -> dict[str, Any]:
+    """What a layer of a tower counts."""
+    model = model_with(**{name: tower})
+    kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
+    return counted(items_layer(model, tower, kind, own, FEATURES, padded=padded))
 
 
 def round_up(number: int, parts: int) -> int:
@@ -266,10 +277,10 @@ def test_plain_layer_of_clips() -> None:
         "middle residual": 2 * H,
         "second norm's output": 2 * H,
         "second norm's moments": 4,
-        "into GELU": 2 * F / 3,
-        "out of GELU": 2 * F / 3,
+        "into the activation": 2 * F / 3,
+        "out of the activation": 2 * F / 3,
     }
-    found = counted(encoder_layer(CLIPS_TOWER, device(), FEATURES.one("clips"), 7, padded=False))
+    found = layer_of("audio", CLIPS_TOWER, device(), padded=False)
     expected = {
         "kept": {what: rows * each for what, each in kept.items()},
         "attention": 4 * CLIPS * 7**2 * H / 3,
@@ -277,7 +288,6 @@ def test_plain_layer_of_clips() -> None:
         # Gradients of q, k and v are put together.
         "backward": rows * 2 * ((8 + 2) * H + (6 * H + 3 * F) / 3),
         "working": [
-            (rows * 2 * H, 0),
             (rows * 2 * (H + F / 3), H * F / 3),
             (rows * 2 * (H + (2 - 1) * F / 3), 0),
             (rows * 2 * (2 * H + (1 - 2) * F / 3), H * F / 3),
@@ -286,7 +296,7 @@ def test_plain_layer_of_clips() -> None:
     }
     check({name: found[name] for name in expected}, expected)
     normed = ClipsEncoder(**ENCODER | {"qk_norm": True}, frames=14, positions_per_token=7)
-    alone = counted(encoder_layer(normed, device(1), FEATURES.one("clips"), 7))
+    alone = layer_of("audio", normed, device(1))
     assert alone["forward"] == rows * 2 * (9 * H + 4 * H + 2 * F)
     assert alone["backward"] == rows * 2 * (10 * H + 8 * H + 3 * F)
     assert "sent" not in alone
@@ -1210,14 +1220,15 @@ def test_empty_gradients_are_of_linears_alone() -> None:
     layers = {
         name: language_layer(language(), kind, device(1), FEATURES) for name, kind in kinds.items()
     }
-    found = {(room.bytes, room.kinds) for room in rooms(layers, 2) if "gradient" in room.what}
+    buffers = library_buffers(layers, 2)
+    found = {(each.bytes, each.kinds) for each in buffers if "gradient" in each.what}
     of_experts = [(WIDTH, 42), (21, WIDTH), (WIDTH, 38), (19, WIDTH)]
     assert found == {
         *((2 * a * b, frozenset(layers)) for a, b in ((WIDTH, 77), (55, WIDTH))),
         *((2 * a * b, frozenset({"dense"})) for a, b in ((WIDTH, 2 * F), (F, WIDTH))),
         *((2 * a * b, frozenset({"experts"})) for a, b in of_experts),
     }
-    workspaces = {room.kinds: room.bytes for room in rooms(layers, 2) if "work" in room.what}
+    workspaces = {each.kinds: each.bytes for each in buffers if "work" in each.what}
     assert workspaces == {frozenset(layers): 2 * 32 * 2**20, frozenset({"experts"}): 4 * 32 * 2**20}
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from omnibal.data.cut import Pieces, cut_pack, cut_packs, item_bounds
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.steps.cut import Pieces, cut_pack, cut_packs, item_bounds
 
 pytestmark = pytest.mark.quick
 CONTEXTS = (1, 2, 4, 8)

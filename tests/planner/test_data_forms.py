@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
 
 ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

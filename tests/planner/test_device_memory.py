@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from omnibal.config import ModelConfig, load_cluster
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.device_memory import DeviceMemory
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
+from omnibal.model.config import ModelConfig, load_cluster
 
 CLUSTER = load_cluster("h100-80g")
 MIB = 2**20
@@ -158,8 +158,8 @@ def test_a_device_holds_more_than_torch():
 
 def test_memory_grows_with_what_passes_keep():
     """Prevents: a share of the whole taken for blocks that state never leaves empty."""
-    (besides,) = predicted(RAN[1]).besides
-    less, more = besides.of(40.0, 10.0), besides.of(50.0, 10.0)
+    (overhead,) = predicted(RAN[1]).overheads
+    less, more = overhead.memory(40.0, 10.0), overhead.memory(50.0, 10.0)
     assert isinstance(less, DeviceMemory)
     assert more.reserved_gib - less.reserved_gib == pytest.approx(10)
-    assert besides.of(40.0, 20.0).reserved_gib - less.reserved_gib == pytest.approx(11)
+    assert overhead.memory(40.0, 20.0).reserved_gib - less.reserved_gib == pytest.approx(11)

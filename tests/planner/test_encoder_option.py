@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
+from length_cases import long_tailed
 from plan_cases import example_lengths
 
 from omnibal import cli
 from omnibal.data.lengths import write_lengths
-from tests.planner.test_search_levels import long_tailed
 
 PLAN = (
     "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --max-tiles 8 "
-    "--max-tokens 512 --packing isf --levels 1 --lengths {lengths} "
+    "--max-tokens 512 --packing isf --packing-levels 1 --lengths {lengths} "
 )
 SHAPES = (
     "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --max-tiles 8 "
@@ -81,7 +81,7 @@ def test_packs_that_ranks_share_are_named_as_a_reason(capsys, tmp_path):
     )
     found = json.loads(printed)
     assert found["encoder"]["pipeline_step_ms"] is not None
-    reason = "ranks share packs in the pipeline, and cannot share any beside it"
+    reason = "ranks share packs in the pipeline, and cannot share any with data-parallel"
     assert reason in found["encoder"]["reason"]
 
 
@@ -91,7 +91,7 @@ def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
     command = f"{SHAPES} --pp 1 --encoder auto -o {tmp_path / 'plan'}"
     error = run(capsys, f"{command} --memory-gib 0.01", 2)
     assert len(error.splitlines()) == 1
-    first, second = error.split("; and beside the pipeline: ")
+    first, second = error.split("; and data-parallel: ")
     assert first.startswith("error: in the pipeline: internvl-digits on 1 pipeline stages needs")
     assert "GiB" in second and second != first
     error = run(capsys, f"{command} --lengths {tmp_path / 'none.parquet'}", 2)
@@ -100,11 +100,11 @@ def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
 
 
 def test_plans_are_checked_simulated_and_shown(capsys, tmp_path, plan_command):
-    """Prevents a plan with encoders beside the pipeline that other commands do not know, or show
+    """Prevents a plan with data-parallel encoders that other commands do not know, or show
     without its encoders."""
     plan = tmp_path / "plan"
-    shown = " ".join(run(capsys, f"{plan_command} --encoder beside -o {plan}").split())
-    for figure in (" encoders ", "beside it", "tiles kept", "exchange of features"):
+    shown = " ".join(run(capsys, f"{plan_command} --encoder data-parallel -o {plan}").split())
+    for figure in (" encoders ", "data-parallel", "tiles kept", "exchange of features"):
         assert figure in shown
     assert "every language layer" in run(capsys, f"check {plan}")
     stored = json.loads((plan / "plan.json").read_text())["prediction"]
@@ -119,14 +119,14 @@ def test_plans_are_checked_simulated_and_shown(capsys, tmp_path, plan_command):
     assert min(begun) >= min(event["dur"] for event in first)
     page = tmp_path / "report.html"
     run(capsys, f"report {plan} -o {page}")
-    assert "Encoders beside the pipeline: their part" in page.read_text()
+    assert "Data-parallel encoders: their part" in page.read_text()
 
 
 def test_edits_by_hand_are_checked(capsys, tmp_path, plan_command):
     """Prevents a plan that takes more than memory holds from being trained, and a prediction of
     another choice from being believed."""
     plan = tmp_path / "plan"
-    run(capsys, f"{plan_command} --encoder beside -o {plan}")
+    run(capsys, f"{plan_command} --encoder data-parallel -o {plan}")
     path = plan / "plan.json"
     written = json.loads(path.read_text())
     edited = json.loads(path.read_text())
@@ -146,7 +146,7 @@ def test_steps_go_on_with_the_other_placement(capsys, tmp_path, plan_command):
     run(capsys, f"{plan_command} --encoder pipeline -o {tmp_path / 'first'}")
     run(
         capsys,
-        "plan --model internvl-digits --cluster laptop-cpu --dp 4 --encoder beside "
+        "plan --model internvl-digits --cluster laptop-cpu --dp 4 --encoder data-parallel "
         f"--steps-of {tmp_path / 'first'} -o {tmp_path / 'second'}",
     )
     first, second = (
@@ -161,22 +161,28 @@ def test_other_ways_to_plan(capsys, tmp_path, plan_command):
     out = tmp_path / "plan"
     shapes = json.loads(run(capsys, f"{SHAPES} --encoder auto --json -o {out}"))
     assert shapes["encoder"]["beside_step_ms"] > 0
-    sized = plan_command.replace("--pp 2 --dp 2", "--gpus 4").replace("--levels 1", "")
-    found = json.loads(run(capsys, f"{sized} --encoder beside --json -o {out}"))
+    sized = plan_command.replace("--pp 2 --dp 2", "--gpus 4").replace("--packing-levels 1", "")
+    found = json.loads(run(capsys, f"{sized} --encoder data-parallel --json -o {out}"))
     plan = json.loads((out / "plan.json").read_text())
     assert plan["beside"] is not None
     assert found["strategies"][0]["parallel"] == plan["parallel"]
     capped = plan_command.replace("--max-tiles 8 --max-tokens 512", "")
-    found = json.loads(run(capsys, f"{capped} --encoder beside --json -o {out}"))
+    found = json.loads(run(capsys, f"{capped} --encoder data-parallel --json -o {out}"))
     assert found["encoder"]["placement"] == "beside"
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--model qwen2.5-32b --memory-gib 500 --limit tokens=512 --encoder beside", "no encoder"),
-        ("--model internvl-digits --encoder beside --method layer", "or give --encoder pipeline"),
-        ("--model internvl-digits --encoder beside --memory-gib 0.01", "GiB"),
+        (
+            "--model qwen2.5-32b --memory-gib 500 --limit tokens=512 --encoder data-parallel",
+            "no encoder",
+        ),
+        (
+            "--model internvl-digits --encoder data-parallel --method layer",
+            "cannot be given with --enc",
+        ),
+        ("--model internvl-digits --encoder data-parallel --memory-gib 0.01", "GiB"),
     ],
 )
 def test_what_cannot_be_beside_is_one_line(capsys, tmp_path, options, expected):

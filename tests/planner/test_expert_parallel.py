@@ -4,26 +4,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cli_cases import printed
 from expert_cases import DIGITS, expert_model
 from plan_cases import MODEL, example_lengths, job_spec, request
 from pydantic import ValidationError
 
-from omnibal import cli
-from omnibal.check import open_plan
+from omnibal.base.errors import UserError
 from omnibal.cli.options import JobOptions, SizeOptions
-from omnibal.config import load_cluster, with_imbalance
-from omnibal.data.deal import deal_apart, deal_in_step
-from omnibal.data.empty_slots import empty_slots
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packs import read_packs
-from omnibal.errors import UserError
-from omnibal.limits import USABLE_MEMORY_FRACTION
-from omnibal.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.job.check import open_plan
+from omnibal.job.plan import read_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster, with_imbalance
+from omnibal.model.limits import USABLE_MEMORY_FRACTION
+from omnibal.model.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.packing.packs import read_packs
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan import read_plan
-from omnibal.planner import make_plan
 from omnibal.search.feasible import find_changes, least_need_gib
+from omnibal.steps.deal import deal_apart, deal_in_lockstep
+from omnibal.steps.empty_slots import empty_slots
 
 CLUSTER = load_cluster("h100-80g")
 
@@ -107,25 +107,29 @@ def test_sizes_are_named():
     assert "expert" not in Parallel(pipeline=2).place(1)
 
 
-@pytest.mark.parametrize("in_step", [1, 2, 3, 6])
-def test_ranks_in_step_have_equally_many_micro_batches(in_step):
+@pytest.mark.parametrize("lockstep_ranks", [1, 2, 3, 6])
+def test_ranks_in_lockstep_have_equally_many_micro_batches(lockstep_ranks):
     """Prevents a rank that waits in an exchange for others which have nothing left to run."""
-    rng = np.random.default_rng(in_step)
+    rng = np.random.default_rng(lockstep_ranks)
     counts = rng.integers(0, 4, (5, 6))
     counts[3] = 0
     step, rank = (np.repeat(each.ravel(), counts.ravel()) for each in np.indices(counts.shape))
-    empty = empty_slots(step * 2, rank, ranks=6, in_step=in_step)
+    empty = empty_slots(step * 2, rank, ranks=6, lockstep_ranks=lockstep_ranks)
     expected = [
         (2 * s, r, slot)
         for s, of_step in enumerate(counts)
         for r in range(6)
-        for slot in range(of_step[r], max(of_step[r // in_step * in_step :][:in_step]))
+        for slot in range(
+            of_step[r], max(of_step[r // lockstep_ranks * lockstep_ranks :][:lockstep_ranks])
+        )
     ]
     assert [*zip(empty.step, empty.dp_rank, empty.slot, strict=True)] == expected
 
 
-@pytest.mark.parametrize(("dp", "in_step", "size"), [(4, 2, 13), (6, 3, 12), (8, 8, 20), (4, 2, 3)])
-def test_ranks_in_step_have_like_packs_in_a_slot(dp, in_step, size):
+@pytest.mark.parametrize(
+    ("dp", "lockstep_ranks", "size"), [(4, 2, 13), (6, 3, 12), (8, 8, 20), (4, 2, 3)]
+)
+def test_ranks_in_lockstep_have_like_packs_in_a_slot(dp, lockstep_ranks, size):
     """Prevents packs that are lost or doubled, groups with empty slots that need none, and slots in
     which ranks of a group wait longer than where ranks are dealt to alone."""
     rng = np.random.default_rng(size)
@@ -133,19 +137,21 @@ def test_ranks_in_step_have_like_packs_in_a_slot(dp, in_step, size):
     rows = rng.permutation(steps * size).reshape(steps, size)
     items = rng.integers(0, 3, rows.size)
     load = 10 * items + rng.exponential(1, rows.size)
-    found = deal_in_step(rows, items, load, dp, in_step)
+    found = deal_in_lockstep(rows, items, load, dp, lockstep_ranks)
     waits = []
     for dealt in (found, deal_apart(rows, items, load, dp)):
         assert dealt.shape == (steps, dp, -(-size // dp))
         for step in range(steps):
             assert sorted(dealt[step][dealt[step] >= 0].tolist()) == sorted(rows[step].tolist())
         assert (np.diff((dealt >= 0).astype(int), axis=2) <= 0).all(), "a gap between packs"
-        groups = np.where(dealt < 0, 0.0, load[dealt]).reshape(steps, dp // in_step, in_step, -1)
-        waits.append((groups.max(axis=2) * in_step - groups.sum(axis=2)).sum())
+        groups = np.where(dealt < 0, 0.0, load[dealt]).reshape(
+            steps, dp // lockstep_ranks, lockstep_ranks, -1
+        )
+        waits.append((groups.max(axis=2) * lockstep_ranks - groups.sum(axis=2)).sum())
     assert waits[0] <= waits[1]
-    counts = (found >= 0).sum(axis=2).reshape(steps, -1, in_step)
+    counts = (found >= 0).sum(axis=2).reshape(steps, -1, lockstep_ranks)
     with_empty = (counts.max(axis=2) > counts.min(axis=2)).sum(axis=1)
-    assert (with_empty == (size % in_step > 0)).all()
+    assert (with_empty == (size % lockstep_ranks > 0)).all()
 
 
 def memory_of(expert: int, peer_mib: float = 0.0) -> StageMemory:
@@ -209,21 +215,22 @@ def test_the_margin_for_uneven_experts_is_replaced():
 
 @pytest.mark.parametrize(
     "options",
-    [{"--encoder": "beside"}, {"--window": "40", "--dispatch": "off"}, {"--epochs": "2"}],
+    [{"--encoder": "data-parallel"}, {"--window": "40", "--dispatch": "off"}, {"--epochs": "2"}],
 )
 def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, options):
-    """Prevents empty micro-batches, or ranks in step, that the check of a plan does not know of."""
+    """Prevents empty micro-batches, or ranks in lockstep, that the check of a plan does not know
+    of."""
     lengths, out = tmp_path / "lengths.parquet", tmp_path / "plan"
     write_lengths(example_lengths(count=160), lengths)
     sizes = {"--pp": "1", "--dp": "4", "--ep": "4", "--max-tiles": "8", "--max-tokens": "512"}
     given = {"--model": "internvl-digits-moe", "--cluster": "laptop-cpu", "-o": str(out)}
     given |= {"--lengths": str(lengths), "--precision": "fp32"} | sizes | options
-    assert main_of(capsys, "plan", *(word for pair in given.items() for word in pair))
+    assert printed(capsys, "plan", *(word for pair in given.items() for word in pair))
     plan, packs = read_plan(out), read_packs(out / "packs.parquet")
     assert plan.parallel.expert == 4
     assert plan.prediction is not None
     assert plan.prediction.lost.expert_wait_ms > 0
-    assert "is predicted to need" in main_of(capsys, "check", str(out))
+    assert "is predicted to need" in printed(capsys, "check", str(out))
     counts = np.bincount(packs.step * 4 + packs.dp_rank, minlength=4 * packs.steps).reshape(-1, 4)
     missing = int((counts.max(axis=1, keepdims=True) - counts).sum())
     opened = open_plan(out)
@@ -232,13 +239,6 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     assert missing
     if "--encoder" in options:
         assert plan.beside is not None
-
-
-def main_of(capsys, *command: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command])
-    assert ended.value.code in (0, None), capsys.readouterr().err
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("expert", [1, 2, 4])

@@ -10,36 +10,36 @@ from level_cases import (
     holds_experts,
     random_costs,
     random_level_packs,
+    walked,
     walked_peaks,
     walked_step_ms,
 )
-from test_level_search import walked
-from test_shared_packs import contexts_of, joint_event_loop, random_step
+from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
-from omnibal.config import ModelConfig
 from omnibal.cost.model import CostModel, ParameterRates
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Structure, least_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import InStep, simulate_run, simulate_steps
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.simulate import Lockstep, simulate_run, simulate_steps
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import unit_names
 
 LAYER = "language_layer_experts8"
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
-def test_ranks_in_step_match_an_event_loop(stages: int) -> None:
+def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
     """Prevents stages without experts that wait, stages with any that do not, and shared packs
     whose ranks wait for fewer others than they should."""
     rng = np.random.default_rng(stages)
     for case in range(12):
-        ranks, in_step = [(4, 2), (8, 4), (8, 2), (6, 3), (5, 5), (4, 4)][case % 6]
-        shares = in_step in (2, 4) and case >= 6
+        ranks, lockstep_ranks = [(4, 2), (8, 4), (8, 2), (6, 3), (5, 5), (4, 4)][case % 6]
+        shares = lockstep_ranks in (2, 4) and case >= 6
         steps = [random_step(rng, ranks) if shares else [(1, ranks)] * 4 for _ in range(3)]
         steps = [[(size, ranks) for size, _ in step] for step in steps]
         slots = max(map(len, steps))
@@ -53,9 +53,15 @@ def test_ranks_in_step_match_an_event_loop(stages: int) -> None:
         context = np.where(np.arange(slots) < counts[:, None], context, 1)
         parts = rng.random(stages) < 0.6
         found = simulate_steps(
-            forward, backward, *links, counts, None, context, InStep(ranks=in_step, parts=parts)
+            forward,
+            backward,
+            *links,
+            counts,
+            None,
+            context,
+            Lockstep(ranks=lockstep_ranks, parts=parts),
         )
-        blocks = np.where(parts, np.maximum(context, in_step)[..., None], context[..., None])
+        blocks = np.where(parts, np.maximum(context, lockstep_ranks)[..., None], context[..., None])
         for index in range(len(steps)):
             rows = slice(index * ranks, (index + 1) * ranks)
             ends = joint_event_loop(
@@ -67,9 +73,9 @@ def test_ranks_in_step_match_an_event_loop(stages: int) -> None:
 
 
 def expert_case(
-    rng: np.random.Generator, contexts: tuple[int, ...], ranks: int, in_step: int
+    rng: np.random.Generator, contexts: tuple[int, ...], ranks: int, lockstep_ranks: int
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
-    """Costs of every level, a small model, packs whose ranks run in step, and pipeline size."""
+    """Costs of every level, a small model, packs whose ranks run in lockstep, and pipeline size."""
     model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
     rates = ParameterRates(
         optimizer_bytes=rng.uniform(0, 40),
@@ -85,20 +91,25 @@ def expert_case(
         units = cost.units | {LAYER: layer}
         costs.append(replace(cost, units=units, expert_rates=rates, expert_peer_bytes=peer_bytes))
     packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
-    return costs, model, packs.in_groups_of(in_step), int(rng.integers(2, min(3, model.layers) + 1))
+    return (
+        costs,
+        model,
+        packs.in_groups_of(lockstep_ranks),
+        int(rng.integers(2, min(3, model.layers) + 1)),
+    )
 
 
 @pytest.mark.parametrize(
-    ("contexts", "ranks", "in_step", "cases"),
+    ("contexts", "ranks", "lockstep_ranks", "cases"),
     [((1,), 2, 2, 14), ((1,), 4, 2, 8), ((1,), 3, 3, 8), ((1, 2), 4, 4, 2)],
 )
-def test_the_search_with_experts_equals_brute_force(contexts, ranks, in_step, cases):
+def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ranks, cases):
     """Prevents a bound that holds a stage without experts to the waits of one with them, a split
     that is not the best, and experts' state or buffers that are not counted."""
     rng = np.random.default_rng(3)
     waits = without_experts = 0
     for _ in range(cases):
-        costs, model, packs, p = expert_case(rng, contexts, ranks, in_step)
+        costs, model, packs, p = expert_case(rng, contexts, ranks, lockstep_ranks)
         cost = side_by_side(costs)
         candidates = list(every_candidate(costs[0], model, p, len(contexts)))
         cap = np.inf
@@ -114,7 +125,7 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, in_step, ca
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
         chosen = walked(cost.kinds, result.stages_at)
         assert result.step_ms == pytest.approx(walked_step_ms(costs, chosen, packs), rel=1e-9)
-        alone_ms = walked_step_ms(costs, chosen, replace(packs, in_step=1))
+        alone_ms = walked_step_ms(costs, chosen, replace(packs, lockstep_ranks=1))
         waits += alone_ms < best_ms * (1 - 1e-6)
         without_experts += not all(holds_experts(costs, stage) for stage in chosen)
         assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
@@ -163,11 +174,11 @@ def test_waits_for_experts_have_a_name():
         step_ms = float(steps.step_ms.mean())
         lost = lost_time(cost, [stages], packs, step_ms)
         assert sum(lost.named().values()) == pytest.approx(step_ms)
-        plain = replace(packs.rows(~packs.is_empty), in_step=1)
+        plain = replace(packs.rows(~packs.is_empty), lockstep_ranks=1)
         loose_ms = float(simulate_run(cost, stages, plain).step_ms.mean())
         alone = lost_time(cost, [stages], plain, loose_ms)
         assert lost.expert_wait_ms == pytest.approx(step_ms - loose_ms)
-        named += "wait in step" in lost.named()
+        named += "wait in lockstep" in lost.named()
         assert alone == lost.model_copy(update={"expert_wait_ms": 0.0})
         assert "expert_wait_ms" not in alone.model_dump()
     assert named

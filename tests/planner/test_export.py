@@ -7,29 +7,29 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import failure, printed, run
 from export_cases import drawn_lengths, export_case, plan_files, scheduled, write_data
 from plan_cases import example_lengths, origin_of, request
 
-from omnibal import cli
-from omnibal.beside import EncodersBeside
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan, make_export
+from omnibal.export.directory import export_input, make_export
 from omnibal.export.exported import Exported
 from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.export.recompute import all_or_none, number_of_stage, one_number
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import PlannedLevel
+from omnibal.job.plan_data import MockData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, TARGETS, TargetName
 from omnibal.pipeline.stage import Stage
-from omnibal.plan import PlannedLevel
-from omnibal.plan_data import MockData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.targets import FREE, TARGETS, TargetName
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
 LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
@@ -80,18 +80,18 @@ def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
 
 
 def test_what_no_trainer_can_be_told_is_named():
-    """Prevents: levels, shared packs or encoders beside the pipeline dropped without a word."""
+    """Prevents: levels, shared packs or data-parallel encoders dropped without a word."""
     plan = small_case().files.plan
     caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
     levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
-    beside = EncodersBeside(
+    beside = DataParallelEncoders(
         pipelines=1, items_per_pass={"vision": 1}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
     )
     shared = levels[1].model_copy(update={"context": 2})
     for changes, told in (
         ({"levels": levels}, "packs of 2 levels"),
         ({"levels": (levels[0], shared)}, "ranks share packs of some levels"),
-        ({"beside": beside}, "encoders stand beside the pipeline"),
+        ({"beside": beside}, "encoders are data-parallel"),
     ):
         changed = plan.model_copy(update=changes)
         assert all(
@@ -172,22 +172,20 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
 @pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
 def test_what_the_limited_search_finds_can_be_told(target):
     """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
-    name, rules = target, TARGETS[target]
+    rules = TARGETS[target]
     cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
     job = JobSpec(
         model=load_model("internvl2.5-8b"),
         cluster=cluster,
         parallel=Parallel(pipeline=4, data=2),
         precision="bf16",
-        made_for=name,
-        rules=rules.stages,
-        sharding=rules.sharding,
+        trainer=rules,
     )
     data = MockData(caps=Caps.of(tiles=12, tokens=8_192), micro_batches_per_step=8)
     plan = make_plan(PlanRequest(job=job, data=data)).plan
     assert first_obstacle(plan, None, rules) is None
     assert sum(stage.recomputed_layers for stage in plan.stages) > 0
-    free = make_plan(PlanRequest(job=replace(job, made_for=None, rules=FREE), data=data)).plan
+    free = make_plan(PlanRequest(job=replace(job, trainer=OWN), data=data)).plan
     assert first_obstacle(free, None, rules) is not None
 
 
@@ -239,7 +237,7 @@ def failing(path: Path) -> None:
 def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
     """Prevents: half an export that looks like one."""
     case = small_case()
-    given = given_plan(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
+    given = export_input(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
     names = ["a/one", "b", "c"]
     writers = {name: lambda path: path.write_text("x") and None for name in names}
     writers[names[place]] = failing
@@ -252,25 +250,18 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
 @pytest.fixture
 def plan(tmp_path) -> Path:
     case = small_case()
-    result = PlanResult(plan=case.files.plan, data=case.files.data, profile=None, search=None)
+    result = PlanResult(plan=case.files.plan, data=case.files.data, search=None)
     save_plan(result, tmp_path / "plan")
     write_data(300, tmp_path / "data.jsonl")
     return tmp_path / "plan"
 
 
-def run(capsys, *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["export", *map(str, arguments)])
-    printed = capsys.readouterr()
-    return ended.value.code or 0, printed.out, printed.err
-
-
 def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
     """Prevents: figures of RUN.md that are not the plan's, and a result that no script can read."""
     folder = tmp_path / "export"
-    status, out, _ = run(capsys, plan, "--to", folder, "--data", tmp_path / "data.jsonl", "--json")
-    assert status == 0
-    result, page = json.loads(out), (folder / "RUN.md").read_text()
+    given = (plan, "--to", folder, "--data", tmp_path / "data.jsonl")
+    result = json.loads(printed(capsys, "export", *given, "--json"))
+    page = (folder / "RUN.md").read_text()
     expected = result["expected"]
     case = small_case()
     full = int((np.bincount(case.packs.step) == 4).sum())
@@ -283,8 +274,9 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
         assert told in page
     assert sorted(result["files"]) == sorted(path.name for path in folder.iterdir())
     assert {"target", "settings", "given_up", "notes", "folder"} <= set(result)
-    status, out, err = run(capsys, plan, "--to", tmp_path / "other", "--for", "xtuner")
-    assert status == 0 and "what to run:" in out and "ITS IMAGES ARE LOST" in err
+    run("export", plan, "--to", tmp_path / "other", "--for", "xtuner")
+    said = capsys.readouterr()
+    assert "what to run:" in said.out and "ITS IMAGES ARE LOST" in said.err
 
 
 def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
@@ -314,8 +306,8 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
         ((unlimited, "--to", folder, "--for", "xtuner"), "`omnibal plan --for xtuner`"),
         ((tmp_path, "--to", folder), "plan.json: no such file"),
     ):
-        status, out, err = run(capsys, *arguments)
-        assert (status, out) == (2, "") and told in err and err.count("\n") == 1, arguments
+        error = failure(capsys, "export", *arguments)
+        assert told in error and error.count("\n") == 1, arguments
         after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
         assert after == before
 
@@ -331,10 +323,10 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
         files = replace(case.files, plan=case.files.plan.model_copy(update={"data": data}))
         arguments = (files, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
         if is_same:
-            assert given_plan(*arguments).annotations is annotations
+            assert export_input(*arguments).annotations is annotations
             continue
         with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
-            given_plan(*arguments)
+            export_input(*arguments)
 
 
 def test_what_a_prediction_leaves_out_is_told(tmp_path):
@@ -345,8 +337,8 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
         sizes = case.files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
         changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
         plan = case.files.plan.model_copy(update=changes)
-        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan, None))
-        given = given_plan(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
+        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan))
+        given = export_input(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
         exported = make_export(given, lambda given: Exported(files={}, command="")).exported
         told[made_for] = [each for each in exported.given_up if "not made for it" in each]
     assert ["encoders" in each for each in told[None]] == [True, False]
@@ -362,10 +354,9 @@ def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     parallel = planned.parallel.model_copy(update={"pipeline": 1, "data": 1})
     stages = {"stages": (ALONE,), "parallel": parallel, "made_for": target}
     planned = planned.model_copy(update=stages)
-    save_plan(PlanResult(plan=planned, data=None, profile=None, search=None), tmp_path / "plan")
-    status, out, err = run(capsys, tmp_path / "plan", "--to", tmp_path / "export", "--json")
-    assert status == 0, err
-    result = json.loads(out)
+    save_plan(PlanResult(plan=planned, data=None, search=None), tmp_path / "plan")
+    command = ("export", tmp_path / "plan", "--to", tmp_path / "export", "--json")
+    result = json.loads(printed(capsys, *command))
     expected = result["expected"]
     assert "train.jsonl" not in result["command"]
     assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0

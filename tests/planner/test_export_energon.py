@@ -21,12 +21,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cli_cases import status
+from length_cases import lengths_of
 from plan_cases import MODEL
 from shard_cases import make_samples, write_lines
 from trainer_cases import (
     MICRO_BATCHES,
     given_of,
-    lengths_of,
     parts_of,
     plan_files,
     random_packs,
@@ -34,17 +35,16 @@ from trainer_cases import (
     write_shards,
 )
 
-from omnibal.cli import main
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.errors import UserError
 from omnibal.export import loongforge, megatron_lm
 from omnibal.export.energon import energon_files, loader_order, whole_steps
-from omnibal.export.exported import Given
+from omnibal.export.exported import ExportInput
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.parallel import Parallel
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult
-from omnibal.targets import TargetName
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
 
 SAMPLES = 10_000
 
@@ -81,10 +81,10 @@ class Stored:
         return SimpleNamespace(images=(), recordings=())
 
 
-def large(seed: int, ranks: int, name: TargetName, workers: int) -> Given:
+def large(seed: int, ranks: int, name: TargetName, workers: int) -> ExportInput:
     """A plan of 10,000 samples of text in random packs."""
     rng = np.random.default_rng(seed)
-    lengths = lengths_of(rng.integers(10, 300, SAMPLES), np.zeros(SAMPLES))
+    lengths = lengths_of(tokens=rng.integers(10, 300, SAMPLES), tiles=np.zeros(SAMPLES))
     packs = random_packs(SAMPLES, 20, rng)
     files = plan_files(
         packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=ranks)
@@ -92,7 +92,7 @@ def large(seed: int, ranks: int, name: TargetName, workers: int) -> Given:
     return given_of(files, name, None, workers)
 
 
-def samples_of_ranks(given: Given) -> list[list[list[int]]]:
+def samples_of_ranks(given: ExportInput) -> list[list[list[int]]]:
     """Samples of every pack that each rank trains, by step and slot, read from the plan itself."""
     run = given.files.steps[0]
     full = MICRO_BATCHES * given.files.plan.parallel.data
@@ -168,10 +168,12 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     return write_lines(folder, records), records
 
 
-def planned_of(annotations: Annotations, name: TargetName, workers: int = 0, **changes) -> Given:
+def planned_of(
+    annotations: Annotations, name: TargetName, workers: int = 0, **changes
+) -> ExportInput:
     count = len(annotations)
     shown = np.array([len(annotations[index].images) for index in range(count)])
-    lengths = lengths_of(np.arange(10, 10 + count), shown)
+    lengths = lengths_of(tokens=np.arange(10, 10 + count), tiles=shown)
     packs = changes.pop("packs", None) or random_packs(count, 3, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 1, 3))
     return given_of(files, name, annotations, workers)
@@ -336,27 +338,18 @@ def write_manifest(path: Path, rows: list[tuple[str, str, int]]) -> Path:
     return path
 
 
-def command(*words: str | Path) -> int:
-    """Exit status of a command."""
-    with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return int(ended.value.code or 0)
-
-
 def test_names_of_loongforges_own_manifest(tmp_path, capsys):
     """Prevents names that were made by rule where LoongForge's manifest has them, and a manifest of
     other samples than were planned."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(10, 90, 40)
-    lengths = lengths_of(tokens, np.zeros(40))
+    lengths = lengths_of(tokens=tokens, tiles=np.zeros(40))
     result = plan_files(random_packs(40, 4, rng), lengths, stages_of(MODEL, 1, 3))
-    save_plan(
-        PlanResult(plan=result.plan, data=result.data, search=None, profile=None), tmp_path / "plan"
-    )
+    save_plan(PlanResult(plan=result.plan, data=result.data, search=None), tmp_path / "plan")
     rows = [(f"shard__{n * 7 % 40:016x}", "text", int(count)) for n, count in enumerate(tokens)]
     manifest = write_manifest(tmp_path / "sample_manifest.sqlite", rows)
     told = ["export", tmp_path / "plan", "--json", "--to", tmp_path / "out", "--data"]
-    assert command(*told, manifest, "--for", "loongforge") == 0
+    assert status(*told, manifest, "--for", "loongforge") == 0
     lines = (tmp_path / "out/pack_plan.jsonl").read_text().splitlines()
     order = ReadingOrder.of(result.data[0])
     for line, pack in zip(map(json.loads, lines), packs_of(order), strict=False):
@@ -374,7 +367,7 @@ def test_names_of_loongforges_own_manifest(tmp_path, capsys):
         (broken, "loongforge", "cannot be read as LoongForge's manifest"),
         (manifest, "megatron-lm", "the export is for Megatron-LM"),
     ):
-        assert command(*told, path, "--for", target) == 2
+        assert status(*told, path, "--for", target) == 2
         assert words in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 

@@ -11,33 +11,34 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 from plan_cases import MODEL
-from trainer_cases import MICRO_BATCHES, given_of, lengths_of, plan_files, random_packs, stages_of
+from trainer_cases import MICRO_BATCHES, given_of, plan_files, random_packs, stages_of
 
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
-from omnibal.export.exported import Given
+from omnibal.export.exported import ExportInput
 from omnibal.export.layout import parse_layout
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
 from omnibal.pipeline.stage import Stage
-from omnibal.targets import TargetName
 
 LARGER = MODEL.with_layers(vision=6, language=12)
 
 
 def planned(
     stages: tuple[Stage, ...], name: TargetName, model: ModelConfig = LARGER, **changes
-) -> Given:
+) -> ExportInput:
     """A plan of random packs on two data-parallel ranks."""
     rng = np.random.default_rng(0)
-    lengths = lengths_of(rng.integers(10, 300, 60), np.zeros(60))
+    lengths = lengths_of(tokens=rng.integers(10, 300, 60), tiles=np.zeros(60))
     sizes = {"pipeline": len(stages), "data": 2, **changes.pop("sizes", {})}
     files = plan_files(
         random_packs(60, 3, rng),
@@ -65,7 +66,7 @@ def overrides_of(command: str) -> dict[str, str]:
     )
 
 
-def longest(given: Given) -> int:
+def longest(given: ExportInput) -> int:
     tokens = given.order.packs.sums(given.files.steps[1].tokens)
     full = MICRO_BATCHES * given.files.plan.parallel.data
     return int(tokens[: len(tokens) // full * full].max())
@@ -223,7 +224,7 @@ def test_loongforge_on_one_stage_has_megatrons_number():
 @pytest.mark.parametrize("export", [megatron_lm.export, mindspeed_mm.export])
 def test_a_plan_without_a_full_step(export):
     """Prevents an export that trains nothing, or ends in a traceback."""
-    lengths = lengths_of(np.arange(10, 13), np.zeros(3))
+    lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
     with pytest.raises(

@@ -18,15 +18,15 @@ import pyarrow.parquet as pq
 import pytest
 from export_cases import ExportCase, drawn_lengths, export_case, plan_files, scheduled
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan, make_export
+from omnibal.export.directory import export_input, make_export
 from omnibal.export.expressible import first_obstacle
 from omnibal.export.ms_swift import export
 from omnibal.export.ms_swift_records import row_of, write_rows
 from omnibal.export.scripts.check_packs import counted_lengths, difference, verdict
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage import Stage
-from omnibal.targets import TARGETS, TargetName
 
 SWIFT = TargetName.MS_SWIFT
 
@@ -117,7 +117,7 @@ def test_packs_that_would_merge_are_refused():
     assert order.count(2) == 2 and order.index(2) < len(order) - 1
     assert f"pack {order.index(2) + 1} (step {(order.index(2) + 1) // 4}) into pack " in told
     with pytest.raises(UserError, match="omnibal plan --for ms-swift"):
-        given_plan(files, TARGETS[SWIFT], None, Path("export"), 0)
+        export_input(files, TARGETS[SWIFT], None, Path("export"), 0)
 
 
 RECORDS = [
@@ -207,7 +207,7 @@ def test_flags_say_how_the_plan_is_divided():
     plan = plan.model_copy(update=changes)
     assert first_obstacle(plan, case.files.data, TARGETS[SWIFT]) is None
     files = replace(case.files, plan=plan)
-    given = given_plan(files, TARGETS[SWIFT], None, Path("/export"), 0)
+    given = export_input(files, TARGETS[SWIFT], None, Path("/export"), 0)
     flags = flags_of(export(given).command)
     expected = {
         "pipeline_model_parallel_size": "2", "decoder_first_pipeline_num_layers": "1",

@@ -7,22 +7,18 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import printed
 from plan_cases import example_lengths
 
-from omnibal import cli
 from omnibal.data.lengths import write_lengths
-from omnibal.data.next_fit import next_fit_packs
-from omnibal.plan import read_plan
-from omnibal.plan_files import data_of_plan
-from omnibal.targets import TARGETS, TargetName
+from omnibal.job.plan import read_plan
+from omnibal.job.plan_files import data_of_plan
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.steps.next_fit import next_fit_packs
 
 
 def run(capsys, *arguments: object) -> dict:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(map(str, arguments)))
-    printed = capsys.readouterr()
-    assert ended.value.code in (0, None), printed.err
-    return json.loads(printed.out)
+    return json.loads(printed(capsys, *arguments))
 
 
 @pytest.mark.parametrize("target", list(TargetName))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from export_cases import export_case
 
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan
+from omnibal.export.directory import export_input
 from omnibal.export.xtuner import export
-from omnibal.targets import TARGETS, TargetName
+from omnibal.model.targets import TARGETS, TargetName
 
 pytestmark = pytest.mark.quick
 
@@ -151,7 +151,7 @@ def test_without_data_sources_stand_for_files(tmp_path):
     case = export_case(XTUNER, seed=1, ranks=2, samples=300)
     made = case.export(None, tmp_path / "export")
     rows = np.load(tmp_path / "export/samples.npy")
-    assert json.loads((tmp_path / "export/paths.json").read_text()) == ["data"]
+    assert json.loads((tmp_path / "export/paths.json").read_text()) == ["docs"]
     order = np.lexsort((case.packs.dp_rank, case.packs.slot, case.packs.step))
     samples = np.concatenate([case.packs.packs[pack] for pack in order])
     assert rows[:, 1].tolist() == samples.tolist()
@@ -170,7 +170,7 @@ def test_several_sources_are_several_files(tmp_path):
     meta["c"] = {"annotation": "b.jsonl"}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     annotations = Annotations.open(tmp_path / "meta.json")
-    given = given_plan(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
+    given = export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
     made = export(given)
     for name in ("boundaries", "samples"):
         made.files[f"{name}.npy"](tmp_path / f"{name}.npy")
@@ -185,8 +185,8 @@ def test_several_sources_are_several_files(tmp_path):
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     annotations = Annotations.open(tmp_path / "meta.json")
     with pytest.raises(UserError, match="XTuner takes a file once"):
-        export(given_plan(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))
+        export(export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))
     (tmp_path / "list.json").write_text(json.dumps([json.loads(text)] * 300))
     annotations = Annotations.open(tmp_path / "list.json")
     with pytest.raises(UserError, match="is a JSON array, and XTuner reads samples from JSONL"):
-        export(given_plan(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))
+        export(export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))

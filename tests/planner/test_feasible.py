@@ -8,18 +8,18 @@ from itertools import product
 import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, request
 
-from omnibal.config import load_cluster, load_model
-from omnibal.cost.profile import model_sha256
-from omnibal.data.packing import PackingMethod
-from omnibal.data.steps import steps_of
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cost.profile import Measured, model_sha256
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, SampleData, least_caps
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.plan_data import MockData, SampleData, least_caps
-from omnibal.planner import PlanRequest, make_plan
 from omnibal.search import feasible
 from omnibal.search.feasible import (
     Advice,
@@ -29,7 +29,7 @@ from omnibal.search.feasible import (
     gib_text,
     smaller_caps,
 )
-from omnibal.targets import RecomputeFreedom, StageRules
+from omnibal.steps.steps import steps_of
 
 CLUSTER = load_cluster("laptop-cpu")
 LIMITED = StageRules(
@@ -127,10 +127,12 @@ def test_changes_keep_to_limits_of_stages():
     first one, which must hold the encoders, fuller."""
     most = Parallel(pipeline=MODEL.language.layers)
     roomy = one_epoch(lengths=None, parallel=most, packs_per_step=8)
-    limited = replace(roomy, job=replace(roomy.job, rules=LIMITED))
+    limited = replace(roomy, job=replace(roomy.job, trainer=TrainerConstraints(stages=LIMITED)))
     planned = with_memory(limited, 0.8 * least_memory(limited))
     found = changes_of(planned)
-    assert all(fits(change.request) and change.request.job.rules == LIMITED for change in found)
+    assert all(
+        fits(change.request) and change.request.job.trainer.stages == LIMITED for change in found
+    )
     sizes = [change.request.job.parallel for change in found]
     assert [each for each in sizes if each.pipeline != most.pipeline] == [
         Parallel(pipeline=2, data=2)
@@ -314,10 +316,10 @@ def test_only_what_was_tried_is_called_not_enough(method):
     for changes, absent in (
         ({}, set()),
         ({"steps": steps_of(scheduled)}, {"--max-tokens"}),
-        ({"profile": profile}, {"preset device", "--tp"}),
+        ({"cost_source": Measured(profile)}, {"preset device", "--tp"}),
     ):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
-        if "profile" not in changes:
+        if "cost_source" not in changes:
             # No preset is large enough for a model of so many parameters either.
             vast = tiny.job.model.language.model_copy(update={"vocab_size": 10**10})
             tiny = changed(tiny, model=tiny.job.model.model_copy(update={"language": vast}))

@@ -9,47 +9,35 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import run
+from length_cases import lengths_of
 from plan_cases import request
 from pydantic import ValidationError
 from scipy.optimize import LinearConstraint, linprog, milp
 
-from omnibal import cli
-from omnibal.check import check_plan
-from omnibal.data.all_sizes import SizeMix, Sizes
-from omnibal.data.best_fit import pack_best_fit
-from omnibal.data.best_pack import BestPack
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.dive import pack_by_diving
-from omnibal.data.fit import check_samples_fit, size_keys
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
-from omnibal.data.metrics import measure_packs
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs, read_packs, write_packs
-from omnibal.data.patterns import Grid, knapsack_table
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps, size_load
-from omnibal.errors import UserError
-from omnibal.limits import Caps, check_limits
-from omnibal.plan import Shapes
-from omnibal.plan_data import data_at_caps, least_caps, model_of_lengths
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
+from omnibal.job.check import check_plan
+from omnibal.job.plan import Shapes
+from omnibal.job.plan_data import data_at_caps, least_caps, model_of_lengths
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.limits import Caps, check_limits
+from omnibal.packing.all_sizes import SizeMix, Sizes
+from omnibal.packing.best_fit import pack_best_fit
+from omnibal.packing.best_pack import BestPack
+from omnibal.packing.dive import pack_by_diving
+from omnibal.packing.fit import check_samples_fit, size_keys
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs, read_packs, write_packs
+from omnibal.packing.patterns import Grid, knapsack_table
 from omnibal.search.caps import CapSpace
+from omnibal.steps.metrics import measure_packs
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
 
 FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", "tokens"))
 KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)
-
-
-def lengths_of(**columns: Sequence[int] | np.ndarray) -> Lengths:
-    counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
-    tokens = counts.pop("tokens")
-    return Lengths(
-        loss_tokens=counts.pop("loss_tokens", 0 * tokens),
-        items=counts,
-        tokens=tokens,
-        source=0 * tokens,
-        source_names=("docs",),
-        origin=None,
-    )
 
 
 def drawn(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0) -> Lengths:
@@ -537,12 +525,6 @@ def test_caps_to_search_hold_every_sample(names):
     assert len(space.moves(level[-1], 2**0.25)) == 2 * len(names) + 2
     fixed = CapSpace.of(lengths, names, {"tokens": 600})
     assert {each["tokens"] for each in [*fixed.level(2.0), *fixed.moves(fixed.least, 2)]} == {600}
-
-
-def run(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(argument) for argument in arguments])
-    assert ended.value.code in (0, None)
 
 
 def test_commands_take_any_features(capsys, tmp_path):

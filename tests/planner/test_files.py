@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 from pydantic import PositiveInt
 
-from omnibal.errors import UserError
-from omnibal.files import (
+from omnibal.base.errors import UserError
+from omnibal.base.files import (
     atomic,
     atomic_directory,
     read_json_model,
     read_toml_model,
     write_json_model,
 )
-from omnibal.frozen import Frozen
+from omnibal.base.frozen import Frozen
 
 pytestmark = pytest.mark.quick
 

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
+from length_cases import texts
 
-from omnibal.config import load_cluster, load_model
-from omnibal.cost.shares import part_features
-from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.cost.share_features import part_features
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import model_ms
 
 pytestmark = pytest.mark.quick
@@ -23,18 +22,6 @@ JOB = JobSpec(
     parallel=Parallel(pipeline=1, data=8),
     precision="bf16",
 )
-
-
-def texts(tokens: Sequence[int]) -> Lengths:
-    count = np.array(tokens, np.int32)
-    return Lengths(
-        items={},
-        tokens=count,
-        loss_tokens=count,
-        source=np.zeros(len(count), np.int32),
-        source_names=("texts",),
-        origin=None,
-    )
 
 
 def device_ms(tokens: Sequence[int], level: Level) -> float:

@@ -5,25 +5,25 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
-from test_lint_cost import of_line
+from launch_cases import of_line
 
-from omnibal.check import training_obstacles
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost, kept_lines, layer_products
-from omnibal.errors import UserError
-from omnibal.fp8 import Fp8
-from omnibal.job import JobSpec, limits_of
+from omnibal.job.check import training_obstacles
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Samples
 from omnibal.lint.line import line_of
 from omnibal.lint.low_precision import notes_on_precision, precision_of
 from omnibal.lint.predicted import predicted_line
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage_memory import unit_bytes
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
-from omnibal.runtime import OWN, RuntimeOptions
-from omnibal.targets import TargetName
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")
@@ -36,7 +36,7 @@ MOVED = 3350e6 * 0.8
 
 def unit(name: str, precision: str, fp8: Fp8 = Fp8(), parallel: Parallel = ONE, model=LLAMA):  # noqa: B008
     return analytic_cost(
-        model, CLUSTER, parallel, precision, runtime=OWN.model_copy(update={"fp8": fp8})
+        model, CLUSTER, parallel, precision, runtime=OWN_RUNTIME.model_copy(update={"fp8": fp8})
     ).units[name]
 
 
@@ -155,7 +155,7 @@ def test_who_has_no_fp8_says_so():
     assert "no rate for fp8" in refused(cluster=load_cluster("a100-80g"))
     odd = LLAMA.with_tower("language", ffn_hidden_size=14_344)
     assert "14344" in refused(model=odd) and "multiples of 16" in refused(model=odd)
-    assert "XTuner" in refused(**limits_of(TargetName.XTUNER))
+    assert "XTuner" in refused(trainer=TARGETS[TargetName.XTUNER])
     mixture = load_model("internvl3.5-30b-a3b")
     plan = Plan(
         model=mixture, precision="fp8", parallel=ONE, stages=stages_from_cuts(mixture, ()),

@@ -5,14 +5,18 @@ index gives them, but for those that are marked as quoted or remembered; rounded
 model cards and papers that are named.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
-
-from omnibal.config import load_model
-from omnibal.cost.parameters import model_parameters
-from omnibal.families.named import named_model
 from tools.hub_presets import preset_texts
+
+from omnibal import cli
+from omnibal.base.errors import UserError
+from omnibal.cost.parameters import model_parameters
+from omnibal.families.named import hub_ids, model_notes, named_model, named_model_file
+from omnibal.model.config import load_model, preset_names
 
 pytestmark = pytest.mark.quick
 
@@ -38,6 +42,7 @@ OF_THE_HUB = {
     "kimi-vl-a3b": 16_407_657_776,
     "gemma-3-4b": 4_300_079_472,
     "gemma-3-27b": 27_432_406_640,
+    "qwen3-8b": 8_190_735_360,
     "internvl3.5-1b": 1_060_897_792,
     "internvl3.5-8b": 8_528_318_464,
 }
@@ -50,6 +55,7 @@ QUOTED = {
     "gemma-3-12b": 12_187_325_040,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 """The same figures as other projects' public files have them."""
 
@@ -125,3 +131,74 @@ def test_presets_are_what_their_files_say():
     for name, text in texts.items():
         assert (PRESETS / f"{name}.toml").read_text() == text
         assert load_model(name) == named_model(str(CONFIGS / name))
+
+
+IDS = hub_ids()
+NAMED_SIZE = re.compile(r"(?<![\w.])([\d.]+)b(?![\w])", re.IGNORECASE)
+"""Billions of parameters in a model's id; not those of a token ("A3B")."""
+
+
+def test_hub_ids_are_of_presets():
+    """Prevents: a preset made of a hub's files that its id does not find, or an id of two."""
+    assert set(IDS) <= set(preset_names("models"))
+    sources = json.loads((CONFIGS / "sources.json").read_text())
+    assert {name: IDS[name][0] for name in sources} == sources
+    every = [one.lower() for ids in IDS.values() for one in ids]
+    assert len(every) == len(set(every))
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_a_hub_id_finds_a_preset_of_its_size(name):
+    """Prevents: an id that is planned as a model of another size, or only in one spelling."""
+    stored = model_parameters(load_model(name)).stored
+    for one in IDS[name]:
+        for spelling in (one, one.lower(), one.upper()):
+            assert named_model(spelling) == load_model(name)
+        assert named_model_file(one) == PRESETS / f"{name}.toml"
+        assert model_notes(one) == [f"{one} is planned as the preset {name}"]
+        for billions in NAMED_SIZE.findall(one):
+            assert stored == pytest.approx(float(billions) * 1e9, rel=0.3), one
+    assert stored == pytest.approx((EXACT | ROUNDED).get(name, stored), rel=0.005)
+
+
+def test_most_hub_ids_name_a_size():
+    """Prevents: the comparison above passing because it finds no size."""
+    named = [one for ids in IDS.values() for one in ids if NAMED_SIZE.search(one)]
+    assert len(named) > 0.85 * sum(map(len, IDS.values()))
+
+
+@pytest.mark.parametrize("given", ["acme/Vision-7B", "Qwen/Qwen3-VL-9B-Instruct"])
+def test_an_unknown_hub_id_says_what_to_download(given):
+    """Prevents: 80 names of presets as the answer to a model that none is of."""
+    for read in (named_model, named_model_file, model_notes):
+        with pytest.raises(UserError) as error:
+            read(given)
+        said = str(error.value)
+        for word in (given, "config.json", "preprocessor_config.json", "tokenizer.json", "--model"):
+            assert word in said
+        assert "\n" not in said and "deepseek-v2" not in said
+    assert ("'qwen3-vl-8b'" in said) == given.startswith("Qwen")
+
+
+def test_a_path_is_no_hub_id(tmp_path, monkeypatch):
+    """Prevents: a folder or file of the user's that a hub's id is taken for."""
+    folder = tmp_path / "Qwen" / "Qwen3-VL-8B-Instruct"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_bytes((CONFIGS / "qwen3-8b" / "config.json").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert named_model("Qwen/Qwen3-VL-8B-Instruct").encoders == {}
+    for missing in ("models/own.toml", "models/config.json"):
+        with pytest.raises(UserError, match="file"):
+            named_model(missing)
+
+
+def test_presets_are_listed_with_their_hub_ids(capsys):
+    """Prevents: ids that nobody can look up."""
+    with pytest.raises(SystemExit):
+        cli.main(["presets", "--json"])
+    listed = json.loads(capsys.readouterr().out)["models"]
+    assert {model["name"]: model["hub_ids"] for model in listed if model["hub_ids"]} == IDS
+    with pytest.raises(SystemExit):
+        cli.main(["presets"])
+    shown = capsys.readouterr().out
+    assert all(one in shown for ids in IDS.values() for one in ids)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_cases import run, status
 from PIL import Image
 from tokenizer_cases import byte_level_bpe
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,18 +20,17 @@ from transformers.models.qwen2_5_vl import configuration_qwen2_5_vl, modeling_qw
 from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
-from omnibal import cli
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster, model_toml
 from omnibal.cost.analytic import analytic_cost, unit_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
-from omnibal.data.packs import Packs
-from omnibal.encoders import ImagesEncoder, VideoConfig
-from omnibal.parallel import Parallel
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, model_toml
+from omnibal.model.encoders import ImagesEncoder, VideoConfig
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_kinds, unit_names
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.recompute import Alike
 from omnibal.pipeline.stage_memory import LINKS, RunningPasses, memory_table
-from omnibal.pipeline.units import stages_from_cuts, unit_counts
-from omnibal.units import unit_kinds, unit_names
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 
 CLUSTER = load_cluster("h100-80g")
 WIDTH = 256
@@ -312,13 +312,6 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     assert [str(span) for span in stage.recompute] == ["vision 0..1", "vision 3..4"]
 
 
-def run(arguments: list[str]) -> int:
-    """Exit status of a command."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(arguments)
-    return int(ended.value.code or 0)
-
-
 def write_data(folder: Path) -> list[list[tuple[int, int]]]:
     """Texts, images and a video as messages; returns sizes of every sample's images."""
     rng = np.random.default_rng(0)
@@ -354,7 +347,7 @@ def test_images_are_scanned_planned_and_checked(
     data, lengths, plan = (str(tmp_path / name) for name in ("data.jsonl", "lengths", "plan"))
     scan = ["--model", str(model), "--tokenizer-model", str(tmp_path / "tokenizer.json")]
     limits = ["--min-pixels", "784", "--max-pixels", "80000"]
-    assert run(["lengths", data, *scan, *limits, "-o", lengths]) == 0
+    run("lengths", data, *scan, *limits, "-o", lengths)
     found = read_lengths([Path(lengths)])
     # By brute force: sides to the nearest cells, and smaller where there are too many pixels.
     cells = [[_cells(*size, 28, 784, 80_000) for size in own] for own in sizes]
@@ -372,8 +365,9 @@ def test_images_are_scanned_planned_and_checked(
     sizes_of_job = "--cluster h100-80g --pp 2 --dp 2 --micro-batches 2".split()
     caps = ["--limit", "image_tokens=600", "--max-tokens", "1200"]
     given = ["--model", str(model), *sizes_of_job, *caps, "--lengths", lengths, "-o", plan]
-    assert run(["plan", *given]) == 0 == run(["check", plan])
-    assert run(["plan", *given, "--encoder", "beside"]) == 2
+    run("plan", *given)
+    run("check", plan)
+    assert status("plan", *given, "--encoder", "data-parallel") == 2
     assert "cannot be dealt" in capsys.readouterr().err
 
 

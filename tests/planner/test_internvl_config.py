@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from omnibal.config import load_model
-from omnibal.errors import UserError
-from omnibal.families.internvl import read_internvl
+from omnibal.base.errors import UserError
+from omnibal.families.hub import read_hub_config
 from omnibal.families.named import model_notes, named_model
-from omnibal.layers import LayerRun
+from omnibal.model.config import load_model
+from omnibal.model.layers import LayerRun
 
 pytestmark = pytest.mark.quick
 
@@ -94,8 +94,8 @@ def written(folder: Path, config: dict[str, Any]) -> Path:
 def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, Any]) -> None:
     """Prevents: Qwen3 read as Qwen2, with biases and without norms of heads."""
     folder = written(tmp_path / "InternVL3_5-8B", config)
-    model = read_internvl(folder / "config.json")
-    assert model == read_internvl(folder) == named_model(str(folder))
+    model = read_hub_config(folder / "config.json")
+    assert model == read_hub_config(folder) == named_model(str(folder))
     assert model.name == "internvl3_5-8b" and model.chat_template == "internvl2_5"
     language = model.language
     assert (language.qk_norm, language.qkv_bias, language.head_width) == (True, False, 128)
@@ -107,7 +107,7 @@ def test_internvl_3_5_is_read_in_both_formats(tmp_path: Path, config: dict[str, 
 
 def test_experts_are_read(tmp_path: Path) -> None:
     """Prevents: InternVL3.5-30B-A3B planned as a dense model, or with heads of hidden / heads."""
-    language = read_internvl(written(tmp_path / "moe", original(QWEN3_30B_A3B))).language
+    language = read_hub_config(written(tmp_path / "moe", original(QWEN3_30B_A3B))).language
     [run] = language.runs
     assert isinstance(run, LayerRun) and run.experts is not None
     experts = run.experts
@@ -118,18 +118,18 @@ def test_experts_are_read(tmp_path: Path) -> None:
 
 def test_earlier_versions_are_their_presets(tmp_path: Path) -> None:
     """Prevents: a preset, or a reading, that is another model than the released one."""
-    read = read_internvl(written(tmp_path / "InternVL3-8B", original(QWEN2_7B)))
+    read = read_hub_config(written(tmp_path / "InternVL3-8B", original(QWEN2_7B)))
     preset = load_model("internvl3-8b")
     assert read.vision == preset.vision and read.chat_template == preset.chat_template
     scaled = {"max_positions": 32_768, "rope_factor": 2.0}
     assert read.language == preset.language.model_copy(update=scaled)
-    large = read_internvl(written(tmp_path / "large", original(QWEN2_7B, VISION_6B)))
+    large = read_hub_config(written(tmp_path / "large", original(QWEN2_7B, VISION_6B)))
     assert large.vision == load_model("internvl3-78b").vision
 
 
 def test_phi_3_is_its_preset(tmp_path: Path) -> None:
     """Prevents: InternVL2-4B refused, or read as another model than its preset."""
-    read = read_internvl(written(tmp_path / "m", original(PHI3) | {"template": "phi3-chat"}))
+    read = read_hub_config(written(tmp_path / "m", original(PHI3) | {"template": "phi3-chat"}))
     preset = load_model("internvl2-4b")
     assert read.vision.model_copy(update={"layer_scale_init": 1.0}) == preset.vision
     assert read.chat_template == preset.chat_template
@@ -167,9 +167,13 @@ def test_keys_that_are_not_understood_are_named(tmp_path: Path) -> None:
         (original(PHI3 | {"sliding_window": 2047}), "sliding_window 2047"),
         (in_transformers(PHI3), "is Phi3ForCausalLM"),
         (original(QWEN3_8B | {"use_sliding_window": True}), "use_sliding_window true"),
-        (original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}), "vision hidden_act 'silu'"),
+        (
+            original(QWEN3_8B, VISION_300M | {"hidden_act": "silu"}),
+            "vision_config: hidden_act 'silu' must be 'gelu'",
+        ),
         (in_transformers(QWEN3_8B | {"model_type": "internlm2", "architectures": None}), "it must"),
-        ({"model_type": "qwen3_vl"}, "is of no InternVL"),
+        (original(QWEN3_8B) | {"min_dynamic_patch": 0}, "min_dynamic_patch: .* .given: 0"),
+        ({"model_type": "internvl2"}, "'internvl2' is not known; it must be one of"),
     ],
 )
 def test_other_models_are_refused_by_name(
@@ -177,4 +181,4 @@ def test_other_models_are_refused_by_name(
 ) -> None:
     """Prevents: a plan for another model than the one that is named."""
     with pytest.raises(UserError, match=message):
-        read_internvl(written(tmp_path / "other", config))
+        read_hub_config(written(tmp_path / "other", config))

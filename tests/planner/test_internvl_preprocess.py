@@ -26,11 +26,11 @@ from tokenizer_cases import (
 )
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from omnibal.config import ModelConfig, load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
+from omnibal.model.config import ModelConfig, load_model
 
 DIGITS = load_model("internvl-digits")
 CONVERSATIONS = 355

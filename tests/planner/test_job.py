@@ -3,27 +3,31 @@
 from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
+from types import ModuleType
 
 import numpy as np
 import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, job_spec, request
 
-from omnibal import job as job_module
-from omnibal.config import load_cluster
+from omnibal.base.errors import UserError
+from omnibal.cost import source as source_module
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.profile import fitted_cost, model_sha256
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel, check_parallel
-from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
-from omnibal.planner import make_plan
+from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.source import ANALYTIC
+from omnibal.job import job as job_module
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 
 pytestmark = pytest.mark.quick
 
 PROFILE = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+MEASURED = Measured(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -31,10 +35,10 @@ PROFILE = example_profile().model_copy(update={"model_sha256": model_sha256(MODE
     [
         ({"parallel": Parallel(pipeline=100)}, "every stage must hold a layer"),
         ({"parallel": Parallel(tensor=64, pipeline=1)}, "devices of a node"),
-        ({"profile": example_profile()}, "are not those of internvl-digits"),
-        ({"profile": PROFILE, "precision": "bf16"}, "profile was measured in fp32"),
+        ({"cost_source": Measured(example_profile())}, "are not those of internvl-digits"),
+        ({"cost_source": MEASURED, "precision": "bf16"}, "profile was measured in fp32"),
         (
-            {"profile": PROFILE, "parallel": Parallel(tensor=2, pipeline=1)},
+            {"cost_source": MEASURED, "parallel": Parallel(tensor=2, pipeline=1)},
             "tensor parallel size 1 but the plan has 2",
         ),
         ({"frozen": ("vision", "projector", "language")}, "leave one to train"),
@@ -55,11 +59,11 @@ def test_a_wrong_job_cannot_be_made(wrong: dict, message: str) -> None:
 @pytest.mark.parametrize("frozen", [(), ("vision",)])
 def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
     """Prevents costs of other fields than the job has."""
-    counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, profile=PROFILE)
+    counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, cost_source=MEASURED)
     sizes = MODEL, counted.cluster, counted.parallel, counted.precision, frozen
     for job, expected in (
         (counted, analytic_cost(*sizes)),
-        (measured, fitted_cost(PROFILE, *sizes)),
+        (measured, Measured(PROFILE).costs(*sizes)),
     ):
         assert job.cost.source == expected.source
         for unit, cost in expected.units.items():
@@ -76,21 +80,23 @@ def test_other_sizes_have_other_costs() -> None:
     assert job.parallel == Parallel(pipeline=2, data=2)
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable) -> list:
+def counting(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, function: Callable
+) -> list:
     calls: list = []
 
     def counted(*arguments, **options):
         calls.append(arguments)
         return function(*arguments, **options)
 
-    monkeypatch.setattr(job_module, name, counted)
+    monkeypatch.setattr(module, name, counted)
     return calls
 
 
 def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a plan, and a search with its dozens of plans, from doing both again and again."""
-    made = counting(monkeypatch, "analytic_cost", analytic_cost)
-    checked = counting(monkeypatch, "check_parallel", check_parallel)
+    made = counting(monkeypatch, source_module, "analytic_cost", analytic_cost)
+    checked = counting(monkeypatch, job_module, "check_parallel", check_parallel)
     planned = request(epochs=1)
     make_plan(planned)
     make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
@@ -109,11 +115,11 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(made), len(checked)) == (1, 1)
 
 
-@pytest.mark.parametrize("profile", [None, PROFILE], ids=["counted", "measured"])
+@pytest.mark.parametrize("source", [ANALYTIC, MEASURED], ids=["counted", "measured"])
 @pytest.mark.parametrize("lengths", [example_lengths(), None], ids=["data", "shapes"])
-def test_a_plan_directory_gives_its_job_again(tmp_path, profile, lengths) -> None:
+def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None:
     """Prevents a check, a replay or a run of another job than was planned."""
-    planned = request(profile=profile, frozen=("vision",), lengths=lengths)
+    planned = request(cost_source=source, frozen=("vision",), lengths=lengths)
     result = make_plan(planned)
     save_plan(result, tmp_path / "plan")
     found = job_of_plan(result.plan, tmp_path / "plan")

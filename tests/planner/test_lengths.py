@@ -9,16 +9,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
-from omnibal.data.packs import (
+from omnibal.model.encoders import TilingConfig
+from omnibal.packing.packs import (
     Packs,
     ScheduledPacks,
     read_packs,
     sum_squared_tokens,
     write_packs,
 )
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
 
 pytestmark = pytest.mark.quick
 

@@ -5,53 +5,31 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from level_cases import (
-    WalkedStage,
     every_candidate,
     level_case,
     stage_peak,
+    walked,
     walked_peak,
     walked_peaks,
     walked_step_ms,
 )
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline import stage_options
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
-from omnibal.pipeline.units import (
-    check_stages,
-    recomputed_counts,
-    stage_units,
-    stages_from_cuts,
-)
+from omnibal.pipeline.unit_runs import check_stages, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import UnitKind
-
-
-def walked(kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]) -> list[WalkedStage]:
-    """The planner's stages, as the walks take them."""
-    found = []
-    for at_levels in zip(*stages_at, strict=True):
-        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
-        names = [kind.name for kind in kinds]
-        found.append(
-            WalkedStage(
-                units=stage_units(kinds, at_levels[0]),
-                again=tuple(dict(zip(names, counts, strict=True)) for counts in again),
-            )
-        )
-    return found
 
 
 @pytest.mark.parametrize(
-    ("towers", "most", "contexts", "ranks", "cases", "in_step"),
+    ("towers", "most", "contexts", "ranks", "cases", "lockstep_ranks"),
     [
         ("language", 4, (1, 2), 2, 24, 1),
         ("language", 3, (1, 2, 4), 4, 12, 1),
@@ -68,7 +46,7 @@ def test_the_search_over_levels_equals_brute_force(
     contexts: Sequence[int],
     ranks: int,
     cases: int,
-    in_step: int,
+    lockstep_ranks: int,
 ):
     """Prevents a split or recomputed set that is not the best, a level's layers taken for
     another's, ranks that share a pack simulated as if they did not wait for each other, bounds
@@ -78,11 +56,11 @@ def test_the_search_over_levels_equals_brute_force(
     unlike = infeasible = cut_short = 0
     for _ in range(cases):
         costs, model, packs, p = level_case(rng, towers, most, contexts, ranks)
-        cost, packs = side_by_side(costs), packs.in_groups_of(in_step)
+        cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
         candidates = [
             stages
             for stages in every_candidate(costs[0], model, p, len(contexts))
-            if in_step == 1
+            if lockstep_ranks == 1
             or all(again == stage.again[0] for stage in stages for again in stage.again)
         ]
         peaks = walked_peaks(costs, candidates, packs)
@@ -112,9 +90,9 @@ def test_the_search_over_levels_equals_brute_force(
             assert walked_peak(costs, chosen, packs) <= cap * (1 + 1e-9)
         cut_short += coarse.gap > 0
         assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
-    assert unlike == 0 if in_step > 1 else unlike >= cases / 4
+    assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
     assert infeasible
-    assert cut_short or "vision" not in towers or in_step > 1
+    assert cut_short or "vision" not in towers or lockstep_ranks > 1
 
 
 def test_memory_of_levels_is_that_of_a_walk():

@@ -7,42 +7,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch_cases import LINES, model_of
+from cli_cases import run
+from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
+from length_cases import lengths_of, texts
 
-from omnibal import cli
-from omnibal.config import ModelConfig, Precision, load_cluster, load_model, with_imbalance
-from omnibal.data.lengths import Lengths
-from omnibal.errors import UserError
-from omnibal.export.directory import given_plan
+from omnibal.base.errors import UserError
+from omnibal.export.directory import export_input
 from omnibal.export.trainers import EXPORTS
-from omnibal.job import JobSpec, limits_of
-from omnibal.limits import Caps
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched, recomputing
-from omnibal.lint.line import line_of
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, shape_caps
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.lint.launched import Launched, Samples, recomputing
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts, unit_words
-from omnibal.plan_data import MockData, shape_caps
-from omnibal.plan_files import PlanFiles
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import TARGETS, TargetName
-
-CLUSTER = load_cluster("h100-80g")
-MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
-VARIABLES = {
-    "NODE_RANK": "0",
-    "MASTER_ADDR": "here",
-    "MASTER_PORT": "1",
-    "LOONGFORGE_PATH": "/loongforge",
-    "PACKED_WDS_DIR": "/packed",
-}
-
-
-def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:
-    sizes = load_model(model) if isinstance(model, str) else model
-    launch = read_launch(line, VARIABLES)
-    return launched(line_of(launch, sizes), sizes, CLUSTER.model_copy(update=changes), samples)
+from omnibal.model.config import ModelConfig, Precision, load_model, with_imbalance
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 
 def plan_of(
@@ -56,7 +38,7 @@ def plan_of(
         cluster=CLUSTER,
         parallel=parallel,
         precision=precision,
-        **limits_of(name) | {"runtime": runtime},
+        trainer=TARGETS[name].model_copy(update={"runtime": runtime}),
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
@@ -95,7 +77,7 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
     """Prevents: a linter that calls a plan's own flags slower, larger or different."""
     files = plan_of(name, load_model(model), *SIZES[model], precision)
     plan = files.plan
-    line = EXPORTS[name](given_plan(files, TARGETS[name], None, tmp_path, 0)).command
+    line = EXPORTS[name](export_input(files, TARGETS[name], None, tmp_path, 0)).command
     told = of_line(line, model)
     # In FP8, what is kept may fit as it is.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"
@@ -123,7 +105,7 @@ def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
     mine = replace(told, job=shape.job, workload=shape.workload)
     line = predicted(mine, told.stages)
     assert line.prediction.step_ms == pytest.approx(cut.step_ms)
-    whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.besides, strict=True)]
+    whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.overheads, strict=True)]
     assert tuple(whole) == pytest.approx(cut.peaks_gib)
     held = predicted(told, told.stages).prediction
     assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)
@@ -245,14 +227,7 @@ def test_a_data_set_is_packed_to_the_line():
     """Prevents: samples per second of made-up samples, or of packs longer than the line's."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
-    lengths = Lengths(
-        loss_tokens=tokens // 2,
-        items={"tiles": (tokens // 600).astype(np.int32)},
-        tokens=tokens,
-        source=np.zeros(600, np.int32),
-        source_names=("data",),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
     line = "run_recipe.py -ng 4 -tp 1 -pp 2 -mb 1 -gb 16 -sl 8192"
     told = of_line(line, "internvl3.5-8b", Samples(lengths=lengths, image_share=0, image_tokens=1))
     assert int(told.packs.tokens.max()) <= 8192
@@ -281,17 +256,13 @@ def test_ranks_that_share_samples_share_a_datasets_packs(line):
     them."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 800).astype(np.int32)
-    lengths = Lengths(
-        loss_tokens=tokens // 2, items={}, tokens=tokens, source=np.zeros(800, np.int32),
-        source_names=("data",), origin=None,
-    )  # fmt: skip
-    samples = Samples(lengths=lengths, image_share=0, image_tokens=1)
+    samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
     steps = {}
     for context in (1, 2, 4):
         told = of_line(line.format(context), "llama3.1-8b", samples)
         assert set(np.bincount(told.packs.step).tolist()) == {16}
         assert int(told.packs.slot.max()) + 1 == 2 * context
-        runtime = told.job.runtime
+        runtime = told.job.trainer.runtime
         assert runtime.ring_tokens is not None and 2000 < runtime.ring_tokens < 4000
         steps[context] = predicted_line(told).step_ms
     # As much work a device, and what is exchanged.
@@ -303,7 +274,10 @@ def test_adapters_are_told_by_any_of_their_names(flag: str):
     """Prevents: a line of LoRA that is predicted as if all weights were trained."""
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
     told = of_line(f"{line} {flag}", "llama3.1-8b")
-    assert told.job.runtime.adapters and not of_line(line, "llama3.1-8b").job.runtime.adapters
+    assert (
+        told.job.trainer.runtime.adapters
+        and not of_line(line, "llama3.1-8b").job.trainer.runtime.adapters
+    )
 
 
 def test_adapters_have_no_state_of_the_model():
@@ -348,9 +322,7 @@ def test_what_is_missing_is_asked_for(line, told):
 
 
 def lint(line: str, *options: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["lint", line, "--model", "internvl3.5-8b", *options])
-    assert not ended.value.code
+    run("lint --model internvl3.5-8b", line, *options)
 
 
 def test_command_tells_cost(capsys):

@@ -2,19 +2,20 @@
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 from plan_cases import MODEL
-from trainer_cases import given_of, lengths_of, plan_files, stages_of
+from trainer_cases import given_of, plan_files, stages_of
 
-from omnibal.data.packs import Packs
 from omnibal.export.trainers import EXPORTS
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
-from omnibal.parallel import Parallel
-from omnibal.targets import TargetName
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
+from omnibal.packing.packs import Packs
 
 pytestmark = pytest.mark.quick
 
@@ -39,7 +40,7 @@ def test_an_export_can_start_with_the_plans_stages(case: str, launcher: Launcher
     given = given_of(
         plan_files(
             Packs.from_lists([[first, first + 1, first + 2] for first in range(0, 72, 3)]),
-            lengths_of(np.full(72, 100), np.zeros(72)),
+            lengths_of(tokens=np.full(72, 100), tiles=np.zeros(72)),
             stages_of(model, *layers),
             model=model,
             parallel=Parallel(pipeline=len(layers), data=2, **sizes),

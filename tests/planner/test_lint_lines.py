@@ -5,11 +5,12 @@ import re
 import pytest
 from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of
 
+from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding
 from omnibal.lint.line import line_of
-from omnibal.lint.rules import findings_of
 from omnibal.lint.split import layers_by_chunk
+from omnibal.model.levels import ContextExchange
 
 pytestmark = pytest.mark.quick
 
@@ -55,6 +56,27 @@ def test_a_name_that_is_nearly_a_flags_is_told():
     line = "run --num-layer 4 --pipeline-model-parallel 2 --micro-batch-size 1"
     near = line_of(read_launch(line, {}), model_of(LINES[0].model)).near_names
     assert list(near.values()) == ["num-layers", "pipeline-model-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "exchange", "is_ring"),
+    [
+        ("", ContextExchange.GATHER, True),
+        ("--cp-comm-type a2a+p2p", ContextExchange.GATHER, True),
+        ("--cp-comm-type all_gather", ContextExchange.GATHER, False),
+        ("--cp-comm-type a2a", ContextExchange.HEADS, False),
+        ("--cp-comm-type a2a a2a", ContextExchange.HEADS, False),
+        ("--cp-comm-type p2p p2p", ContextExchange.GATHER, True),
+        ("--cp-comm-type p2p a2a", ContextExchange.GATHER, False),
+    ],
+)
+def test_a_word_a_layer_is_read_as_one_for_all(
+    words: str, exchange: ContextExchange, is_ring: bool
+):
+    """Prevents: an exchange that the level takes for one of heads, and its kernels for a ring."""
+    launch = read_launch(f"run --context-parallel-size 2 --micro-batch-size 1 {words}", {})
+    line = line_of(launch, model_of(LINES[0].model))
+    assert (line.exchange, line.is_ring) == (exchange, is_ring)
 
 
 def replaced(line: str, flag: str, value: str) -> str | None:

@@ -6,9 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cli_cases import status
 
-from omnibal import cli
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Launcher
 from omnibal.lint.script import read_script
@@ -60,6 +60,12 @@ def test_a_script_is_read_to_its_launch():
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert launch.launcher is Launcher.MEGATRON_LM
     assert launch.flags["name"] == 'single $TP "quoted"'
+
+
+def test_environment_has_one_order():
+    """Prevents: output of one script that differs from run to run, as a set's order does."""
+    exports = "".join(f"export {name}=1\n" for name in "DBFACE")
+    assert list(read_launch(f"{exports}run --micro-batch-size 1", {}).environment) == [*"ABCDEF"]
 
 
 def test_set_stands_above_the_script():
@@ -263,29 +269,23 @@ def test_endless_arithmetic_is_not_known():
             read_launch(f"run --micro-batch-size $(({expression}))", {})
 
 
-def status(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["lint", *arguments])
-    return int(ended.value.code or 0)
-
-
 def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
     """Prevents: exit statuses that a job script cannot trust, and a line taken for an option."""
     script = tmp_path / "train.sh"
     script.write_text("PP=2\ntorchrun --nproc_per_node 8 --nnodes $N t.py "
                       "--pipeline-model-parallel-size $PP --micro-batch-size 1\n")  # fmt: skip
-    assert status(str(script), "--model", "internvl2.5-8b", "--set", "N=2", "--json") == 0
+    assert status("lint", str(script), "--model", "internvl2.5-8b", "--set", "N=2", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     of_cost = ["prediction", "better", "least_recompute", "not_predicted"]
     assert list(printed) == ["starts", "findings", "launch", "layers_by_chunk", *of_cost]
     assert printed["starts"] and printed["launch"]["gpus"] == 16
     assert printed["layers_by_chunk"] == [[16], [16]]
     flags = "--pipeline-model-parallel-size 3 --micro-batch-size 1"
-    assert status(flags, "--gpus", "6", "--model", "internvl2.5-8b", "--json") == 2
+    assert status("lint", flags, "--gpus", "6", "--model", "internvl2.5-8b", "--json") == 2
     printed = json.loads(capsys.readouterr().out)
     assert not printed["starts"] and printed["layers_by_chunk"] is None
     assert [one["rule"] for one in printed["findings"]] == ["layers-divide-stages"]
-    assert status(flags, "--gpus", "6", "--model", "internvl2.5-8b") == 2
+    assert status("lint", flags, "--gpus", "6", "--model", "internvl2.5-8b") == 2
     assert "cannot start" in capsys.readouterr().out
 
 
@@ -298,5 +298,5 @@ def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
 )
 def test_command_refuses_what_it_cannot_read(capsys, arguments: list[str], message: str):
     """Prevents: an empty verdict for a path that was mistyped."""
-    assert status(*arguments, "--model", "internvl2.5-8b") == 2
+    assert status("lint", *arguments, "--model", "internvl2.5-8b") == 2
     assert message in capsys.readouterr().err

@@ -8,19 +8,19 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from cli_cases import failure, run
 from plan_cases import MODEL, example_lengths
 
-from omnibal import cli
-from omnibal.config import load_cluster
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks, read_packs
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.report.loads import LoadSetting, common_practice, draw_loads, write_loads
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
+from omnibal.report.loads import common_practice, draw_loads, write_loads
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
 
 pytestmark = pytest.mark.quick
 
@@ -34,13 +34,18 @@ PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --model internvl-digits --no-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    setting: LoadSetting
+    job: JobSpec
+    request: DataRequest
     scheduled: ScheduledPacks
     lengths: Lengths
 
     @property
     def svg(self) -> str:
-        return draw_loads(self.setting, self.scheduled, self.lengths)
+        return draw_loads(self.job, self.request, self.scheduled, self.lengths)
+
+    @property
+    def dp(self) -> int:
+        return self.job.parallel.data
 
 
 def case(
@@ -66,13 +71,12 @@ def case(
         packs_per_step=dp * micro_batches,
         packs_per_row=dp,
     )
-    setting = LoadSetting(job=job, request=request)
 
     def load(packs):
         return job.load_ms(packs, lengths)
 
     scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp)
-    return Case(setting=setting, scheduled=scheduled, lengths=lengths)
+    return Case(job=job, request=request, scheduled=scheduled, lengths=lengths)
 
 
 def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
@@ -84,7 +88,7 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
     loss_tokens = sum(int(shown.lengths.loss_tokens[sample]) for sample in samples)
     features = [1, tiles, sum(tokens), sum(count * count for count in tokens), loss_tokens]
     total = 0.0
-    for unit, cost in shown.setting.job.cost.units.items():
+    for unit, cost in shown.job.cost.units.items():
         tower = {"vision_layer": MODEL.vision.layers, "language_layer": MODEL.language.layers}
         for vector in (cost.forward_ms, cost.backward_ms):
             total += tower.get(unit, 1) * sum(f * c for f, c in zip(features, vector, strict=True))
@@ -93,7 +97,7 @@ def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
 
 def loads_after(shown: Case) -> np.ndarray:
     packs = shown.scheduled
-    loads = np.zeros((int(packs.step.max()) + 1, shown.setting.dp))
+    loads = np.zeros((int(packs.step.max()) + 1, shown.dp))
     for row in range(len(packs)):
         ms = micro_batch_ms(shown, packs.packs[row].tolist(), padded=False)
         loads[packs.step[row], packs.dp_rank[row]] += ms
@@ -103,7 +107,7 @@ def loads_after(shown: Case) -> np.ndarray:
 def loads_before(shown: Case) -> tuple[np.ndarray, int, float]:
     """Loads, samples of them all, and the mean share of padding; one sample after the other."""
     count = max(1, round(len(shown.lengths) / len(shown.scheduled)))
-    dp, micro_batches = shown.setting.dp, shown.setting.micro_batches
+    dp, micro_batches = shown.dp, shown.request.packs_per_step // shown.dp
     order = iter(np.random.default_rng(5).permutation(len(shown.lengths)).tolist())
     steps = len(shown.lengths) // (count * dp * micro_batches)
     loads, padding = np.zeros((steps, dp)), []
@@ -304,19 +308,17 @@ def test_common_practice_is_a_plain_loop() -> None:
         )
 
     given = common_practice(lengths, 3, 4, 2, 11, load)
-    assert given.shape == (4, 4)
-    np.testing.assert_allclose(given, expected)
+    assert given.samples == 96
+    np.testing.assert_allclose(given.compute_ms, expected)
     other = common_practice(lengths, 3, 4, 2, 12, load)
-    assert not np.allclose(given, other)
+    assert not np.allclose(given.compute_ms, other.compute_ms)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3])
-def test_common_practice_of_too_few_samples_is_empty(samples: int) -> None:
+def test_common_practice_of_too_few_samples_is_none(samples: int) -> None:
     """Prevents a failure, or an incomplete step that looks fast."""
     lengths = example_lengths(count=samples)
-    assert common_practice(
-        lengths, 2, 2, 1, 0, lambda packs, _: packs.sums(lengths.tokens)
-    ).shape == (0, 2)
+    assert common_practice(lengths, 2, 2, 1, 0, lambda packs, _: pytest.fail("no step")) is None
 
 
 def test_title_says_what_is_shown() -> None:
@@ -345,8 +347,8 @@ def test_names_are_text_whatever_they_hold(tmp_path) -> None:
     assert max(map(len, words(long))) <= 160
 
 
-def parts(shown: Case) -> tuple[LoadSetting, ScheduledPacks, Lengths]:
-    return shown.setting, shown.scheduled, shown.lengths
+def parts(shown: Case) -> tuple[JobSpec, DataRequest, ScheduledPacks, Lengths]:
+    return shown.job, shown.request, shown.scheduled, shown.lengths
 
 
 def without_tiles() -> Lengths:
@@ -417,9 +419,7 @@ def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
     """Prevents a picture of other packs than those written, and an option that does nothing."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     picture, packs = tmp_path / "new/l.svg", tmp_path / "packs.parquet"
-    run_pack(
-        f"{PACK} --cluster laptop-cpu", tmp_path / "l.parquet", "-o", packs, "--picture", picture
-    )
+    run(f"{PACK} --cluster laptop-cpu", tmp_path / "l.parquet", "-o", packs, "--picture", picture)
     scheduled = read_packs(packs)
     drawn = picture.read_text("ascii")
     assert f"300 samples in {len(scheduled)} packs" in drawn
@@ -441,14 +441,5 @@ def test_picture_that_cannot_be_written_is_found_first(
     """Prevents packing for minutes towards a picture that has no place."""
     write_lengths(example_lengths(), tmp_path / "l.parquet")
     monkeypatch.setattr("omnibal.cli.pack.read_lengths", lambda paths: pytest.fail("worked first"))
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*PACK.split(), str(tmp_path / "l.parquet"), "--picture", str(tmp_path / name)])
-    assert ended.value.code == 2
-    assert expected in capsys.readouterr().err
+    assert expected in failure(capsys, PACK, tmp_path / "l.parquet", "--picture", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["l.parquet"]
-
-
-def run_pack(command: str, *arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), *map(str, arguments)])
-    assert ended.value.code in (0, None)

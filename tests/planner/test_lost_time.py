@@ -11,7 +11,7 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 MODEL = small_model(3, 3)

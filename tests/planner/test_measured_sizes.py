@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from omnibal.config import load_cluster, load_model, preset_names
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.measured_sizes import measured_sizes
-from omnibal.encoders import ImagesEncoder
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_cluster, load_model, preset_names
+from omnibal.model.encoders import ImagesEncoder
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

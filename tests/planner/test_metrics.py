@@ -4,19 +4,20 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 
-from omnibal.data.bound import naive_lower_bound
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import (
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.packing.pack_bound import naive_lower_bound
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.metrics import (
     dist_ratio,
     least_dist_ratio,
     measure_packs,
     pad_ratio,
     straggler_factor,
 )
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
 
@@ -138,11 +139,4 @@ def test_least_dist_ratio_is_below_every_grouping():
 
 
 def four_samples() -> Lengths:
-    return Lengths(
-        items={"tiles": np.array([1, 2, 4, 0], np.int32)},
-        tokens=np.array([10, 20, 30, 40], np.int32),
-        loss_tokens=np.zeros(4, np.int32),
-        source=np.zeros(4, np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
+    return lengths_of(tiles=[1, 2, 4, 0], tokens=[10, 20, 30, 40])

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from omnibal.data.image_files import ImageFile, webp_size
 from omnibal.data.native_resolution import (
     OddImage,
     image_segments,
@@ -20,7 +19,8 @@ from omnibal.data.native_resolution import (
     video_text,
 )
 from omnibal.data.scan import image_size
-from omnibal.encoders import ImagesEncoder, ImageText, VideoConfig
+from omnibal.data.stored_files import ImageFile, webp_size
+from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 
 SIZES = 2_000
 

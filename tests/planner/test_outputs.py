@@ -12,17 +12,17 @@ import threading
 from pathlib import Path
 
 import pytest
+from cli_cases import PLAN, failure, run
 from plan_cases import example_lengths, example_profile, request
-from test_cli import PLAN, failure, run
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
+from omnibal.base.outputs import check_files, check_folder
 from omnibal.cost.profile import write_profile
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packs import read_packs
-from omnibal.errors import UserError
-from omnibal.files import atomic
-from omnibal.outputs import check_files, check_folder
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.packing.packs import read_packs
 from tools.make_digits_dataset import make_dataset, train_tokenizer
 
 PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --no-bound"

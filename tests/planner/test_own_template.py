@@ -12,7 +12,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
 
-from omnibal.config import LanguageConfig, ModelConfig
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
     answer_end,
@@ -22,15 +22,15 @@ from omnibal.data.chat import (
     expected_answer,
     text_sha256,
 )
-from omnibal.data.image_files import ImageFile
 from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.scan import scan_lengths
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
-from omnibal.encoders import ImagesEncoder, TilesEncoder, TilingConfig, VideoConfig
-from omnibal.errors import UserError
 from omnibal.families.hub import read_hub_config
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ImagesEncoder, TilesEncoder, TilingConfig, VideoConfig
 
 # In the manner of the families' templates; each has what is special about them.
 CHATML = """\

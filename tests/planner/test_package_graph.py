@@ -116,9 +116,9 @@ def test_the_graph_is_that_of_the_code():
     """Prevents the tests below from passing on a graph that has lost its arrows."""
     graph = import_graph()
     assert len(graph) > 100 and sum(map(len, graph.values())) > 400
-    assert "omnibal/limits.py" in graph["omnibal/data/steps.py"]
-    assert "omnibal/check.py" in graph["omnibal/cli/plan.py"]  # inside a function
-    assert "omnibal/config.py" in graph["megatron/vlm/conversion/tensor_map.py"]
+    assert "omnibal/model/limits.py" in graph["omnibal/steps/steps.py"]
+    assert "omnibal/job/check.py" in graph["omnibal/cli/plan.py"]  # inside a function
+    assert "omnibal/model/config.py" in graph["megatron/vlm/conversion/tensor_map.py"]
 
 
 def test_every_module_is_in_one_row_of_the_table():
@@ -160,16 +160,16 @@ def test_no_modules_import_each_other():
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("omnibal/data/bound.py", "omnibal/plan.py"),
-        ("omnibal/data/packing.py", "omnibal/cost/model.py"),
-        ("omnibal/cost/analytic.py", "omnibal/pipeline/units.py"),
-        ("omnibal/pipeline/simulate.py", "omnibal/planner.py"),
-        ("omnibal/planner.py", "omnibal/report/page.py"),
-        ("omnibal/check.py", "omnibal/cli/plan.py"),
-        ("omnibal/planner.py", "megatron/vlm/step/train.py"),
+        ("omnibal/packing/pack_bound.py", "omnibal/job/plan.py"),
+        ("omnibal/packing/packing.py", "omnibal/cost/model.py"),
+        ("omnibal/cost/analytic.py", "omnibal/pipeline/unit_runs.py"),
+        ("omnibal/pipeline/simulate.py", "omnibal/job/planner.py"),
+        ("omnibal/job/planner.py", "omnibal/report/page.py"),
+        ("omnibal/job/check.py", "omnibal/cli/plan.py"),
+        ("omnibal/job/planner.py", "megatron/vlm/step/train.py"),
         ("megatron/vlm/measure/replay.py", "omnibal/report/page.py"),
-        ("omnibal/config.py", "omnibal/data/tiling.py"),
-        ("omnibal/check.py", "omnibal/search/feasible.py"),
+        ("omnibal/model/config.py", "omnibal/data/tiling.py"),
+        ("omnibal/job/check.py", "omnibal/search/feasible.py"),
         ("megatron/vlm/inputs/batch.py", "megatron/vlm/model/stage.py"),
         ("megatron/vlm/model/stage.py", "megatron/vlm/step/schedule.py"),
         ("megatron/vlm/checkpoint/save_load.py", "megatron/vlm/step/train.py"),

@@ -1,32 +1,24 @@
 """Packing: nothing lost, caps kept, the paper's filter rule, and one clear refusal."""
 
 from itertools import combinations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_cases import make_lengths
+from packing_cases import REAL_LENGTHS, assert_valid, fewest_packs
 from scipy.optimize import linprog
 
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.fit import check_samples_fit
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.errors import UserError
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
 
-REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
-
-
-def assert_valid(packs, lengths: Lengths, caps: Caps) -> None:
-    assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
-    assert (np.diff(packs.offsets) > 0).all()
-    assert packs.sums(lengths.column("tiles")).max() <= caps["tiles"]
-    assert packs.sums(lengths.tokens).max() <= caps["tokens"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,24 +70,6 @@ def test_adversarial_lengths(sizes, optimum):
         assert bound <= len(packs)
         if optimum is not None and method is PackingMethod.BALANCED:
             assert len(packs) == optimum
-
-
-def fewest_packs(sizes: list[tuple[int, int]], caps: Caps) -> int:
-    """The optimum, by dynamic programming over all subsets of the samples."""
-    count = len(sizes)
-    fits = []
-    for subset in range(1 << count):
-        held = [size for i, size in enumerate(sizes) if subset >> i & 1]
-        tiles, tokens = sum(v for v, _ in held), sum(t for _, t in held)
-        fits.append(tiles <= caps["tiles"] and tokens <= caps["tokens"])
-    fewest = [0] + [count] * ((1 << count) - 1)
-    for subset in range(1, 1 << count):
-        part = subset
-        while part:
-            if fits[part]:
-                fewest[subset] = min(fewest[subset], fewest[subset ^ part] + 1)
-            part = (part - 1) & subset
-    return fewest[-1]
 
 
 def test_bound_and_packs_enclose_the_optimum():

@@ -20,10 +20,10 @@ from benchmarks.packing_rivals import (
     sequential,
     vision_sorted,
 )
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.errors import UserError
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs
 
 CAPS = Caps.of(tiles=9, tokens=64)
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 64)), min_size=1, max_size=60)

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from length_cases import make_lengths
-from test_packing import assert_valid, fewest_packs
+from packing_cases import assert_valid, fewest_packs
 
-from omnibal.data.best_fit import pack_best_fit, pack_first_fit, pack_nearest
-from omnibal.data.bound import naive_lower_bound, packs_lower_bound
-from omnibal.data.few_samples import MAX_SAMPLES, pack_exactly
-from omnibal.data.fill import fill_by_pairs
-from omnibal.data.isf import pack_isf
-from omnibal.data.level import Leading, deal_level
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.rest import Rest
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.best_fit import pack_best_fit, pack_first_fit, pack_nearest
+from omnibal.packing.even_packs import Leading, deal_level
+from omnibal.packing.few_samples import MAX_SAMPLES, pack_exactly
+from omnibal.packing.fill import fill_by_pairs
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.rest import Rest
 from tools.make_lengths import make_lengths as make_mixture
 
 

@@ -9,27 +9,28 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import pytest
 from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
+from partition_cases import frozen, planners_figures, random_packs
 from scipy.optimize import nnls
 
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 from omnibal.pipeline import partition, split_search
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_beside_cap
+from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
-from omnibal.pipeline.units import check_stages, recomputed_counts, stages_from_cuts
+from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.units import unit_names
 
 LAYERS = ("vision_layer", "language_layer")
 
@@ -302,47 +303,6 @@ def brute_force(
     return np.concatenate(times), np.concatenate(bytes_)
 
 
-def planners_figures(
-    cost: CostModel, stages: tuple[Stage, ...], packs: Workload
-) -> tuple[float, float]:
-    """Step time in ms and largest peak in bytes, as the planner predicts them."""
-    simulated = simulate_run(cost, stages, packs)
-    memories = stage_memories(cost, [stages], packs)
-    return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
-
-
-def random_packs(rng: np.random.Generator, micro_batches: int, features_of: int = 5) -> Workload:
-    """A few steps; ranks of a step may have fewer micro-batches than others, or none."""
-    ranks, steps = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    counts = rng.integers(0, micro_batches + 1, (steps, ranks))
-    counts[:, rng.integers(ranks)] = micro_batches
-    if rng.random() < 0.5:
-        counts[:] = micro_batches
-    step, dp_rank = (np.repeat(axis.ravel(), counts.ravel()) for axis in np.indices((steps, ranks)))
-    slot = np.concatenate([np.arange(count) for count in counts.ravel()])
-    features = random_features(rng, len(slot), features_of)
-    if rng.random() < 0.2:
-        features[:] = features[0]
-    if rng.random() < 0.2:
-        features[rng.integers(len(slot)), 1:] = 0
-    return Workload(
-        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
-    )
-
-
-def frozen(unit: UnitCost) -> UnitCost:
-    """The unit without a backward, as the first units of a model are when they are not trained."""
-    nothing = np.zeros_like(unit.forward_ms)
-    return replace(
-        unit,
-        backward_ms=nothing,
-        activation_bytes=nothing,
-        boundary_bytes=nothing,
-        output_gradient_bytes=nothing,
-        trained_parameters=0,
-    )
-
-
 def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, ModelConfig, int]:
     """Costs, model, packs and pipeline size."""
     vision, language = rng.integers(1, most_layers, 2)
@@ -546,7 +506,7 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            cap, found = share * least, peak_beside_cap(cost, model, packs, p, share * least)
+            cap, found = share * least, peak_vs_budget(cost, model, packs, p, share * least)
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))

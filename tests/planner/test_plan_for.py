@@ -10,22 +10,23 @@ from length_cases import make_lengths
 from plan_cases import MODEL, example_lengths, job_spec
 
 from omnibal import cli
-from omnibal.check import open_plan
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search.limits import (
+from omnibal.job.check import open_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.search.limit_costs import (
     CostOfLimits,
     LimitName,
-    Limits,
+    binding_limits,
+    lifted,
     rate_of,
     rates_lifted,
     requests_lifted,
 )
-from omnibal.targets import ANY_PACKS, FREE, TARGETS, Sharding, TargetName
 
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --dp 2 --micro-batches 4 --packing isf "
 
@@ -75,7 +76,8 @@ def test_a_plan_is_made_for_every_trainer(capsys, tmp_path, lengths, name):
 
 def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path, lengths):
     """Prevents a comparison with another job, other caps or other sizes."""
-    command = f"{PLAN} --pp 2 --lengths {lengths} --max-tokens 512 --max-tiles 8 --levels 1 --json"
+    limits = "--max-tokens 512 --max-tiles 8 --packing-levels 1"
+    command = f"{PLAN} --pp 2 --lengths {lengths} {limits} --json"
     free = json.loads(run(capsys, f"{command} -o {tmp_path / 'free'}")[0])
     made = json.loads(run(capsys, f"{command} --for loongforge -o {tmp_path / 'made'}")[0])
     assert free["made_for"] is None and "limits" not in free
@@ -132,14 +134,19 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
         ),
         ("--for ms-swift --max-tiles 8", "--max-tiles cannot be given with --for"),
         ("--for mindspeed-mm --limit loss_tokens=99", "packs by tokens alone"),
-        ("--for loongforge --encoder beside", "--encoder beside was given with --for loongforge"),
-        ("--for loongforge --encoder auto", "leave it out"),
-        ("--for loongforge --window 40", "--window cannot be given: with --for"),
-        ("--for loongforge --levels 2", "--levels 2 was given with --for loongforge"),
-        ("--for loongforge --method parameter", "--method cannot be given: with --for"),
-        ("--for loongforge --recompute none", "--recompute cannot be given: with --for"),
-        ("--for loongforge --curriculum-steps 2", "--curriculum-steps cannot be given"),
-        ("--no-compare", "--no-compare cannot be given: it goes with --for"),
+        (
+            "--for loongforge --encoder data-parallel",
+            "--encoder data-parallel cannot be given with --for loongforge",
+        ),
+        ("--for loongforge --window 40", "--window 40 cannot be given with --for"),
+        (
+            "--for loongforge --packing-levels 2",
+            "--packing-levels 2 cannot be given with --for loongforge",
+        ),
+        ("--for loongforge --method parameter", "--method parameter cannot be given with --for"),
+        ("--for loongforge --recompute none", "--recompute none cannot be given with --for"),
+        ("--for loongforge --curriculum-steps 2", "--curriculum-steps 2 cannot be given"),
+        ("--no-compare", "--no-compare was given without --for"),
         ("--for nobody", "'nobody' is not one of"),
     ],
 )
@@ -154,18 +161,18 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths, opt
 def test_a_limit_is_lifted_alone():
     """Prevents a limit that is not lifted, or another that is lifted with it unsaid."""
     for name in TargetName:
-        limits = Limits.of(name)
+        limits = TARGETS[name]
         for limit in LimitName:
-            lifted = limits.lifted(limit)
+            fewer = lifted(limits, limit)
             # Other sizes are another limit of a trainer that divides weights over all ranks.
-            assert lifted.made_for == (None if limit is LimitName.SHARDING else name)
+            assert fewer.name == (None if limit is LimitName.SHARDING else name)
             changed = {
                 field
-                for before, after in ((limits.stages, lifted.stages), (limits.packs, lifted.packs))
+                for before, after in ((limits.stages, fewer.stages), (limits.packs, fewer.packs))
                 for field in type(before).model_fields
                 if getattr(before, field) != getattr(after, field)
             }
-            changed |= {"sharding"} if limits.sharding != lifted.sharding else set()
+            changed |= {"sharding"} if limits.sharding != fewer.sharding else set()
             together = {
                 LimitName.ORDER: {"full_steps"},
                 LimitName.ENCODERS_ON_FIRST: {"language_everywhere"},
@@ -173,7 +180,7 @@ def test_a_limit_is_lifted_alone():
             assert changed <= {limit.value} | together.get(limit, set())
         without = limits
         for limit in LimitName:
-            without = without.lifted(limit)
+            without = lifted(without, limit)
         assert (without.stages, without.packs, without.sharding) == (
             FREE,
             ANY_PACKS,
@@ -183,12 +190,13 @@ def test_a_limit_is_lifted_alone():
 
 def test_limits_that_cannot_bind_are_not_looked_at():
     """Prevents plans that are made to compare what cannot differ."""
-    limits = Limits.of(TargetName.MS_SWIFT)
+    limits = TARGETS[TargetName.MS_SWIFT]
     found = {}
     for tensor, pipeline, has_samples in product((1, 2), (1, 2), (False, True)):
         parallel = Parallel(tensor=tensor, pipeline=pipeline, sequence_parallel=tensor > 1)
         found[tensor, pipeline, has_samples] = {
-            limit.value for limit in limits.of_plan(MODEL, parallel, has_samples=has_samples)
+            limit.value
+            for limit in binding_limits(limits, MODEL, parallel, has_samples=has_samples)
         }
     always = {"recompute", "head_on_all_tokens"}
     assert found[1, 1, False] == always
@@ -201,7 +209,7 @@ def test_limits_that_cannot_bind_are_not_looked_at():
 def test_the_sentence_names_what_costs_most():
     """Prevents a reason that costs nothing, and a plan that seems faster under limits."""
     limits, first, whole = (
-        Limits.of(TargetName.MS_SWIFT),
+        TARGETS[TargetName.MS_SWIFT],
         LimitName.ENCODERS_ON_FIRST,
         LimitName.ENCODERS_WHOLE,
     )
@@ -228,7 +236,7 @@ def test_the_sentence_names_what_costs_most():
 @pytest.mark.parametrize("others", [(0.05, 0.04), (0.03, 0.02), (0.06, 0.06)])
 def test_what_limits_cost_together_is_said_where_each_costs_little(others):
     """Prevents two limits that explain a part of what a plan loses, and no word of the rest."""
-    limits, names = Limits.of(TargetName.MS_SWIFT), (LimitName.ENCODERS_ON_FIRST, LimitName.HEAD)
+    limits, names = TARGETS[TargetName.MS_SWIFT], (LimitName.ENCODERS_ON_FIRST, LimitName.HEAD)
     rates = {name: 90 / (1 - each) for name, each in zip(names, others, strict=True)}
     said = CostOfLimits.of(limits, 90, 100, rates, 0).sentence
     # Of the tenth that is lost, six hundredths are most of it.
@@ -238,7 +246,7 @@ def test_what_limits_cost_together_is_said_where_each_costs_little(others):
 def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
     """Prevents a search for what a limit of tokens alone costs where caps were given, and none
     where the free plan has others."""
-    limits = Limits.of(TargetName.MS_SWIFT)
+    limits = TARGETS[TargetName.MS_SWIFT]
     lengths = example_lengths()
 
     def planned(caps: Caps) -> PlanResult:
@@ -258,7 +266,7 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
 def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     """Prevents as many whole searches as limits, each with packs of its own, and drawn samples that
     say something else than all do."""
-    limits, lengths = Limits.of(TargetName.MEGATRON_LM), example_lengths(count=3000)
+    limits, lengths = TARGETS[TargetName.MEGATRON_LM], example_lengths(count=3000)
     data = SampleData(
         lengths=lengths, caps=Caps.of(tiles=8, tokens=512), packing=PackingMethod.BALANCED,
         packs_per_step=16, epochs=1, seed=0,
@@ -266,7 +274,7 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     job = job_spec(parallel=Parallel(pipeline=2, data=2))
     free = make_plan(PlanRequest(job=job, data=data))
     limited = replace(data, rules=limits.packs)
-    result = make_plan(PlanRequest(job=limits.applied(job), data=limited))
+    result = make_plan(PlanRequest(job=replace(job, trainer=limits), data=limited))
     requests = requests_lifted(limits, result, PackingMethod.BALANCED, free)
     assert len(requests) >= 3
     packed = []
@@ -275,13 +283,13 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
         packed.append(len(samples))
         return pack_samples(samples, *arguments, **options)
 
-    monkeypatch.setattr("omnibal.data.steps.pack_samples", pack)
+    monkeypatch.setattr("omnibal.steps.steps.pack_samples", pack)
     done = []
     of_all = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
     assert done == [1] * len(requests) and set(packed) == {3000} and len(packed) <= 2
     for name, request in requests.items():
         assert of_all[name] == pytest.approx(rate_of(make_plan(request)))
-    monkeypatch.setattr("omnibal.search.limits._COMPARED_SAMPLES", 900)
+    monkeypatch.setattr("omnibal.search.limit_costs._COMPARED_SAMPLES", 900)
     packed.clear()
     of_some = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
     assert set(packed) == {900} and len(packed) <= 2
@@ -292,14 +300,9 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
 
 def test_a_job_keeps_its_limits_when_it_is_sized():
     """Prevents a search for sizes on jobs without the limits."""
-    job = Limits.of(TargetName.LOONGFORGE).applied(job_spec()).sized(Parallel(pipeline=2))
     target = TARGETS[TargetName.LOONGFORGE]
-    assert (job.made_for, job.rules, job.sharding) == (
-        target.name,
-        target.stages,
-        target.sharding,
-    )
-    assert Limits().applied(job_spec()).made_for is None
+    assert job_spec(trainer=target).sized(Parallel(pipeline=2)).trainer == target
+    assert job_spec().trainer == OWN
     assert SampleData.__dataclass_fields__["rules"].default == ANY_PACKS
 
 

@@ -1,23 +1,24 @@
-"""`omnibal plan --levels`: plans that check, JSON that says the levels, and clear refusals."""
+"""`omnibal plan --packing-levels`: plans that check, JSON that says the levels, and clear
+refusals."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import failure, run
+from length_cases import long_tailed, texts
+from plan_cases import example_lengths
 
-from omnibal.cli.levels import notes_on_steps
+from omnibal.cli.level_options import notes_on_steps
 from omnibal.data.lengths import write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.plan import read_plan
-from omnibal.plan_data import SampleData
-from omnibal.plan_files import data_of_plan
-from tests.planner.plan_cases import example_lengths
-from tests.planner.test_cli import failure, run
-from tests.planner.test_search_levels import long_tailed, texts
+from omnibal.job.plan import read_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import data_of_plan
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2"
@@ -33,7 +34,7 @@ def texts_file(tmp_path: Path) -> Path:
 def test_plans_of_levels(capsys, tmp_path, texts_file, levels):
     """Prevents plans of levels that do not check, and JSON that does not say what is planned."""
     out = tmp_path / "plan"
-    run(LONG, "--dp", 4, "--lengths", texts_file, "--levels", levels, "-o", out, "--json")
+    run(LONG, "--dp", 4, "--lengths", texts_file, "--packing-levels", levels, "-o", out, "--json")
     printed = json.loads(capsys.readouterr().out)
     plan = read_plan(out)
     assert plan.data is not None
@@ -76,14 +77,14 @@ def test_short_data_makes_the_plan_of_one_level(tmp_path):
     write_lengths(example_lengths(), tmp_path / "lengths.parquet")
     options = f"{DIGITS} --max-tiles 8 --max-tokens 512 --lengths {tmp_path}/lengths.parquet"
     for levels in ("auto", "1"):
-        run(options, "--levels", levels, "-o", tmp_path / levels)
+        run(options, "--packing-levels", levels, "-o", tmp_path / levels)
     for name in ("plan.json", "packs.parquet"):
         assert (tmp_path / "auto" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
 
 
 def test_steps_of_levels_for_other_ranks(tmp_path, texts_file):
     """Prevents a run that cannot go on with fewer ranks, or goes on at another sample."""
-    run(LONG, "--dp", 8, "--lengths", texts_file, "--levels", 2, "-o", tmp_path / "plan")
+    run(LONG, "--dp", 8, "--lengths", texts_file, "--packing-levels", 2, "-o", tmp_path / "plan")
     options = "plan --model llama3.1-8b --cluster h200-141g --dp 2 --tp 2 --steps-of"
     run(options, tmp_path / "plan", "-o", tmp_path / "fewer")
     first, fewer = (read_plan(tmp_path / name) for name in ("plan", "fewer"))
@@ -95,7 +96,7 @@ def test_steps_of_levels_for_other_ranks(tmp_path, texts_file):
 
 def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
     """Prevents a curriculum that the plan does not hold or say."""
-    options = f"{LONG} --dp 4 --lengths {texts_file} --curriculum-steps 3 --levels"
+    options = f"{LONG} --dp 4 --lengths {texts_file} --curriculum-steps 3 --packing-levels"
     run(options, 2, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
     packs, _ = data_of_plan(plan, tmp_path / "plan")
@@ -134,7 +135,7 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
         seed=0,
         levels=levels,
     )
-    monkeypatch.setattr("omnibal.cli.plan._plan_data", lambda *_: data)
+    monkeypatch.setattr("omnibal.planning._Search._data", lambda *_: data)
     options = "plan --model llama3.1-8b --cluster h200-141g --dp 2 --lengths"
     run(options, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
     assert "the level of 16,384 tokens: it is left out" in capsys.readouterr().err
@@ -147,7 +148,7 @@ def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, t
     """Prevents a run that cannot go on with fewer devices a pack, which ranks could share."""
     write_lengths(texts(np.full(32, 120_000)), tmp_path / "long.parquet")
     first = "plan --model llama3.1-8b --cluster h200-141g --tp 4 --dp 4 --micro-batches 2"
-    options = "--levels 1 --max-tokens 131072 --lengths"
+    options = "--packing-levels 1 --max-tokens 131072 --lengths"
     run(f"{first} {options}", tmp_path / "long.parquet", "-o", tmp_path / "one")
     again = "plan --model llama3.1-8b --cluster h100-80g --tp 1 --dp 8 --steps-of"
     run(again, tmp_path / "one", "-o", tmp_path / "shared")
@@ -158,7 +159,7 @@ def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, t
     run("check", tmp_path / "shared")
     capsys.readouterr()
     message = failure(capsys, again, tmp_path / "shared", "--method", "bmp", "-o", tmp_path / "x")
-    assert "leave both options out" in message and "--levels" not in message
+    assert "leave both options out" in message and "--packing-levels" not in message
 
 
 @pytest.mark.quick
@@ -188,14 +189,23 @@ def test_few_uneven_steps_are_told_of():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 5", "auto, hbp, or a number"),
-        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels two", "auto, hbp, or a number"),
-        ("--lengths FILE --max-tiles 8 --max-tokens 512 --levels 4", "may have"),
-        ("--max-tiles 8 --max-tokens 512 --levels 2", "the plan is of shapes only"),
-        ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "the plan is of shapes only"),
-        ("--lengths FILE --gpus 4 --levels 2", "--gpus compares plans of one level"),
         (
-            "--lengths FILE --max-tiles 8 --max-tokens 1024 --levels 2 --method layer",
+            "--lengths FILE --max-tiles 8 --max-tokens 512 --packing-levels 5",
+            "auto, hbp, or a number",
+        ),
+        (
+            "--lengths FILE --max-tiles 8 --max-tokens 512 --packing-levels two",
+            "auto, hbp, or a number",
+        ),
+        ("--lengths FILE --max-tiles 8 --max-tokens 512 --packing-levels 4", "may have"),
+        ("--max-tiles 8 --max-tokens 512 --packing-levels 2", "levels are of samples"),
+        ("--max-tiles 8 --max-tokens 512 --curriculum-steps 2", "levels are of samples"),
+        (
+            "--lengths FILE --gpus 4 --packing-levels 2",
+            "no levels of packs can be trained on 4 GPUs",
+        ),
+        (
+            "--lengths FILE --max-tiles 8 --max-tokens 1024 --packing-levels 2 --method layer",
             "only the joint search",
         ),
     ],

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, job_spec, origin_of, request
 
-from omnibal.check import check_plan, training_obstacles
-from omnibal.config import ModelConfig, load_cluster
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import read_lengths
-from omnibal.data.metrics import rank_sums
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import read_packs
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
-from omnibal.limits import memory_cap_gib
-from omnibal.parallel import Parallel
-from omnibal.plan import read_plan
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
+from omnibal.job.check import check_plan, training_obstacles
+from omnibal.job.plan import read_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import ModelConfig, load_cluster
+from omnibal.model.encoders import TilingConfig
+from omnibal.model.limits import memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import read_packs
 from omnibal.search.trial import Comparison
+from omnibal.steps.metrics import rank_sums
 
 pytestmark = pytest.mark.quick
 
@@ -204,7 +204,7 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("omnibal.plan_files.write_plan", full_disk)
+    monkeypatch.setattr("omnibal.job.plan_files.write_plan", full_disk)
     with pytest.raises(OSError, match="disk full"):
         save_plan(make_plan(request()), directory)
     assert saved_bytes(directory) == before

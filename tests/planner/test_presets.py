@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
-from omnibal.encoders import TilesEncoder
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.base.errors import UserError
+from omnibal.job.job import JobSpec
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
+from omnibal.model.encoders import TilesEncoder
+from omnibal.model.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
 

@@ -1,43 +1,26 @@
 """Fits from measured profiles, against costs that are known."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measured, measurements_of, true_cost
 
-from omnibal.config import ModelConfig, RopeScaling, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel
 from omnibal.cost.profile import (
-    LinkMeasurement,
-    OptimizerMeasurement,
-    Profile,
-    UnitMeasurement,
+    Measured,
     fit_residuals,
-    fitted_cost,
     model_sha256,
     read_profile,
     write_profile,
 )
-from omnibal.errors import UserError
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.parallel import Parallel
-from omnibal.units import unit_names
+from omnibal.model.config import ModelConfig, RopeScaling
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 
 pytestmark = pytest.mark.quick
-
-MODEL = load_model("internvl-digits")
-CLUSTER = load_cluster("laptop-cpu")
-PARALLEL = Parallel(pipeline=2)
-SHAPES = [
-    (0, 30, 500, 20),
-    (1, 64, 2000, 10),
-    (3, 128, 9000, 100),
-    (5, 256, 20000, 40),
-    (7, 512, 90000, 300),
-]
-"""Tiles, tokens, squared tokens, loss tokens."""
 EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=128)
 
 
@@ -48,71 +31,9 @@ def model_with(experts: ExpertsConfig) -> ModelConfig:
     return MODEL.model_copy(update={"language": language})
 
 
-def true_cost() -> CostModel:
-    """Counted costs of a machine that also has overheads, and keeps 10 % more."""
-    cost = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
-    overhead_ms = np.array([0.05, 0, 0, 0, 0])
-    return replace(
-        cost,
-        units={
-            unit: replace(
-                known,
-                forward_ms=3 * known.forward_ms + overhead_ms,
-                backward_ms=5 * known.backward_ms + 2 * overhead_ms,
-                recompute_ms=2 * known.forward_ms + overhead_ms / 2,
-                activation_bytes=1.1 * known.activation_bytes,
-            )
-            for unit, known in cost.units.items()
-        },
-    )
-
-
-def measurements_of(
-    cost: CostModel, noise: float = 0.0, seed: int = 0
-) -> tuple[UnitMeasurement, ...]:
-    rng = np.random.default_rng(seed)
-    measurements = []
-    for unit, known in cost.units.items():
-        for shape in SHAPES:
-            features = np.array([1, *shape])
-            factor = rng.uniform(1 - noise, 1 + noise, 3)
-            measurements.append(
-                UnitMeasurement(
-                    unit=unit,
-                    tiles=shape[0],
-                    tokens=shape[1],
-                    squared_tokens=shape[2],
-                    loss_tokens=shape[3],
-                    forward_ms=features @ known.forward_ms * factor[0],
-                    backward_ms=features @ known.backward_ms * factor[1],
-                    recompute_ms=features @ known.recompute_ms * factor[2],
-                    activation_bytes=round(features @ known.activation_bytes),
-                )
-            )
-    return tuple(measurements)
-
-
-def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
-    profile = Profile(
-        device="test CPU",
-        precision="fp32",
-        model=MODEL.name,
-        model_sha256=model_sha256(MODEL),
-        tensor=1,
-        processes=2,
-        measurements=measurements_of(true_cost(), noise, seed),
-        optimizer=tuple(
-            OptimizerMeasurement(parameters=n, optimizer_ms=0.2 + 1e-5 * n)
-            for n in (1000, 50_000, 400_000)
-        ),
-        links=tuple(LinkMeasurement(bytes=n, ms=0.03 + 2e-6 * n) for n in (0, 10_000, 1_000_000)),
-    )
-    return profile.model_copy(update=changed)
-
-
 def test_exact_measurements_give_back_the_true_costs():
     """Prevents a fit that mixes up features, directions or units of measure."""
-    fitted = fitted_cost(measured(), MODEL, CLUSTER, PARALLEL, "fp32")
+    fitted = Measured(measured()).costs(MODEL, CLUSTER, PARALLEL, "fp32")
     for unit, known in true_cost().units.items():
         for shape in [*SHAPES, (12, 2000, 10**6, 700)]:
             features = np.array([1, *shape])
@@ -140,7 +61,9 @@ def test_experts_that_ranks_share_out_cost_what_is_counted_besides():
     profile = measured(optimizer=(), links=(), model_sha256=model_sha256(model))
     profile = profile.model_copy(update={"measurements": measurements_of(counted)})
     for sizes in (alone, shared_out):
-        found = fitted_cost(profile, model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        found = (
+            Measured(profile).costs(model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
+        )
         known = analytic_cost(model, CLUSTER, sizes, "fp32").units["language_layer_experts8"]
         features = np.array([1, *SHAPES[-1]])
         for name in ("forward_ms", "backward_ms", "recompute_ms", "activation_bytes"):
@@ -159,14 +82,14 @@ def test_choices_for_experts_are_no_other_model(changes):
     profile = profile.model_copy(update={"measurements": measurements_of(counted)})
     sizes, features = Parallel(pipeline=1, data=4, expert=4), np.array([1, *SHAPES[-1]])
     planned = model_with(EXPERTS.model_copy(update=changes))
-    found = fitted_cost(profile, planned, CLUSTER, sizes, "fp32").units[name]
+    found = Measured(profile).costs(planned, CLUSTER, sizes, "fp32").units[name]
     known = analytic_cost(planned, CLUSTER, sizes, "fp32").units[name]
     assert features @ found.forward_ms == pytest.approx(features @ known.forward_ms, rel=1e-3)
     kept = features @ known.activation_bytes
     assert features @ found.activation_bytes == pytest.approx(kept, rel=0.01)
     more = model_with(EXPERTS.model_copy(update={"experts": 16}))
     with pytest.raises(UserError, match="sizes are not those"):
-        fitted_cost(profile, more, CLUSTER, sizes, "fp32")
+        Measured(profile).costs(more, CLUSTER, sizes, "fp32")
 
 
 def test_noise_stays_a_relative_error_of_its_own_size():
@@ -190,7 +113,7 @@ def test_what_was_not_measured_is_counted():
         }
     )
     counted = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
-    fitted = fitted_cost(profile, MODEL, CLUSTER, PARALLEL, "fp32")
+    fitted = Measured(profile).costs(MODEL, CLUSTER, PARALLEL, "fp32")
     for unit in fitted.units:
         np.testing.assert_array_equal(
             fitted.units[unit].activation_bytes, counted.units[unit].activation_bytes
@@ -210,13 +133,13 @@ def test_links_of_one_machine_do_not_price_a_cluster():
     """Prevents a profile's local link from standing in for the network between nodes."""
     across = Parallel(pipeline=CLUSTER.gpus_per_node + 1)
     counted = analytic_cost(MODEL, CLUSTER, across, "fp32")
-    fitted = fitted_cost(measured(), MODEL, CLUSTER, across, "fp32")
+    fitted = Measured(measured()).costs(MODEL, CLUSTER, across, "fp32")
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte
 
 
 def test_optimizer_time_is_divided_over_data_parallel_ranks():
     """Prevents charging every rank for the whole update."""
-    shared = fitted_cost(measured(), MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
+    shared = Measured(measured()).costs(MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
     assert shared.optimizer_ms_per_parameter == pytest.approx(1e-5 / 4)
     assert shared.gradient_reduction_ms_per_parameter > 0
 
@@ -236,7 +159,7 @@ def test_a_profile_of_something_else_is_refused(
 ):
     """Prevents plans with another job's times."""
     with pytest.raises(UserError, match=message):
-        fitted_cost(measured(**changed), MODEL, CLUSTER, parallel, "fp32")
+        Measured(measured(**changed)).costs(MODEL, CLUSTER, parallel, "fp32")
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,12 @@ import numpy as np
 import pytest
 from cost_cases import assumed_h100
 
-from omnibal.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
-from omnibal.cost.shaped_rates import (
-    ProductTimes,
-    exchanged_line,
-    ring_line,
-    send_line,
-)
-from omnibal.errors import UserError
-from omnibal.rates import CollectiveTime, ProductTime
+from omnibal.cost.shaped_rates import ProductTimes, exchanged_line, ring_line, send_line
+from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.model.rates import CollectiveTime, ProductTime
 
 pytestmark = pytest.mark.quick
 
@@ -110,7 +105,7 @@ def left_out_errors(products: tuple[ProductTime, ...], every: int) -> np.ndarray
 
 def test_products_are_predicted_from_the_others():
     """Prevents: an interpolation that is no better than the rate of all products together."""
-    errors = left_out_errors(RATES.products, every=4)
+    errors = left_out_errors(RATES.products, every=7)
     assert np.median(errors) < 0.06 and np.quantile(errors, 0.9) < 0.2
     flops = np.array([one.flops for one in RATES.products])
     rates = flops / [one.time_ms(2250) for one in RATES.products]

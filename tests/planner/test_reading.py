@@ -2,18 +2,19 @@
 
 import numpy as np
 import pytest
+from cli_cases import run
 from plan_cases import MODEL, changed, example_lengths, request
-from test_profile import measured
+from profile_cases import measured
 
-from omnibal import cli
-from omnibal.check import check_plan
-from omnibal.cost.profile import ReadingMeasurement, write_profile
+from omnibal.cost.profile import Measured, write_profile
+from omnibal.cost.source import ReadingMeasurement
 from omnibal.data.lengths import write_lengths
-from omnibal.levels import Level
-from omnibal.limits import Caps
+from omnibal.job.check import check_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 from omnibal.pipeline.reading import StageReading, slow_reading, too_few_loaders
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
 
 pytestmark = pytest.mark.quick
 
@@ -24,7 +25,7 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
 
 
 def planned(read: ReadingMeasurement | None):
-    return make_plan(changed(request(), profile=measured(reading=read)))
+    return make_plan(changed(request(), cost_source=Measured(measured(reading=read))))
 
 
 def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
@@ -94,12 +95,16 @@ def test_loaders_that_do_not_keep_up_are_named():
         assert not said or said.endswith("give --num-workers 1 or more")
 
 
-def test_encoders_beside_are_read_for_by_all():
+def test_data_parallel_encoders_are_read_for_by_all():
     """Prevents: items that are counted for the first stage alone, or for every rank as a whole."""
     plan, read = planned(None).plan, reading()
     names = ("fixed", "tiles", "tokens")
-    shared = StageReading.of(read, MODEL, plan.stages, names, is_beside=True, ranks=2)
-    own = StageReading.of(read, MODEL, plan.stages, names, is_beside=False, ranks=2)
+    shared = StageReading.of(
+        read, MODEL, plan.stages, names, has_data_parallel_encoders=True, ranks=2
+    )
+    own = StageReading.of(
+        read, MODEL, plan.stages, names, has_data_parallel_encoders=False, ranks=2
+    )
     assert shared.ms[1].tolist() == [1.0] * len(plan.stages)
     assert own.ms[1].tolist() == [2.0] + [0.0] * (len(plan.stages) - 1)
     assert own.cores_per_rank == 1
@@ -112,7 +117,7 @@ def test_ranks_that_share_packs_read_their_parts():
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     read = reading(1e-3)
-    asked = changed(request(), profile=measured(reading=read), levels=levels)
+    asked = changed(request(), cost_source=Measured(measured(reading=read)), levels=levels)
     result = make_plan(asked)
     packs, _ = result.data
     assert result.plan.has_shared_packs
@@ -144,8 +149,7 @@ def test_plan_and_check_say_that_reading_binds(capsys, tmp_path):
             f"-o {tmp_path}/plan"
         )
         for command in (asked, f"check {tmp_path}/plan"):
-            with pytest.raises(SystemExit):
-                cli.main(command.split())
+            run(command)
             printed = capsys.readouterr()
             said = printed.err if command is asked else printed.out
             assert ("note: data cannot be read as fast as it is trained" in said) == is_told

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from cli_cases import printed
 from scipy.signal import resample_poly
 from speech_cases import (
     AUDIO,
@@ -23,20 +24,19 @@ from speech_cases import (
 )
 from transformers import WhisperFeatureExtractor
 
-from omnibal import cli
-from omnibal.config import load_model, model_toml
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.log_mel import log_mel
-from omnibal.data.packs import read_packs
 from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
 from omnibal.data.scan import scan_key, scan_lengths
 from omnibal.data.scan_journal import ScanJournal
+from omnibal.data.stored_files import AudioFile
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.plan_data import model_of_lengths
+from omnibal.job.plan_data import model_of_lengths
+from omnibal.model.config import load_model, model_toml
+from omnibal.packing.packs import read_packs
 
 RATES = (8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000)
 
@@ -390,28 +390,20 @@ def test_shards_hold_recordings(tmp_path, meta, tokenizer):
     assert theirs.tokens.tolist() == ours.tokens.tolist()
 
 
-def run(capsys, command: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(command.split())
-    output = capsys.readouterr()
-    assert ended.value.code == 0, output.err
-    return output.out
-
-
 def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
     """Prevents packs over the limit of any of three loads, by the commands as a user gives them."""
     model, lengths, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
     model.write_text(model_toml(OMNI))
     scanned = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
-    assert "clips" in run(capsys, f"{scanned} -o {lengths}")
+    assert "clips" in printed(capsys, f"{scanned} -o {lengths}")
     found = read_lengths([lengths])
     caps = {name: int(found.column(name).max() * 1.5) for name in ("tiles", "clips", "tokens")}
     limits = f"--max-tiles {caps['tiles']} --max-tokens {caps['tokens']}"
     limits += f" --limit clips={caps['clips']}"
-    run(capsys, f"pack {lengths} {limits} --dp 2 --micro-batches 1 -o {packs}")
+    printed(capsys, f"pack {lengths} {limits} --dp 2 --micro-batches 1 -o {packs}")
     sizes = "--tp 1 --pp 2 --dp 2 --micro-batches 1"
     planned = f"plan --lengths {lengths} {limits} --model {model} --cluster laptop-cpu {sizes}"
-    run(capsys, f"{planned} -o {tmp_path / 'plan'}")
+    printed(capsys, f"{planned} -o {tmp_path / 'plan'}")
     for file in (packs, tmp_path / "plan" / "packs.parquet"):
         scheduled = read_packs(file)
         for name, cap in caps.items():

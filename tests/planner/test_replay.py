@@ -9,35 +9,33 @@ from cost_cases import random_cost
 from plan_cases import request
 from replay_cases import replay_info, write_replay
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.fake_replay import heaviest_windows
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.job.planner import make_plan
+from omnibal.job.replay import (
+    REPLAY_FILES,
+    chosen_steps,
+    heaviest_rows,
+    read_replay,
+    rows_of_steps,
+)
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import once_a_step, stage_times
+from omnibal.pipeline.stage_cost import per_step_costs, stage_times
 from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
-from omnibal.pipeline.units import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
+from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan, PlannedLevel
-from omnibal.planner import make_plan
-from omnibal.pretended import heaviest_windows
-from omnibal.replay import (
-    chosen_steps,
-    heaviest_rows,
-    open_replay,
-    read_replay,
-    read_stages,
-    rows_of_steps,
-    write_stage,
-)
 
 pytestmark = pytest.mark.quick
 
@@ -159,7 +157,7 @@ def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_pat
     )
     replay = read_replay(tmp_path / "replay", small.plan, small.cost, small.workload)
     times = stage_times(small.cost, small.plan.stages, small.features)
-    once = once_a_step(small.cost, small.plan.stages)
+    once = per_step_costs(small.cost, small.plan.stages)
     # The first stage has one bucket; later ones gather while they wait for the first micro-batch.
     reduction_ms, update_ms = once.reduction_ms, once.update_ms
     assert once.buckets.tolist() == [1] * 4 and not once.tied_ms.any()
@@ -222,7 +220,7 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     write_replay(folder, small.plan, small.cost, small.workload, (0,))
     for stage in (1, 2):
         (folder / f"stage_{stage}.json").unlink()
-    assert [kept.stage for kept in read_stages(folder, small.plan)] == [0, 3]
+    assert [kept.stage for kept in REPLAY_FILES.read(folder, 4)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
         read_replay(folder, small.plan, small.cost, small.workload)
 
@@ -230,8 +228,8 @@ def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
 def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
     """Prevents stages of other steps, content or devices from being put into one step."""
     info = replay_info(small.plan, (0, 1))
-    open_replay(tmp_path / "replay", info)
-    open_replay(tmp_path / "replay", info)
+    REPLAY_FILES.open(tmp_path / "replay", info)
+    REPLAY_FILES.open(tmp_path / "replay", info)
     for name, value in (
         ("steps", (0, 2)),
         ("content", "data"),
@@ -239,7 +237,7 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
         ("provider", "te"),
     ):
         with pytest.raises(UserError, match=f"holds a replay with another {name}"):
-            open_replay(
+            REPLAY_FILES.open(
                 tmp_path / "replay", replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))
             )
 
@@ -249,14 +247,14 @@ def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     folder = tmp_path / "replay"
     replays = write_replay(folder, small.plan, small.cost, small.workload, (0,))
     rows = tuple(row + 1 for row in replays[2].rows)
-    write_stage(replays[2].model_copy(update={"rows": rows}), folder)
+    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 2 is not of the packs of its steps"):
         read_replay(folder, small.plan, small.cost, small.workload)
-    write_stage(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
+    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
     with pytest.raises(UserError, match="differ in length"):
         read_replay(folder, small.plan, small.cost, small.workload)
     for replay in replays:
-        write_stage(replay.model_copy(update={"rows": rows}), folder)
+        REPLAY_FILES.write(replay.model_copy(update={"rows": rows}), folder)
     with pytest.raises(UserError, match="stage 0 is not of the packs of its steps"):
         read_replay(folder, small.plan, small.cost, small.workload)
 

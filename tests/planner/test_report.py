@@ -15,26 +15,11 @@ import pytest
 from replay_cases import write_replay
 from rich.console import Console
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, LengthsOrigin, write_lengths
-from omnibal.data.packs import Packs, ScheduledPacks, write_packs
-from omnibal.errors import UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.prediction import (
-    DataParallelExchange,
-    LostTime,
-    Prediction,
-    StageMemory,
-    StagePrediction,
-)
-from omnibal.pipeline.simulate import simulate_step
-from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import stage_times
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import (
+from omnibal.job.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     Plan,
@@ -43,15 +28,10 @@ from omnibal.plan import (
     read_plan,
     write_plan,
 )
-from omnibal.plan_data import describe_data
-from omnibal.plan_files import PlanFiles, data_of_plan, job_of_plan
-from omnibal.replay import StageReplay, read_replay
-from omnibal.report.page import render, write_report
-from omnibal.report.sources import sources_table
-from omnibal.report.tables import accuracy_table, memory_table
-from omnibal.report.text import milliseconds
-from omnibal.report.timeline import representative_step
-from omnibal.runlog import (
+from omnibal.job.plan_data import describe_data
+from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.job.replay import StageReplay, read_replay
+from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
     EvaluatedAnswer,
@@ -65,6 +45,26 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
+from omnibal.pipeline.prediction import (
+    DataParallelExchange,
+    LostTime,
+    Prediction,
+    StageMemory,
+    StagePrediction,
+)
+from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.workload import Workload
+from omnibal.report.formatting import milliseconds
+from omnibal.report.length_sources import sources_table
+from omnibal.report.page import render, write_report
+from omnibal.report.page_tables import accuracy_table, memory_table
+from omnibal.report.timeline import representative_step
 
 pytestmark = pytest.mark.quick
 
@@ -477,11 +477,8 @@ def test_pack_density_draws_every_cell(directories: tuple[Path, Path], page: str
     }
     assert page.count('class="pack shade') == len(cells)
     text = Page(page).text
-    assert (
-        f"Tiles filled {100 * packs.column('tiles').sum() / (12 * len(packs)):.1f} % of the cap"
-        in text
-    )
-    assert f"Tokens filled {100 * packs.tokens.sum() / (640 * len(packs)):.1f} % of the cap" in text
+    assert f"fill of tiles {100 * packs.column('tiles').sum() / (12 * len(packs)):.1f} %" in text
+    assert f"fill of tokens {100 * packs.tokens.sum() / (640 * len(packs)):.1f} %" in text
 
 
 def test_page_needs_nothing_else(page: str) -> None:
@@ -603,7 +600,7 @@ def test_page_of_a_partial_plan(
     assert not any(f"<h2>{title}</h2>" in page for title in hidden)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 20_000])
+@pytest.mark.parametrize("steps", [1, 2, 8_000])
 def test_page_of_a_short_or_long_run(tmp_path: Path, steps: int) -> None:
     """Prevents a crash on one step, and a page that grows with the length of the run."""
     write_plan_directory(tmp_path / "plan")
@@ -763,11 +760,8 @@ def test_replay_has_its_own_step_bubble_and_memory(
     assert [row[8:] for row in rows] == [["2.97", "1.50", "3.41"], ["2.41", "2.50", "3.11"]]
     assert "A replay on a CPU measures no working memory" in text
     assert three_columns.count('class="replayed"><title>replayed: ') == len(STAGES)
-    stacks = re.findall(
-        r"Where the (\w+) step&#39;s time goes</h3>.*?ideal ([\d.]+) (\w+)", three_columns
-    )
-    ideal = milliseconds(replay.lost.ideal_ms).split()
-    assert stacks == [("predicted", "141", "ms"), ("replayed", *ideal)]
+    key = re.search(r"ideal ([\d.]+ \w+) \([\d.]+ %\) / ([\d.]+ \w+) \(", three_columns)
+    assert key.groups() == ("141 ms", milliseconds(replay.lost.ideal_ms))
     assert "exchange gradients and weights for 6.25 ms, of which 1.75 ms are exposed" in text
     assert "3 steps of the plan, each stage by itself on one device" in text
     assert "with random content of the plan's sizes; median of 3 repetitions" in text

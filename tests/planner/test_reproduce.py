@@ -19,11 +19,11 @@ import qwen35_35b  # noqa: E402
 from calibration import stage_ms  # noqa: E402
 from hbp import chosen_from_table_19, level_search  # noqa: E402
 
-from omnibal.beside import EncoderPlacement  # noqa: E402
-from omnibal.config import load_cluster  # noqa: E402
+from omnibal.base.errors import DoesNotFit  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
-from omnibal.errors import DoesNotFit  # noqa: E402
 from omnibal.lint.predicted import predicted  # noqa: E402
+from omnibal.model.config import load_cluster  # noqa: E402
+from omnibal.model.data_parallel_encoders import EncoderPlacement  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
 from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
@@ -215,7 +215,7 @@ def test_orchmllms_phases_beside_a_walk_over_ranks(three_modalities: orch.Job):
     assert most == -(-job.samples.tiles.sum() // job.ranks)
 
 
-def test_orchmllms_encoders_are_too_large_to_stand_beside():
+def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
     """Prevents: a plan of whole copies of 11B of encoders on devices of 80 GB."""
     samples = orch_plan.mixture(2_000, seed=0)
     lengths = orch_plan.lengths_of(samples)
@@ -223,7 +223,7 @@ def test_orchmllms_encoders_are_too_large_to_stand_beside():
     expected = samples.text + 256 * samples.tiles + 250 * np.array(clips)
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
-        orch_plan.planned(lengths, "h100-80g", EncoderPlacement.BESIDE)
+        orch_plan.planned(lengths, "h100-80g", EncoderPlacement.DATA_PARALLEL)
 
 
 def test_cuts_of_qwen35_35b():

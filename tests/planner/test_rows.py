@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from length_cases import make_lengths
 
-from omnibal.data.by_level import levels_of_packs
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.shares import shares_of
-from omnibal.data.steps import DataRequest, deal_steps, draw_steps, steps_of
-from omnibal.errors import UserError
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from tests.planner.length_cases import make_lengths
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.shares import shares_of
+from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, steps_of
 
 pytestmark = pytest.mark.quick
 
@@ -104,7 +104,7 @@ def test_places_can_run(count, seed, rows, ranks):
 
 
 def shares_of_unscheduled(lengths: Lengths) -> int:
-    from omnibal.data.steps import pack_epochs
+    from omnibal.steps.steps import pack_epochs
 
     (packs,) = pack_epochs(lengths, request())
     return int(np.array([1, 2, 4])[levels_of_packs(packs, lengths, LEVELS)].sum())

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.errors import UserError
-from omnibal.report.summary import summarise_run
-from omnibal.runlog import (
+from omnibal.base.errors import UserError
+from omnibal.job.runlog import (
     EVALUATION_FILE,
     RUN_FILE,
     RUN_INFO_FILE,
@@ -25,6 +24,7 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
+from omnibal.report.summary import summarise_run
 
 pytestmark = pytest.mark.quick
 
@@ -53,7 +53,7 @@ def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
     return path
 
 
-def test_times_of_encoders_beside_are_written_where_there_are_any(tmp_path):
+def test_times_of_data_parallel_encoders_are_written_where_there_are_any(tmp_path):
     """Prevents: a log of other runs that is another than before, and one whose times are lost."""
     beside = STAGE.model_copy(update={"encoder_ms": 4.0, "exchange_ms": 0.5})
     path = write_lines(tmp_path / "run.jsonl", record(0), record(1, stages=(beside,)))

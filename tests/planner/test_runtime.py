@@ -9,15 +9,15 @@ from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.links import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
-from omnibal.levels import Level
-from omnibal.limits import Caps
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import runtime_of
 from omnibal.lint.line import line_of
-from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import OnceAStep
-from omnibal.rates import CollectiveTime, Rates
-from omnibal.runtime import OWN, RuntimeOptions
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.pipeline.stage_cost import PerStepCosts
 
 CLUSTER = assumed_h100()
 MODEL = named_model("llama3.1-70b")
@@ -28,13 +28,13 @@ HIDDEN = (
 )
 
 
-def cost_of(runtime: RuntimeOptions = OWN, *, tensor: int = 4, data: int = 2) -> CostModel:
+def cost_of(runtime: RuntimeOptions = OWN_RUNTIME, *, tensor: int = 4, data: int = 2) -> CostModel:
     parallel = Parallel(tensor=tensor, pipeline=1, data=data, sequence_parallel=tensor > 1)
     return analytic_cost(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
 
 
 def changed(**options: bool) -> RuntimeOptions:
-    return OWN.model_copy(update=options)
+    return OWN_RUNTIME.model_copy(update=options)
 
 
 def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
@@ -140,7 +140,7 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
     stages = 3
     ends, starts = rng.uniform(0, 50, (2, 4, chunks, stages))
     reduction, gather = rng.uniform(1, 60, (2, stages))
-    once = OnceAStep(
+    once = PerStepCosts(
         reduction_ms=reduction, gather_ms=gather, buckets=np.ones(stages), overlaps=overlaps,
         tied_ms=np.zeros(stages), update_ms=np.zeros(stages),
     )  # fmt: skip
@@ -182,7 +182,7 @@ def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
         assert getattr(found, name) == value, name
     if flags.startswith("--overlap"):
         engine = {"transformer_engine": True, "accumulates_in_products": True}
-        assert found == OWN.model_copy(update={"ring_tokens": 4096} | engine)
+        assert found == OWN_RUNTIME.model_copy(update={"ring_tokens": 4096} | engine)
 
 
 def test_what_was_measured_over_the_network_counts_beyond_a_node():

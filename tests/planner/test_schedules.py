@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from plan_cases import job_spec
 
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.plan_data import MockData
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.interleaved import most_bytes, needed_bytes
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
@@ -27,10 +28,9 @@ from omnibal.pipeline.schedules import (
     one_forward_one_backward,
 )
 from omnibal.pipeline.simulate import predict_steps, simulate_schedule, waits_before
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan_data import MockData
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 pytestmark = pytest.mark.quick
 
@@ -60,7 +60,7 @@ def zero_bubble(stages: int, chunks: int, micro_batches: int) -> Schedule:
         operations.append((*order, *(Operation(BW, i) for i in late)))
     return Schedule(
         name="ZB-H1", chunks=1, micro_batches=micro_batches, operations=tuple(operations),
-        shortens=False,
+        is_prefix_closed=False,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_one_chunk_interleaved_is_1f1b_in_time_and_memory():
     workload = job.workload(packs, lengths, ())
     stages = stages_from_cuts(job.model, (4, 8), [[2, 0], [1, 1], [0, 0]])
     plain = predict(job.cost, job.model, job.parallel, (stages,), packs, workload)
-    times, once = workload_times(job.cost, (stages,), workload), once_a_step(job.cost, stages)
+    times, once = workload_times(job.cost, (stages,), workload), per_step_costs(job.cost, stages)
     assert predict_steps(times, workload, once).step_ms.mean() == plain.step_ms
     passes = [s.memory.activations_gib + s.memory.transient_gib for s in plain.stages]
     for stage, gib in enumerate(passes):
@@ -251,7 +251,7 @@ def test_lists_that_say_so_hold_for_fewer_micro_batches(rule):
     """Prevents short steps that are simulated in an order in which they do not run."""
     for m, p in SIZES:
         schedule = rule(p, 1, m)
-        assert schedule.shortens
+        assert schedule.is_prefix_closed
         for fewer in range(m):
             shortened = tuple(
                 tuple(one for one in operations if one.micro_batch < fewer)
@@ -281,7 +281,7 @@ def with_operations(*operations: Sequence[Operation], chunks: int = 1) -> Schedu
     """Of 2 micro-batches."""
     return Schedule(
         name="made up", chunks=chunks, micro_batches=2,
-        operations=tuple(map(tuple, operations)), shortens=False,
+        operations=tuple(map(tuple, operations)), is_prefix_closed=False,
     )  # fmt: skip
 
 

@@ -1,38 +1,32 @@
 """Search for levels: as good as trying all, never above its bound, and silent on short data."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
+from length_cases import long_tailed, texts
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec
-from omnibal.levels import MAX_CONTEXT, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import MAX_CONTEXT, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.plan_data import SampleData
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import (
     WholeModel,
-    best_of_rising,
+    good_forms,
     level_forms,
     possible_contexts,
 )
 from omnibal.search.level_estimates import candidate_caps, top_caps
-from omnibal.search.level_trial import (
-    LevelTrial,
-    LevelTrials,
-    levels_in_use,
-    shorter_first,
-)
-from omnibal.search.levels import (
+from omnibal.search.level_sets import (
     LEAST_GAIN,
     LevelRequest,
     hbp_search,
@@ -40,27 +34,9 @@ from omnibal.search.levels import (
     search_levels,
     shared_anew,
 )
+from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
 
 MODEL = load_model("llama3.1-8b")
-
-
-def texts(tokens: np.ndarray) -> Lengths:
-    count = np.asarray(tokens, np.int32)
-    return Lengths(
-        items={},
-        tokens=count,
-        loss_tokens=count // 2,
-        source=np.zeros(len(count), np.int32),
-        source_names=("texts",),
-        origin=None,
-    )
-
-
-def long_tailed(count: int, longest: int, seed: int = 0) -> Lengths:
-    rng = np.random.default_rng(seed)
-    short = np.clip(rng.lognormal(np.log(400), 1, count), 30, 4_000)
-    long = rng.integers(longest // 3, longest, count // 50)
-    return texts(rng.permutation(np.concatenate([short, long, [longest]])))
 
 
 def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
@@ -183,18 +159,14 @@ def test_no_context_size_is_looked_at_in_vain():
     assert possible_contexts(job_of(8_192), caps) == [1, 2, 4, 8, 16, 32, 64, 128]
     assert max(possible_contexts(job_of(8_192))) == MAX_CONTEXT
     assert possible_contexts(job_of(6), caps) == [1, 2]
-    looked_at = []
-
-    def timed() -> Iterator[tuple[float, Level]]:
-        for power, taken_ms in enumerate((np.inf, 9.0, 10.0, 8.0, 9.0, 9.5, 7.0)):
-            looked_at.append(1 << power)
-            yield taken_ms, Level(caps=caps, context=1 << power)
-
-    assert best_of_rising(timed()) == (8.0, Level(caps=caps, context=8))
-    assert looked_at == [1, 2, 4, 8, 16, 32]
-    small = [(9.0, Level(caps=Caps.of(tokens=4_096))), (1.0, Level(caps=caps, context=64))]
-    assert best_of_rising(small)[0] == 9.0
-    assert best_of_rising([(np.inf, small[0][1]), small[1]])[0] == 1.0
+    lengths = texts(np.full(64, 16_000))
+    packs = pack_samples(lengths, caps, PackingMethod.ISF, 0)
+    forms = good_forms(job_of(64), caps, packs, lengths, 1e6)
+    contexts, times = [f.level.context for f in forms], [f.rows_ms for f in forms]
+    assert contexts == sorted(set(contexts)) and contexts[-1] < 64
+    # The search ends after two context sizes that are slower than the best one before them.
+    best = int(np.argmin(times))
+    assert len(times) - 1 - best <= 2
 
 
 def test_like_samples_are_shared_where_that_saves_recomputation():

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rate_cases import ring_ms, tiled_ms, tiled_rates
 
-from omnibal.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import encoder_layer, encoder_projector
@@ -18,10 +17,11 @@ from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.language_counts import head, language_layer
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, ring_line, send_line
-from omnibal.encoders import ClipsEncoder, ImagesEncoder
-from omnibal.parallel import Parallel
-from omnibal.rates import CollectiveTime, Pass, ProductTime, Rates
-from omnibal.units import feature_names
+from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Pass, ProductTime, Rates
+from omnibal.model.units import feature_names
 
 pytestmark = pytest.mark.quick
 

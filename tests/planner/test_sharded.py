@@ -4,31 +4,33 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from plan_cases import example_lengths
 
-from omnibal.config import ClusterConfig, load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import trained_features
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import ClusterConfig, load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import once_a_step, workload_times
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan_data import SampleData
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.targets import TARGETS, Padding, Sharding, StageRules, TargetName
-from omnibal.units import unit_names
-from tests.planner.plan_cases import example_lengths
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.search.limit_costs import LimitName, lifted
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
+XTUNER = TARGETS[TargetName.XTUNER]
 
 
 def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: list[float]) -> float:
@@ -126,7 +128,7 @@ def test_whole_weights_are_there_for_a_while(frozen: tuple[str, ...]) -> None:
         np.testing.assert_array_equal(after.backward_ms, [*before.backward_ms, 0, waits])
         collective = np.hstack([before.collective_ms, [[waits, 0], [0, waits]]])
         np.testing.assert_array_equal(after.collective_ms, collective)
-    assert shared.runs_in_step and shared.bucket_parameters == np.inf
+    assert shared.runs_in_lockstep and shared.bucket_parameters == np.inf
     # Every micro-batch exchanges; nothing is left to exchange once a step.
     for rates in (shared.reduction_ms, shared.gather_ms):
         assert rates(1e9, 0) == rates(1e9, 1e9) == 0
@@ -144,7 +146,7 @@ def job(ranks: int, **changes: object) -> JobSpec:
         parallel=Parallel(pipeline=1, data=ranks),
         precision="bf16",
     )
-    return replace(whole, sharding=Sharding.ALL, **changes)
+    return replace(whole, trainer=TrainerConstraints(sharding=Sharding.ALL), **changes)
 
 
 def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
@@ -152,7 +154,7 @@ def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
 
     arXiv 1910.02054, section 5: all three kinds of state are divided by the ranks.
     """
-    whole, shared = replace(job(8), sharding=Sharding.OPTIMIZER).cost, job(8).cost
+    whole, shared = replace(job(8), trainer=OWN).cost, job(8).cost
     assert shared.weight_bytes_per_parameter == whole.weight_bytes_per_parameter / 8
     assert shared.gradient_bytes_per_parameter == whole.gradient_bytes_per_parameter / 8
     assert shared.optimizer_bytes_per_parameter == whole.optimizer_bytes_per_parameter
@@ -171,15 +173,14 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
     """Prevents: plans for FSDP refused as if every rank held the model whole."""
     large = load_model("internvl2-26b")
     lengths = example_lengths(count=600)
-    for name, fits in ((None, False), (TargetName.XTUNER, True)):
-        limits = {} if name is None else limits_of(name)
+    for trainer, fits in ((OWN, False), (XTUNER, True)):
         request = PlanRequest(
             job=JobSpec(
                 model=large,
                 cluster=load_cluster("h100-80g"),
                 parallel=Parallel(pipeline=1, data=32),
                 precision="bf16",
-                **limits,
+                trainer=trainer,
             ),
             data=SampleData(
                 lengths=lengths,
@@ -199,17 +200,6 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
         memory = prediction.stages[0].memory
         assert memory.weights_gib * 32 == pytest.approx(2 * parameters(large) / 2**30, rel=0.02)
         assert prediction.lost.communication_ms > 0
-
-
-def limits_of(name: TargetName) -> dict:
-    """Fields of a job for a trainer."""
-    target = TARGETS[name]
-    return {
-        "made_for": name,
-        "rules": target.stages,
-        "sharding": target.sharding,
-        "padded": target.packs.padded,
-    }
 
 
 def parameters(model: object) -> int:
@@ -242,9 +232,10 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
     padded = JobSpec(
         model=MODEL, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1, data=4),
-        precision="bf16", **limits_of(TargetName.XTUNER),
+        precision="bf16", trainer=XTUNER,
     )  # fmt: skip
-    plain, lengths = replace(padded, padded=Padding.NOWHERE), example_lengths(count=200)
+    plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
+    lengths = example_lengths(count=200)
     longest = int(lengths.tokens.max())
     equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))
     for samples, is_even in ((lengths, False), (equal, True)):
@@ -263,7 +254,7 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
 def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
     """Breakdown of the mean step on one stage, which adds up to it."""
     stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, ())
-    once = once_a_step(job.cost, stages)
+    once = per_step_costs(job.cost, stages)
     step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
     lost = lost_time(job.cost, [stages], workload, float(step_ms.mean()))
     assert sum(lost.named().values()) == pytest.approx(step_ms.mean())
@@ -272,8 +263,8 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
 
 def test_tokens_without_loss_cost_the_head_too() -> None:
     """Prevents: logits of prompts left out for trainers that compute them."""
-    plain = replace(job(2), sharding=Sharding.OPTIMIZER)
-    whole = replace(plain, rules=StageRules(head_on_all_tokens=True))
+    plain = replace(job(2), trainer=OWN)
+    whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     lengths = example_lengths(count=200)
     data = SampleData(
         lengths=lengths, caps=Caps.of(tiles=30, tokens=8192), packing=PackingMethod.BALANCED,

@@ -5,26 +5,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
+from length_cases import lengths_of
 from plan_cases import MODEL, example_profile, job_spec
 
-from omnibal.config import load_cluster, load_model
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import ShareMeasurement, model_sha256
-from omnibal.cost.shares import share_features
-from omnibal.data.cut import cut_pack, item_bounds
+from omnibal.cost.profile import Measured, ShareMeasurement, model_sha256
+from omnibal.cost.share_features import share_features
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.shares import shares_of
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.layers import LayerRun
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.rates import CollectiveTime, Rates
-from omnibal.units import feature_names, feature_names_at, unit_names
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.layers import LayerRun
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.units import feature_names, feature_names_at, unit_names
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.cut import cut_pack, item_bounds
+from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 
@@ -55,14 +57,8 @@ def random_schedule(
     samples = int(sizes.sum())
     packs = Packs(samples=rng.permutation(samples), offsets=np.append(0, np.cumsum(sizes)))
     tokens = (rng.pareto(1.0, samples) * 20).astype(np.int32).clip(0, 400) + 1
-    lengths = Lengths(
-        items={"tiles": rng.integers(0, 5, samples).astype(np.int32)},
-        tokens=tokens,
-        loss_tokens=rng.integers(0, tokens + 1).astype(np.int32),
-        source=np.zeros(samples, np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
+    tiles = rng.integers(0, 5, samples)
+    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=rng.integers(0, tokens + 1))
     return ScheduledPacks(
         packs=packs,
         step=step,
@@ -282,8 +278,8 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
 def test_measured_units_keep_their_times() -> None:
     """Prevents an exchange that is lost where costs were measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    job = job_spec(parallel=Parallel(pipeline=1, data=2), profile=profile)
-    counted_job = replace(job, profile=None)
+    job = job_spec(parallel=Parallel(pipeline=1, data=2), cost_source=Measured(profile))
+    counted_job = replace(job, cost_source=ANALYTIC)
     (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
     for name in dict.fromkeys(unit_names(MODEL)):
         np.testing.assert_allclose(
@@ -335,8 +331,10 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     shares = (*of_known_shares(4, gather), *of_known_shares(2, heads))
     measured = alone.model_copy(update={"shares": shares})
     node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-    job = job_spec(cluster=node, parallel=Parallel(pipeline=1, data=4), profile=measured)
-    counted = replace(job, profile=alone)
+    job = job_spec(
+        cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=Measured(measured)
+    )
+    counted = replace(job, cost_source=Measured(alone))
 
     def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
         (cost,) = job.costs_at([level(context, exchange=exchange)])
@@ -379,8 +377,8 @@ def test_exchanges_are_at_the_profiles_rates() -> None:
     )
     rates = Rates(device="test", collectives=collectives)
     given = {"parallel": Parallel(pipeline=1, data=2)}
-    unknown = job_spec(profile=profile, **given).costs_at([level(2)])[0]
-    measured = job_spec(profile=profile.model_copy(update={"rates": rates}), **given)
+    unknown = job_spec(cost_source=Measured(profile), **given).costs_at([level(2)])[0]
+    measured = job_spec(cost_source=Measured(profile.model_copy(update={"rates": rates})), **given)
     found = measured.costs_at([level(2)])[0].units["language_layer"].context_ms[0]
     guessed = unknown.units["language_layer"].context_ms[0]
     width, cluster = 2 * MODEL.language.hidden_size, measured.cluster
@@ -485,7 +483,10 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
     given = job.model, job.cluster, job.parallel, job.precision, ()
     for exchange in ContextExchange:
         one = level(4, exchange=exchange)
-        (cost,), (with_backward,) = costs_at(frozen, *given, [one]), job.costs_at([one])
+        (cost,), (with_backward,) = (
+            costs_at(frozen, *given, [one], ExchangeSource()),
+            job.costs_at([one]),
+        )
         unit, other = cost.units["language_layer"], with_backward.units["language_layer"]
         np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
         assert not unit.context_ms[1:].any()

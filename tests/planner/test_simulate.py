@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
 
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline import simulate
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.schedules import Pass
@@ -17,9 +17,9 @@ from omnibal.pipeline.simulate import (
     simulate_step,
     simulate_steps,
 )
-from omnibal.pipeline.stage_cost import OnceAStep, StageTimes, stage_times
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, stage_times
 from omnibal.pipeline.stage_memory import GIB, running_passes
-from omnibal.pipeline.units import stage_units, stages_from_cuts
+from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
@@ -186,7 +186,7 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
         backward_link_ms=back_link,
     )
     reduction, optimizer = np.array([5.0, 1, 9]), np.array([0.5, 0.25, 2])
-    once = OnceAStep(
+    once = PerStepCosts(
         reduction_ms=reduction - 1, gather_ms=np.zeros(3), buckets=np.ones(3),
         tied_ms=np.ones(3), update_ms=optimizer,
     )  # fmt: skip

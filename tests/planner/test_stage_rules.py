@@ -9,18 +9,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
+from partition_cases import frozen, planners_figures, random_packs
 from plan_cases import job_spec, request
-from test_partition import frozen, planners_figures, random_packs
 
-from omnibal.beside import EncoderPlacement
-from omnibal.check import check_plan
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.job import JobSpec, limits_of
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.check import check_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import write_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import make_plan
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import (
+    TARGETS,
+    RecomputeFreedom,
+    StageRules,
+    TargetName,
+    TrainerConstraints,
+)
+from omnibal.model.units import LANGUAGE
 from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
@@ -29,13 +40,8 @@ from omnibal.pipeline.shared_numbers import NumberChoices
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
 from omnibal.pipeline.stage_rules import limits_in_words
-from omnibal.pipeline.units import check_stages, encoders_stage, unit_words
+from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import write_plan
-from omnibal.plan_files import save_plan
-from omnibal.planner import make_plan
-from omnibal.targets import TARGETS, RecomputeFreedom, StageRules, TargetName
-from omnibal.units import LANGUAGE
 
 FOUR_TENSOR_RANKS = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
 TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
@@ -162,9 +168,9 @@ def test_more_stages_than_rules_allow_are_refused():
         (StageRules(encoders_on_first=True), layers + 1),
         (StageRules(), model.layers),
     ):
-        job_spec(rules=rules, parallel=Parallel(pipeline=most))
+        job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
-            job_spec(rules=rules, parallel=Parallel(pipeline=most + 1))
+            job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most + 1))
 
 
 def test_a_message_names_the_limits_that_bind():
@@ -181,7 +187,7 @@ def test_a_message_names_the_limits_that_bind():
 
 def test_sizes_are_those_of_the_trainer():
     """Prevents parallel sizes that the trainer does not have, in a plan, a search or advice."""
-    job = job_spec(made_for=TargetName.XTUNER, parallel=Parallel(pipeline=1))
+    job = job_spec(trainer=TARGETS[TargetName.XTUNER], parallel=Parallel(pipeline=1))
     for sizes in ({"pipeline": 2}, {"pipeline": 1, "tensor": 2}):
         with pytest.raises(UserError, match=r"for XTuner v1, whose .* size is at most 1"):
             job.sized(Parallel(**sizes))
@@ -193,7 +199,7 @@ def test_whole_encoders_cost_what_they_cost_alone():
     sizes = {"model": load_model("internvl2.5-8b"), "cluster": load_cluster("h100-80g")}
     shared_out = JobSpec(**sizes, precision="bf16", parallel=FOUR_TENSOR_RANKS)
     alone = JobSpec(**sizes, precision="bf16", parallel=Parallel(pipeline=2, data=2))
-    whole = replace(shared_out, rules=StageRules(encoders_whole=True))
+    whole = replace(shared_out, trainer=TrainerConstraints(stages=StageRules(encoders_whole=True)))
     names = [each.name for each in fields(UnitCost)]
     for kind in whole.cost.kinds:
         as_in = shared_out if kind.tower == LANGUAGE else alone
@@ -212,12 +218,12 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
         parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True),
         model=load_model("internvl-digits"),
     )
-    rules = TARGETS[TargetName.MS_SWIFT].stages
-    job = replace(asked.job, **limits_of(TargetName.MS_SWIFT))
+    swift = TARGETS[TargetName.MS_SWIFT]
+    job = replace(asked.job, trainer=swift)
     made = make_plan(replace(asked, job=job))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")
-    assert JobSpec.of_plan(made.plan, None).rules == rules
+    assert JobSpec.of_plan(made.plan).trainer == swift
     assert made.plan.stages[0].holds("language embed")
     # As this project's trainer it would take another time.
     other = made.plan.model_copy(update={"made_for": None})
@@ -227,18 +233,18 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
 
 
 def test_what_does_not_go_with_limited_stages_is_refused():
-    """Prevents a plan by another method, of levels or with encoders beside the pipeline, which
+    """Prevents a plan by another method, of levels or with data-parallel encoders, which
     would ignore what the trainer can be told."""
     rules = StageRules(encoders_on_first=True)
     asked = request()
-    limited = replace(asked.job, rules=rules)
+    limited = replace(asked.job, trainer=TrainerConstraints(stages=rules))
     with pytest.raises(UserError, match="joint search"):
         replace(asked, job=limited, method=PartitionMethod.LAYER)
     levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
     with pytest.raises(UserError, match="levels"):
         replace(asked, job=limited, data=replace(asked.data, levels=levels))
-    with pytest.raises(UserError, match="beside the pipeline"):
-        replace(limited, placement=EncoderPlacement.BESIDE)
+    with pytest.raises(UserError, match="data-parallel encoders"):
+        replace(limited, placement=EncoderPlacement.DATA_PARALLEL)
 
 
 @pytest.mark.parametrize("freedom", [RecomputeFreedom.TOWERS, RecomputeFreedom.ALL])

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.metrics import rank_sums, straggler_factor
-from omnibal.data.packing import PackingMethod, pack_samples
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.steps import (
+from omnibal.model.limits import Caps
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.metrics import rank_sums, straggler_factor
+from omnibal.steps.steps import (
     DataRequest,
     Steps,
     deal_steps,
@@ -22,8 +24,6 @@ from omnibal.data.steps import (
     size_load,
     steps_of,
 )
-from omnibal.errors import UserError
-from omnibal.limits import Caps
 
 pytestmark = pytest.mark.quick
 

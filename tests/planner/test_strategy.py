@@ -1,6 +1,7 @@
 """Strategies: all sizes that are possible, ranked as the planner alone predicts them."""
 
 import contextlib
+import dataclasses
 import json
 from dataclasses import replace
 from io import StringIO
@@ -15,33 +16,42 @@ from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, r
 from rate_cases import tiled_rates
 from rich.console import Console
 
-from omnibal import cli, tables
-from omnibal.config import load_cluster, load_model
-from omnibal.cost.profile import model_sha256
+from omnibal import cli
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.limits import Caps, memory_cap_gib
-from omnibal.parallel import Parallel, check_parallel
+from omnibal.job.plan import read_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.limits import Caps, memory_cap_gib
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.units import unit_names
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import read_plan
-from omnibal.planner import PlanRequest, PlanResult, make_plan
-from omnibal.search import parallel_sizes
+from omnibal.report import command_tables
+from omnibal.search import engine, parallel_sizes
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
+from omnibal.search.engine import CLEARLY_WORSE, Bound
 from omnibal.search.parallel_sizes import (
-    CLEARLY_WORSE,
     StrategySearch,
-    possible_parallels,
+    possible_sizings,
     progress_total,
     search_strategies,
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.strategy import Bound, FindBound, PackSamples, Setting, StrategyRequest
-from omnibal.units import unit_names
+from omnibal.search.strategy import (
+    FindBound,
+    FreeSizes,
+    PackSamples,
+    Setting,
+    Sizing,
+    StrategyRequest,
+)
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
 CAPS = Caps.of(tiles=8, tokens=320)
@@ -50,11 +60,12 @@ CAPS = Caps.of(tiles=8, tokens=320)
 def strategy_request(**changes) -> StrategyRequest:
     fields = {"cluster": CLUSTER}
     fields |= {name: changes.pop(name) for name in JOB if name in changes}
-    profile = fields.get("profile")
-    alone = Parallel(tensor=1 if profile is None else profile.tensor, pipeline=1)
+    own = {field.name for field in dataclasses.fields(FreeSizes)}
+    sizes = {"gpus": 4} | {name: changes.pop(name) for name in own if name in changes}
+    alone = Parallel(tensor=fields.get("cost_source", ANALYTIC).tensor or 1, pipeline=1)
     defaults = {
         "job": job_spec(**fields, parallel=alone),
-        "gpus": 4,
+        "sizes": FreeSizes(**sizes),
         "lengths": example_lengths(),
         "packing": PackingMethod.ISF,
         "samples_per_step": 50,
@@ -63,6 +74,14 @@ def strategy_request(**changes) -> StrategyRequest:
         "caps": CAPS,
     }
     return StrategyRequest(**(defaults | changes))
+
+
+def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
+    return [sizing.parallel for sizing in possible_sizings(searched)]
+
+
+def with_sizes(searched: StrategyRequest, **changes: int) -> StrategyRequest:
+    return replace(searched, sizes=replace(searched.sizes, **changes))
 
 
 def search(**changes) -> StrategySearch:
@@ -157,12 +176,12 @@ def test_ranking_with_experts_is_the_planners_own():
         assert planned[each.parallel] >= 1e3 / each.most_samples_per_second * (1 - 1e-9)
         assert planned[each.parallel] > best_ms
     assert {each.parallel.expert for each in found.ranking} == {1, 2, 4}
-    fixed = possible_parallels(replace(searched, expert=4))
+    fixed = possible_parallels(with_sizes(searched, expert=4))
     assert fixed == [each for each in every if each.expert == 4]
     with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
-        possible_parallels(replace(searched, expert=3))
+        possible_parallels(with_sizes(searched, expert=3))
     with pytest.raises(UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"):
-        possible_parallels(replace(searched, pipeline=4, expert=2))
+        possible_parallels(with_sizes(searched, pipeline=4, expert=2))
 
 
 def test_ranking_is_the_planners_own():
@@ -198,7 +217,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
-        monkeypatch.setattr(parallel_sizes, slack, 10)
+        monkeypatch.setattr(engine, slack, 10)
     done: list[int] = []
     few = search_strategies(searched, done.append)
     assert min(done) >= 0
@@ -233,7 +252,7 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
     setting.packs.update([PackSamples(setting=setting)(CAPS)])
     bounds = []
     for parallel in possible_parallels(searched):
-        _, bound = FindBound(setting=setting)((parallel, CAPS))
+        _, bound = FindBound(setting=setting)((Sizing(parallel), CAPS))
         assert isinstance(bound, Bound)
         bounds.append(bound.least_ms)
         assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
@@ -304,7 +323,11 @@ def test_caps_and_strategies_are_timed_alike(samples_per_step):
     assert len(by_caps.candidates) > 5
     for candidate in by_caps.candidates[::5]:
         found = search_strategies(
-            StrategyRequest(**shared, gpus=4, tensor=1, pipeline=2, caps=candidate.caps),
+            StrategyRequest(
+                **shared,
+                sizes=FreeSizes(gpus=4, tensor=1, pipeline=2),
+                caps=candidate.caps,
+            ),
             lambda done: None,
         )
         assert found.best.ms_per_sample == pytest.approx(candidate.ms_per_sample, rel=1e-12)
@@ -414,19 +437,22 @@ def test_impossible_sizes_are_refused(changes, words):
 def test_profile_decides_the_tensor_size():
     """Prevents measured costs from being used for another tensor size than was measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    found = search(profile=profile)
+    found = search(cost_source=Measured(profile))
     every = [*found.ranking, *found.ruled_out]
     assert {each.parallel.tensor for each in every} == {1}
     with pytest.raises(UserError, match="are not those of internvl-digits"):
-        search(profile=example_profile())
+        search(cost_source=Measured(example_profile()))
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
-        search(profile=profile, tensor=2)
+        search(cost_source=Measured(profile), tensor=2)
     of_two = profile.model_copy(update={"tensor": 2})
     with pytest.raises(UserError, match=r"the profile is of tensor size 2 alone.*another tensor"):
-        search(profile=of_two, gpus=3)
+        search(cost_source=Measured(of_two), gpus=3)
 
 
-PLAN = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4"
+PLAN = (
+    "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4 "
+    "--encoder pipeline"
+)
 
 
 def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list[Parallel]]:
@@ -442,7 +468,9 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list
             )
         return make_plan(planned)
 
-    monkeypatch.setattr("omnibal.planner.make_plan", scarcely)
+    monkeypatch.setattr("omnibal.planning.make_plan", scarcely)
+    # The best alone is planned at a time, here and not in other processes.
+    monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
     files = ["--lengths", str(directory / "lengths.parquet"), "-o", str(directory / "plan")]
     with pytest.raises(SystemExit) as ended:
         cli.main([*PLAN.split(), "--samples-per-step", "40", "--json", *files])
@@ -466,10 +494,10 @@ def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, 
 
 
 def test_one_level_is_what_sizes_are_compared_for(tmp_path, capsys):
-    """Prevents `--levels 1` refused beside --gpus, which plans just that."""
+    """Prevents `--packing-levels 1` refused beside --gpus, which plans just that."""
     write_lengths(example_lengths(), tmp_path / "lengths.parquet")
     files = ["--lengths", str(tmp_path / "lengths.parquet")]
-    for name, levels in (("given", ["--levels", "1"]), ("left-out", [])):
+    for name, levels in (("given", ["--packing-levels", "1"]), ("left-out", [])):
         given = [*PLAN.split(), "--samples-per-step", "40", *files, *levels]
         with contextlib.suppress(SystemExit):
             cli.main([*given, "-o", str(tmp_path / name)])
@@ -570,7 +598,7 @@ def test_table_fits_a_terminal():
     """Prevents rows that wrap, and strategies that are not in the table."""
     found = search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.02}), gpus=8)
     console = Console(width=80, file=StringIO())
-    console.print(tables.strategy_table(found, 72.0))
+    console.print(command_tables.strategy_table(found, 72.0))
     printed = console.file.getvalue().splitlines()
     rows = [tuple(map(int, line.split()[:3])) for line in printed if line[:3].strip().isdigit()]
     every = [*found.ranking[:10], *found.ruled_out[:10]]

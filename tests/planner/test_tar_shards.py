@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
 
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
+from omnibal.model.config import load_model
 
 webdataset = pytest.importorskip("webdataset")
 MODEL = load_model("internvl-digits")
@@ -322,7 +322,7 @@ sys.modules["webdataset"] = None
 sys.modules["megatron.energon"] = None
 from pathlib import Path
 from omnibal.data.annotations import Annotations
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 for meta in sys.argv[1:]:
     try:
         Annotations.open(Path(meta))

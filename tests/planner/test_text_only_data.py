@@ -7,22 +7,22 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from chat_cases import sample_of
 from hypothesis import given
 from hypothesis import strategies as st
-from test_chat import sample_of
 from tokenizer_cases import WORDS, byte_level_bpe
 from transformers import PreTrainedTokenizerFast
 
-from omnibal.config import ModelConfig, load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.sample import Sample
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
-from omnibal.plan_data import model_of_lengths
+from omnibal.job.plan_data import model_of_lengths
+from omnibal.model.config import ModelConfig, load_model
+from omnibal.model.encoders import TilingConfig
 
 pytestmark = pytest.mark.quick
 

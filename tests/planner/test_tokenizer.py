@@ -27,10 +27,10 @@ from tokenizer_cases import (
 from tokenizers import Tokenizer as FastModel
 from transformers import PreTrainedTokenizerFast
 
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
+from omnibal.model.config import load_model
 
 CONFIG = "tokenizer_config.json"
 TEXTS = st.lists(

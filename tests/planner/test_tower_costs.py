@@ -8,26 +8,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
+from length_cases import lengths_of
 
-from omnibal.config import (
+from omnibal.base.errors import UserError
+from omnibal.cost.analytic import analytic_cost, model_flops
+from omnibal.cost.context import exchange_mistake
+from omnibal.cost.encoder_kinds import counts_of_kind
+from omnibal.cost.model import CostModel, pack_features
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import shape_caps
+from omnibal.model.config import (
     LanguageConfig,
     ModelConfig,
     load_model,
     preset_names,
 )
-from omnibal.cost.analytic import analytic_cost, model_flops
-from omnibal.cost.context import exchange_mistake
-from omnibal.cost.encoder_kinds import counts_of_kind
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.encoders import ENCODER_KINDS, ClipsEncoder, TilesEncoder
-from omnibal.errors import UserError
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
-from omnibal.levels import ContextExchange, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.units import feature_names, model_parts, unit_kinds, unit_names
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.encoders import ENCODER_KINDS, ClipsEncoder, EncoderLayers
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, model_parts, unit_kinds, unit_names
+from omnibal.packing.packs import Packs
 
 pytestmark = pytest.mark.quick
 
@@ -199,14 +202,7 @@ def test_a_window_costs_the_pairs_within_it():
         name="windowed",
         language=dense.model_copy(update={"runs": (LayerRun(layers=1, window=window),)}),
     )
-    lengths = Lengths(
-        items={},
-        tokens=np.array(tokens, np.int32),
-        loss_tokens=np.array(tokens, np.int32),
-        source=np.zeros(len(tokens), np.int32),
-        source_names=("s",),
-        origin=None,
-    )
+    lengths = lengths_of(tokens=tokens, loss_tokens=tokens)
     packs = Packs.from_lists([[0, 4], [1, 2, 3]])
     names = feature_names(model)
     found = pack_features(packs, lengths, names)
@@ -316,8 +312,12 @@ def test_the_documented_model_files_are_read(tmp_path):
     assert [kind.window for kind in kinds[:7]] == [1024] * 5 + [None, 1024] and len(kinds) == 48
 
 
-class PointsEncoder(TilesEncoder):
-    """An encoder of a kind that nobody has counted."""
+class PointsEncoder(EncoderLayers):
+    """An encoder of a kind that says no more than it must, and that nobody has counted."""
+
+    feature = "points"
+    positions_per_item: int = 64
+    tokens_per_item: int = 16
 
 
 def test_every_kind_of_encoder_is_counted_or_refused_in_a_line():
@@ -326,8 +326,32 @@ def test_every_kind_of_encoder_is_counted_or_refused_in_a_line():
     towers = [tower for model in models for tower in model.encoders.values()]
     assert {tower.kind for tower in towers} == set(ENCODER_KINDS)
     for tower in towers:
-        assert counts_of_kind(tower).values_of_item(tower) > 0
-    tiles = next(tower for tower in towers if isinstance(tower, TilesEncoder))
+        assert counts_of_kind(tower)
     with pytest.raises(UserError, match="encoders of PointsEncoder have no costs") as error:
-        counts_of_kind(PointsEncoder(**dict(tiles)))
+        cost_of(with_points())
     assert "\n" not in str(error.value)
+
+
+def with_points() -> ModelConfig:
+    fields = WHISPER.model_dump(include=set(EncoderLayers.model_fields))
+    return VISION.model_copy(
+        update={"encoders": VISION.encoders | {"points": PointsEncoder(**fields)}}
+    )
+
+
+def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
+    """Prevents: a traceback, or inputs of no size, where a kind says nothing of its items' size."""
+    job = {
+        "cluster": CLUSTER, "parallel": Parallel(pipeline=2), "precision": "bf16",
+        "placement": EncoderPlacement.DATA_PARALLEL,
+    }  # fmt: skip
+    for name, tower in JobSpec(model=THREE, **job).encoders_cost.encoders.items():
+        values = {"vision": 3 * 448 * 448, "audio": 3_000 * 128}[name]
+        assert tower.input_bytes == 4 * values
+    with pytest.raises(UserError, match="takes points, which cannot be dealt"):
+        JobSpec(model=with_points(), **job)
+
+
+def test_packs_of_shapes_have_images_alone():
+    """Prevents: items that are no images' counted as such in packs without samples."""
+    assert shape_caps(with_points(), {"tokens": 4096}, 0.5) == {"tokens": 4096, "tiles": 8}

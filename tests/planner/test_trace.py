@@ -7,7 +7,7 @@ import pytest
 from cost_cases import random_cost, random_features, small_model
 
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.trace import chrome_trace
 

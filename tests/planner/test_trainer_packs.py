@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from length_cases import make_lengths
+from length_cases import lengths_of, make_lengths
+from packing_cases import REAL_LENGTHS
 from plan_cases import job_spec
-from test_packing import REAL_LENGTHS
 
-from omnibal.config import load_model
-from omnibal.data.full_steps import split_to_fill
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
-from omnibal.data.media import media_of, pack_apart
-from omnibal.data.next_fit import filling_steps, kept_apart, merging, next_fit_packs
-from omnibal.data.packing import PackingMethod
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.errors import UserError
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.parallel import Parallel
-from omnibal.plan_data import SampleData, caps_of_tokens
-from omnibal.targets import TARGETS, PackRules, TargetName
+from omnibal.job.plan_data import SampleData, caps_of_tokens
+from omnibal.model.config import load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, PackRules, TargetName
+from omnibal.packing.media import media_of, pack_apart
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.full_steps import split_to_fill
+from omnibal.steps.next_fit import filling_steps, kept_apart, merging, next_fit_packs
 
 SAMPLES = 1_100
 TARGETS_OF_RULES = {target.packs: target.name for target in TARGETS.values()}
@@ -106,7 +106,7 @@ def test_steps_are_filled_by_splitting(sizes, packs_per_step, seed):
 
 
 @cache
-def lengths_of(kind: str) -> Lengths:
+def drawn_lengths(kind: str) -> Lengths:
     rng = np.random.default_rng(5)
     if kind == "real":
         files = [REAL_LENGTHS / "ai2d_train_12k_wh.json", REAL_LENGTHS / "docvqa_train_10k_wh.json"]
@@ -182,14 +182,14 @@ def test_packs_are_those_that_the_trainer_forms(kind, ranks):
     """Prevents packs, steps or ranks that a trainer would have otherwise than the plan says."""
     for rules in TARGETS_OF_RULES:
         for tokens in (1, 3.3):
-            packs, data = scheduled(lengths_of(kind), rules, ranks, tokens)
+            packs, data = scheduled(drawn_lengths(kind), rules, ranks, tokens)
             assert_rules_hold(packs, data, ranks)
 
 
 def test_little_is_left_out():
     """Prevents next fit from costing more samples than it must: none, but where all are equal."""
     for kind, ranks in product(KINDS, (1, 2, 8)):
-        packs, _ = scheduled(lengths_of(kind), TARGETS["ms-swift"].packs, ranks, 3.3)
+        packs, _ = scheduled(drawn_lengths(kind), TARGETS["ms-swift"].packs, ranks, 3.3)
         lost = SAMPLES - len(packs.packs.samples)
         assert lost <= (0.05 * SAMPLES if kind == "all equal" else 0), (kind, ranks)
 
@@ -222,21 +222,21 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
 def test_epochs_are_formed_one_after_another():
     """Prevents packs of two epochs, and an epoch that begins in the middle of a step."""
     rules = TARGETS["ms-swift"].packs
-    packs, data = scheduled(lengths_of("lognormal"), rules, 2, 4, epochs=3)
+    packs, data = scheduled(drawn_lengths("lognormal"), rules, 2, 4, epochs=3)
     assert_rules_hold(packs, data, 2)
     assert len(set(np.diff(np.flatnonzero(np.diff(packs.epoch, prepend=-1))))) == 1
     with pytest.raises(UserError, match="give --epochs 1"):
-        scheduled(lengths_of("all equal"), rules, 2, 4, epochs=3)
+        scheduled(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
 
 
-def test_ranks_in_step_keep_like_packs():
+def test_ranks_in_lockstep_keep_like_packs():
     """Prevents an order for the trainer's sake that undoes the dealing of packs to ranks which
     share out experts: their slots stay alike."""
     model = load_model("internvl-digits-moe")
     job = job_spec(model=model, parallel=Parallel(pipeline=1, data=8, expert=4))
     uneven = {}
     for rules in (TARGETS["ms-swift"].packs, PackRules(tokens_alone=True)):
-        packs, data = scheduled(lengths_of("lognormal"), rules, 8, 4, job=job)
+        packs, data = scheduled(drawn_lengths("lognormal"), rules, 8, 4, job=job)
         if rules.next_fit:
             assert_rules_hold(packs, data, 8)
         load = job.load_ms(packs.packs, data.lengths)
@@ -249,7 +249,7 @@ def test_ranks_in_step_keep_like_packs():
 def test_caps_of_items_never_limit_packs_of_tokens():
     """Prevents a cap of items that keeps a pack back which the trainer would make, and one that no
     pack comes near."""
-    lengths = lengths_of("lognormal")
+    lengths = drawn_lengths("lognormal")
     for tokens in (950, 3000, 10**6):
         most = caps_of_tokens(lengths, ["tiles", "tokens"], tokens)["tiles"]
         # The most tiles first: as many samples as fit, and a part of one more.
@@ -264,14 +264,7 @@ def test_media_are_told_apart():
     """Prevents samples of text from sharing packs with images, and images with recordings."""
     lengths = make_lengths([(0, 5), (2, 5), (0, 6), (3, 9)])
     assert media_of(lengths).tolist() == [0, 1, 0, 1]
-    both = Lengths(
-        items={"tiles": np.array([0, 2, 0, 1]), "clips": np.array([0, 0, 1, 1])},
-        tokens=np.ones(4, np.int32),
-        loss_tokens=np.ones(4, np.int32),
-        source=np.zeros(4, np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
+    both = lengths_of(tiles=[0, 2, 0, 1], clips=[0, 0, 1, 1], tokens=[1] * 4)
     assert len(set(media_of(both).tolist())) == 4
     packs = pack_apart(lengths, lambda given: Packs.from_lists([range(len(given))]))
     assert [sorted(packs[pack].tolist()) for pack in range(len(packs))] == [[0, 2], [1, 3]]

@@ -8,24 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import PLAN, failure, run
 from plan_cases import JOB, example_lengths
-from test_cli import PLAN, failure, lengths_file, run
 
-from omnibal.check import check_plan
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks, read_packs, write_packs
-from omnibal.data.steps import steps_of
 from omnibal.dispatch.windows import WindowRequest, imbalance, schedule_windows
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import read_plan, write_plan
-from omnibal.plan_data import StreamData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, make_plan
-
-__all__ = ["lengths_file"]  # a fixture
+from omnibal.job.check import check_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import read_plan, write_plan
+from omnibal.job.plan_data import StreamData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.steps.steps import steps_of
 
 pytestmark = pytest.mark.quick
 
@@ -80,13 +78,15 @@ def busiest_ms(packs: ScheduledPacks, load, stages: int) -> np.ndarray:
 
 @pytest.mark.parametrize("is_dispatched", [True, False])
 @pytest.mark.parametrize(
-    ("count", "window", "ranks", "in_step"),
+    ("count", "window", "ranks", "lockstep_ranks"),
     [(97, 24, 4, 1), (60, 7, 6, 1), (40, 40, 1, 1), (97, 24, 4, 4), (60, 7, 6, 2)],
 )
-def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, in_step):
+def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lockstep_ranks):
     """Prevents samples that move to another step, come twice, are lost, or exceed a cap."""
     lengths = random_lengths(count, seed=window)
-    request = window_request(window, ranks, is_dispatched=is_dispatched, epochs=2, in_step=in_step)
+    request = window_request(
+        window, ranks, is_dispatched=is_dispatched, epochs=2, lockstep_ranks=lockstep_ranks
+    )
     packs = schedule_windows(lengths, request, load_of(lengths))
     windows = -(-count // window)
     assert packs.steps == 2 * windows
@@ -142,7 +142,7 @@ def apart_ms(held: list[list[float]], stages: int) -> float:
     return max(sum(one) + (stages - 1) * max(one, default=0.0) for one in held)
 
 
-def in_step_ms(held: list[list[float]], stages: int) -> float:
+def lockstep_ms(held: list[list[float]], stages: int) -> float:
     """Time of ranks that run their slots together, with empty packs after a rank's last."""
     slots = [max(slot) for slot in zip_longest(*held, fillvalue=PACK_MS)]
     return sum(slots) + (stages - 1) * max(slots)
@@ -170,23 +170,23 @@ def fastest_ms(
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_ranks_in_step_wait_little_for_each_other(stages):
+def test_ranks_in_lockstep_wait_little_for_each_other(stages):
     """Prevents slots of ranks that share out experts in which a small pack waits for a large."""
 
-    def scheduled_ms(lengths: Lengths, window: int, ranks: int, in_step: int) -> float:
+    def scheduled_ms(lengths: Lengths, window: int, ranks: int, lockstep_ranks: int) -> float:
         load = load_of(lengths)
-        request = window_request(window, ranks, stages=stages, in_step=in_step)
+        request = window_request(window, ranks, stages=stages, lockstep_ranks=lockstep_ranks)
         packs = schedule_windows(lengths, request, load)
         held = [load(Packs.from_lists(one)).tolist() for one in by_place(packs).values()]
-        return in_step_ms(held, stages)
+        return lockstep_ms(held, stages)
 
     over, saved = [], []
     for seed in range(15):
         lengths = random_lengths(6, seed)
-        best = fastest_ms(list(range(6)), lengths, load_of(lengths), 2, stages, in_step_ms)
-        over.append(scheduled_ms(lengths, 6, 2, in_step=2) / best)
+        best = fastest_ms(list(range(6)), lengths, load_of(lengths), 2, stages, lockstep_ms)
+        over.append(scheduled_ms(lengths, 6, 2, lockstep_ranks=2) / best)
         lengths = random_lengths(80, seed)
-        alone, alike = (scheduled_ms(lengths, 80, 4, in_step) for in_step in (1, 4))
+        alone, alike = (scheduled_ms(lengths, 80, 4, lockstep_ranks) for lockstep_ranks in (1, 4))
         saved.append(1 - alike / alone)
     assert min(over) > 1 - 1e-9
     assert max(over) < 1.4 and np.mean(over) < 1.1
@@ -322,12 +322,17 @@ def test_window_of_the_command_line(capsys, tmp_path, lengths_file):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("--lengths {lengths} --window 40 --levels 2", "--levels 2 cannot be given"),
-        ("--lengths {lengths} --window 40 --seed 1 --packing isf", "--seed, --packing cannot"),
-        ("--lengths {lengths} --window 40 --micro-batches 2", "--micro-batches cannot be given"),
-        ("--lengths {lengths} --window 40 --gpus 2", "--window cannot be given: --gpus"),
-        ("--lengths {lengths} --dispatch off", "--dispatch cannot be given: it goes with --window"),
-        ("--window 40", "--window cannot be given: it is of samples"),
+        (
+            "--lengths {lengths} --window 40 --packing-levels 2",
+            "--packing-levels 2 cannot be given",
+        ),
+        (
+            "--lengths {lengths} --window 40 --seed 1 --packing isf",
+            "--packing isf and --seed 1 cannot",
+        ),
+        ("--lengths {lengths} --window 40 --micro-batches 2", "--micro-batches 2 cannot be given"),
+        ("--lengths {lengths} --dispatch off", "--dispatch off was given without --window"),
+        ("--window 40", "--window 40 was given without --lengths"),
         ("--lengths {lengths} --window 2 --dp 4", "give --window 4 or more"),
     ],
 )

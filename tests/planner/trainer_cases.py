@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 from plan_cases import MODEL, job_spec
 
-from omnibal.config import ModelConfig
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums
-from omnibal.export.directory import check_expressible, given_plan
-from omnibal.export.exported import Given
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.export.directory import check_expressible, export_input
+from omnibal.export.exported import ExportInput
+from omnibal.job.plan import Plan
+from omnibal.job.plan_data import describe_data
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.config import ModelConfig
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
 from omnibal.pipeline.stage import Stage
-from omnibal.plan import Plan
-from omnibal.plan_data import describe_data
-from omnibal.plan_files import PlanFiles
-from omnibal.targets import TARGETS, TargetName
 
 MICRO_BATCHES = 2
 
@@ -72,17 +72,6 @@ def scheduled(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
     )
 
 
-def lengths_of(tokens: np.ndarray, tiles: np.ndarray) -> Lengths:
-    return Lengths(
-        items={"tiles": tiles.astype(np.int32)},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=(tokens // 4).astype(np.int32),
-        source=np.zeros(len(tokens), np.int32),
-        source_names=("a",),
-        origin=None,
-    )
-
-
 def plan_files(
     packs: Packs,
     lengths: Lengths,
@@ -124,9 +113,9 @@ def given_of(
     annotations: Annotations | None = None,
     workers: int = 0,
     folder: Path = Path("/export"),
-) -> Given:
+) -> ExportInput:
     check_expressible(files, TARGETS[name])
-    return given_plan(files, TARGETS[name], annotations, folder, workers)
+    return export_input(files, TARGETS[name], annotations, folder, workers)
 
 
 def parts_of(images: int) -> list[str]:

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from megatron.vlm.conversion import own_weights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
-from omnibal.config import load_model
+from omnibal.model.config import load_model
 from tools import convert
 
 ROOT = Path(__file__).parents[2]

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.model.config import load_model
 from tools import make_digits_dataset
 from tools.make_digits_dataset import SHARES, main
 

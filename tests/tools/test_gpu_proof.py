@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from omnibal.cost.analytic import model_flops
+from omnibal.job.replay import REPLAY_FILES
 from scripts.gpu_proof import parts
 from scripts.gpu_proof.page import tables_of, write_page
 from scripts.gpu_proof.parts import PARTS
 from scripts.gpu_proof.result import Machine, PartResult, Proof
 from scripts.gpu_proof.running import Context, run_part
-from scripts.gpu_proof.settings import PRETENDED, REAL, TINY
+from scripts.gpu_proof.settings import FAKE_DEVICE, REAL, TINY
 
 REPOSITORY = Path(__file__).parents[2]
 NO_MACHINE = Machine(device=None, memory_gib=None, cuda=None, python="3", versions={})
@@ -109,7 +110,7 @@ tests/training/test_cuda.py::test_on_device[checkpoint] PASSED          [ 10%]
 
 def test_all_parts_fit_into_ten_minutes_of_a_device():
     """Prevents: a proof that is cut off by the ten minutes that a command may take."""
-    assert REAL.limits_s.keys() == PARTS.keys() == PRETENDED.limits_s.keys()
+    assert REAL.limits_s.keys() == PARTS.keys() == FAKE_DEVICE.limits_s.keys()
     assert sum(REAL.limits_s.values()) <= 9 * 60 - 10
 
 
@@ -123,7 +124,7 @@ def test_the_page_shows_all_that_was_found(tmp_path: Path):
     proof = Proof(machine=NO_MACHINE, pretended=True, parts=()).with_part(part)
     write_page(proof, tmp_path / "proof.html")
     page = (tmp_path / "proof.html").read_text()
-    for text in ("&lt;b&gt; &amp; more", "a model", "123", "41.2%", "test one (x)", "pretended"):
+    for text in ("&lt;b&gt; &amp; more", "a model", "123", "41.2%", "test one (x)", "fake device"):
         assert text in page
     assert "<b> &" not in page and len(tables_of(proof)) == 4
 
@@ -139,17 +140,17 @@ def proof_command(*arguments: object, **environment: str) -> subprocess.Complete
 
 def test_without_a_device_it_says_so(tmp_path: Path):
     """Prevents: a proof of nothing, and a traceback on a machine without a GPU."""
-    for arguments, words in (((), "no CUDA device"), (("--tiny",), "without --pretend")):
+    for arguments, words in (((), "no CUDA device"), (("--tiny",), "without --fake-device")):
         ended = proof_command(tmp_path / "out", *arguments)
         assert ended.returncode == 2 and words in ended.stderr
         assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="pretended devices are compiled")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="fake devices are compiled")
 def test_a_stage_is_tried_without_a_device(tmp_path: Path):
     """Prevents: a dry run that does not come as far as a device would be asked."""
-    ended = proof_command(tmp_path / "out", "--pretend", "--tiny", "--only", "replay")
+    ended = proof_command(tmp_path / "out", "--fake-device", "--tiny", "--only", "replay")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = Proof.model_validate_json((tmp_path / "out" / "proof.json").read_text())
     [part] = found.parts
@@ -169,7 +170,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path: Path, monkeypat
     [stage] = result.figures["stages"]
     assert stage["measured_ms"] > 0 and stage["measured_gib"] > 0
     files = parts.open_plan(tmp_path / "plan")
-    [measured] = parts.read_stages(tmp_path / "replay", files.plan)
+    [measured] = REPLAY_FILES.read(tmp_path / "replay", len(files.plan.stages))
     # All stages together need what the whole model needs.
     features, plan = np.array([[1, 8, 256, 256**2, 100]]), files.plan
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.config import load_cluster
 from omnibal.cost.shaped_rates import ring_line
+from omnibal.model.config import load_cluster
 from tools import import_rates
 
 

@@ -9,10 +9,10 @@ import pytest
 import soundfile
 from sklearn.datasets import load_digits
 
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, open_tokenizer
+from omnibal.model.config import load_model
 from tools.make_digits_dataset import SAMPLE_RATE
 from tools.make_spoken_digits import (
     HELDOUT_VOICES,

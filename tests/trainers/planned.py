@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 
 from omnibal import cli
-from omnibal.check import open_plan
 from omnibal.data.lengths import Lengths, write_lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.job.check import open_plan
+from omnibal.packing.packs import ScheduledPacks
 
 SAMPLES = 10_000
 SHARDS = 4

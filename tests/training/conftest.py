@@ -8,9 +8,11 @@ from functools import partial
 
 import pytest
 import torch
+from data_cases import Data, noisy_pictures
 from ranks import run_alone
 
 from megatron.vlm.backend import prepare_megatron_core
+from omnibal.model.parallel import Parallel
 
 # Before any parallel region: a forked child cannot use its parent's threads.
 torch.set_num_threads(1)
@@ -33,6 +35,24 @@ def only_ranks_run_backwards(monkeypatch):
             return getattr(engine, name)
 
     monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", Engine())
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """Makes a toy stage's parameters many buckets, as a real one's are."""
+    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
+
+
+@pytest.fixture(scope="session")
+def data(digits, tokenizer) -> Data:
+    """The digits' training samples."""
+    return Data(digits / "train" / "meta.json", tokenizer)
+
+
+@pytest.fixture
+def pictures(tmp_path, tokenizer) -> Data:
+    """Seven samples of five noisy photographs."""
+    return noisy_pictures(tmp_path, tokenizer)
 
 
 @pytest.hookimpl(tryfirst=True)

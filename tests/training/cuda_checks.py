@@ -19,10 +19,10 @@ from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
-from omnibal.config import load_cluster, load_model
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage
-from omnibal.plan import Plan
 
 PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 

@@ -1,4 +1,4 @@
-"""What units keep on a pretended device, line by line, and need while they run backward:
+"""What units keep on a fake device, line by line, and need while they run backward:
 python tests/training/kept_cases.py.
 
 Layers are those of real models at real size, of which the middle one of three is looked at.
@@ -15,21 +15,21 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS
 
-from megatron.vlm.measure.pretended.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.measure.pretended.mode import Pretence, pretended_cuda
+from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
+from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import standing_in
 from megatron.vlm.model.flash_attention import takes_groups
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.encoder_counts import LAST_OUTPUT
-from omnibal.job import JobSpec
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
-from omnibal.units import feature_names, model_parts
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.layers import ExpertsConfig, LayerRun
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, model_parts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 CLUSTER = load_cluster("h100-80g")
 SEGMENTS, TILES, CLIPS, LOSS_TOKENS = (2048, 1024, 1024), 3, 2, 1000
@@ -112,18 +112,18 @@ class OnDevice:
     """Most bytes besides those before it while a unit runs backward, by the unit's module."""
 
 
-def on_device(pretence: Pretence, plan: Plan) -> OnDevice:
+def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
     """Run a micro-batch forward and backward."""
     with standing_in(plan.parallel, 0) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
-        pretence.device.places.name(trainer.stage)
+        fake_device.device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0
         clips = CLIPS if plan.model.takes_audio else 0
         sizes = (tiles, SEGMENTS, LOSS_TOKENS)
         batch = random_batch(plan.model, *sizes, plan.stages[0], clips=clips)
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
-        batch = replace(batch, **{name: pretence.fake(each) for name, each in fields.items()})
-        memory = pretence.device.memory
+        batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
+        memory = fake_device.device.memory
         gc.collect()  # the model of the case before
         before, before_bytes = memory.live(), memory.now_bytes
         output = trainer.model(batch.to(torch.device("cuda")))
@@ -156,10 +156,10 @@ def maker(where: str, operation: str) -> str:
     return "" if made in INPUTS else mixture.get(made, made)
 
 
-def check(pretence: Pretence, name: str, *layout: object) -> None:
+def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
     """Every line of the cost model's table is what the device has, to its blocks."""
     plan = one_stage(name, *layout)
-    found = on_device(pretence, plan)
+    found = on_device(fake_device, plan)
     sizes = {
         "fixed": 1, "tiles": TILES, "clips": CLIPS, "tokens": sum(SEGMENTS),
         "loss_tokens": LOSS_TOKENS, "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
@@ -244,7 +244,7 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    with pretended_cuda() as pretence:
+    with fake_cuda() as fake_device:
         for case in CASES:
-            check(pretence, *case)
+            check(fake_device, *case)
             print(f"passed {case}", flush=True)

@@ -16,9 +16,9 @@ from megatron.vlm.measure.replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_cluster
-from omnibal.job import JobSpec
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_cluster
+from omnibal.model.parallel import Parallel
 
 MODELS = (
     toy_model(),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 _TIMEOUT_S = 120
 

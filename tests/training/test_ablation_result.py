@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.files import read_json_model
+from omnibal.base.files import read_json_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation import AblationResult, lost_entries, markdown_of, picture

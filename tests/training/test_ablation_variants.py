@@ -15,22 +15,22 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
-from omnibal.check import check_plan
-from omnibal.config import ModelConfig, load_cluster, load_model
+from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.errors import DoesNotFit, UserError
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.check import check_plan
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.units import stages_from_cuts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanResult
-from omnibal.units import unit_names
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation_padding import padded_to_longest
@@ -76,7 +76,6 @@ def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **si
         caps=Caps.of(tiles=8, tokens=300),
         samples_per_step=SAMPLES_PER_STEP,
         lengths=random_lengths(model, samples),
-        profile=None,
         seed=1,
     )
 

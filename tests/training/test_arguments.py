@@ -18,7 +18,7 @@ from megatron.vlm.run.arguments import (
     parse_arguments,
 )
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
 MODULES = Path(arguments_module.__file__).parents[1]

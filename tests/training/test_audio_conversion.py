@@ -9,7 +9,7 @@ import torch
 from commands import launcher
 from ranks import run_ranks
 from released import KINDS, PIECES, save_released, transformers_model, write_tokenizer
-from test_tensor_parallel import by_name, whole
+from tensor_parallel_cases import by_name, whole
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperConfig, WhisperForConditionalGeneration
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -19,9 +19,9 @@ from megatron.vlm.conversion.tensor_map import audio_parameters, whisper_tensors
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import load_model
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, open_tokenizer
-from omnibal.parallel import Parallel
+from omnibal.model.config import load_model
+from omnibal.model.parallel import Parallel
 
 CLIPS = 3
 WORDS = [*PIECES, *(f"w{number}" for number in range(41))]

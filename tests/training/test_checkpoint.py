@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import PACKS, TOTAL_STEPS, train_range
 from megatron.core import dist_checkpointing, parallel_state
 from ranks import logged, run_ranks
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
@@ -25,39 +26,10 @@ from megatron.vlm.checkpoint.save_load import (
     load_weights,
 )
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan
-
-TOTAL_STEPS = 6
-PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
-
-
-def train_range(links, plan, first, last, load, save, seed=3):
-    """Losses of steps first..last-1 and the weights after, by global name."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
-    if load is not None:
-        assert load_checkpoint(load, *parts).step == first
-    losses = []
-    for step in range(first, last):
-        batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
-        own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
-    trainer.wait_for_weights()
-    if save is not None:
-        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
-        with logged() as lines:
-            writer.save(last, {})
-            writer.finish()
-        assert lines == [f"saved {checkpoint_path(save, last)}"]
-    weights = {
-        global_parameter_name(trainer.stage, name): parameter.detach().clone()
-        for name, parameter in trainer.stage.named_parameters()
-    }
-    return losses, weights
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.parallel import Parallel
 
 
 def run_range(plan, *arguments, **options):
@@ -198,7 +170,7 @@ def test_training_does_not_change_what_is_being_saved(tmp_path):
 
 
 class _Stream:
-    """Work of a pretended device in the order it was launched, done when somebody waits."""
+    """Work of a fake device in the order it was launched, done when somebody waits."""
 
     def __init__(self):
         self.launched = []

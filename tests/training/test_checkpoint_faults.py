@@ -6,7 +6,6 @@ import random
 import re
 import resource
 import shutil
-import signal
 import time
 from collections import namedtuple
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from checkpoint_cases import limit_file_size
 from ranks import logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
@@ -29,7 +29,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 PACKS = [[(1, 8)], [(0, 9)]]
 SCHEDULED_STEPS = 10_000
@@ -60,12 +60,6 @@ def step_loss(trainer, step):
 
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
-
-
-def limit_file_size(size):
-    """Writes beyond `size` bytes of a file fail; -1 lifts it. Nothing else of the process does."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 def save_through_failure(links, plan, directory, asynchronous, fail):

@@ -9,6 +9,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversion_cases import (
+    OURS,
+    as_released,
+    assert_near,
+    keep,
+    micro_batches,
+    model_of,
+    predicting_positions,
+)
+from conversion_file_cases import (
+    INDEX,
+    SHARD_BYTES,
+    TYPES,
+    assert_equal_tensors,
+    content,
+    edit_config,
+    edit_json,
+    edit_tensor,
+    edit_tensors,
+    exported_as,
+    exported_like,
+    tensors_of,
+)
 from ranks import run_ranks
 from released import (
     CASES,
@@ -25,16 +48,7 @@ from released import (
     write_tokenizer,
 )
 from safetensors.torch import load_file, save_file
-from test_conversion_parity import (
-    OURS,
-    as_released,
-    assert_near,
-    keep,
-    micro_batches,
-    model_of,
-    predicting_positions,
-)
-from test_tensor_parallel import by_name, whole
+from tensor_parallel_cases import by_name, whole
 from toy import OPTIONS, pack, stages_of, toy_plan
 from transformers import (
     InternVLForConditionalGeneration,
@@ -46,34 +60,17 @@ from transformers import (
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
-from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
-from megatron.vlm.conversion.importing import (
-    ReleasedCheckpoint,
-    import_checkpoint,
-    open_released,
-)
+from megatron.vlm.conversion.exporting import plan_export_as, write_export
+from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
 from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
+from omnibal.model.config import load_model
+from omnibal.model.encoders import TilingConfig
 from tools import convert
-
-SHARD_BYTES = 20_000
-TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-INDEX = "model.safetensors.index.json"
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
 
 
 def complete(folder: Path) -> Path:
@@ -83,35 +80,6 @@ def complete(folder: Path) -> Path:
     (folder / "modeling_internvl_chat.py").write_text("raise ImportError\n")
     (folder / "preprocessor_config.json").write_text("{}")
     return folder
-
-
-def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
-    planned = plan_export_like(open_newest(run), open_released(like), dtype)
-    write_export(planned, target, lambda size: None)
-    return target
-
-
-def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
-    tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
-    planned = plan_export_as(open_newest(run), OURS[layout], dtype, tokenizer, size)
-    write_export(planned, target, lambda size: None)
-    return target
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        own = load_file(path)
-        assert not own.keys() & found.keys()
-        found |= own
-    return found
-
-
-def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 FILES = {"single": None, "sharded": SHARD_BYTES}
@@ -480,41 +448,6 @@ def test_training_export_is_like_the_released_checkpoint(tmp_path):
     assert_equal_tensors(tensors_of(made), tensors_of(like))
 
 
-# What a user can get wrong. Each case changes a copy of a good checkpoint.
-
-
-def edit_json(path: Path, change: Callable[[dict], None]) -> None:
-    value = json.loads(path.read_text())
-    change(value)
-    path.write_text(json.dumps(value))
-
-
-def edit_config(**changes: object) -> Callable[[Path], None]:
-    """Keys with a double underscore are of the table before it."""
-
-    def apply(config: dict) -> None:
-        for key, value in changes.items():
-            table, _, own = key.rpartition("__")
-            (config[table] if table else config)[own] = value
-
-    return lambda folder: edit_json(folder / "config.json", apply)
-
-
-def edit_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
-    def apply(folder: Path) -> None:
-        tensors = tensors_of(folder)
-        change(tensors)
-        for path in [*folder.glob("*.safetensors"), folder / INDEX]:
-            path.unlink()
-        write_tensors(folder, tensors, SHARD_BYTES)
-
-    return apply
-
-
-def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]):
-    return edit_tensors(lambda tensors: tensors.update({name: change(tensors[name])}))
-
-
 def shard(folder: Path, number: int = 1) -> Path:
     return sorted(folder.glob("*.safetensors"))[number]
 
@@ -616,7 +549,7 @@ BAD = {
     ),
     "other-template": ("internlm2", edit_config(template="vicuna"), "template 'vicuna'"),
     "head-size": ("transformers", edit_config(text_config__head_dim=8), "k_proj.weight is"),
-    "biases": ("internlm2", edit_config(llm_config__bias=True), "biases in the language model"),
+    "biases": ("internlm2", edit_config(llm_config__bias=True), "bias true must be false"),
     "no-heads": (
         "internlm2", edit_config(llm_config__num_attention_heads=0), "greater than 0 (given: 0)"
     ),

@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from PIL import Image
-from released import (
-    IMAGE_TOKEN,
-    KINDS,
-    PIECES,
-    imported,
-    save_released,
-    transformers_model,
-    write_tokenizer,
-)
-from test_conversion import (
+from conversion_file_cases import (
     INDEX,
     SHARD_BYTES,
     TYPES,
@@ -30,6 +20,16 @@ from test_conversion import (
     exported_as,
     exported_like,
     tensors_of,
+)
+from PIL import Image
+from released import (
+    IMAGE_TOKEN,
+    KINDS,
+    PIECES,
+    imported,
+    save_released,
+    transformers_model,
+    write_tokenizer,
 )
 from transformers import (
     AutoConfig,
@@ -47,12 +47,12 @@ from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.reader import SampleReader
-from omnibal.config import load_model
-from omnibal.data.image_files import ImageFile
+from omnibal.base.errors import UserError
 from omnibal.data.sample import IMAGE, Sample, Turn
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
+from omnibal.model.config import load_model
+from omnibal.model.encoders import TilingConfig
 
 END_TOKEN = PIECES.index("<|im_end|>")
 HEAD = "language_model.lm_head.weight"

@@ -35,9 +35,9 @@ from megatron.vlm.model.configs import encoder_transformer_configs, language_tra
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
-from omnibal.config import ModelConfig, load_model
-from omnibal.errors import UserError
-from omnibal.plan import Plan
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig, load_model
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "reproduce"))
 from paper import TABLE_9

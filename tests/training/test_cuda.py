@@ -3,20 +3,18 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from cuda_checks import losses_on_one_pack, real_size_plan
-from import_path import REPOSITORY, import_path
+from programs import KERNEL_CHECKS, REPOSITORY, import_path, run_program
 from ranks import run_ranks
-from test_kernels import NAMES as KERNEL_CHECKS
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from omnibal.config import load_model
+from omnibal.model.config import load_model
 
-CHECKS = Path(__file__).parent / "cuda_checks.py"
+HERE = Path(__file__).parent
 
 
 def has_device() -> bool:
@@ -40,27 +38,19 @@ def has_device() -> bool:
         "checkpoint",
     ],
 )
-def test_on_device(check, tmp_path):
+def test_on_device(check, tmp_path, monkeypatch):
     """Prevents: code that is only right on a CPU. See each check in cuda_checks.py."""
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    environment["PYTHONPATH"] = import_path()
-    result = subprocess.run(
-        [sys.executable, str(CHECKS), check, str(tmp_path)],
-        cwd=REPOSITORY, env=environment, text=True, capture_output=True, timeout=600,
-    )  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    result = run_program(HERE / "cuda_checks.py", check, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
 @pytest.mark.parametrize("check", KERNEL_CHECKS)
-def test_kernels_on_device(check):
+def test_kernels_on_device(check, monkeypatch):
     """Prevents: a kernel that is right in Triton's interpreter only."""
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
-    result = subprocess.run(
-        [sys.executable, str(CHECKS.with_name("kernel_checks.py")), "cuda", check],
-        cwd=REPOSITORY, env={**environment, "PYTHONPATH": import_path()}, text=True,
-        capture_output=True, timeout=600,
-    )  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    result = run_program(HERE / "kernel_checks.py", "cuda", check)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

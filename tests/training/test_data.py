@@ -18,99 +18,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_cases import CPU, FIRST, LAST, MIDDLE, MODEL, SKIP, TEXT, WHOLE, Data
 from PIL import Image
 from shard_cases import SAMPLES, make_samples, write_lines, write_shards
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
-from toy import stages_of
 
 from megatron.vlm.inputs.augment import Purpose, jpeg_qualities, tile_keys
-from megatron.vlm.inputs.data import (
-    DataOptions,
-    LossWeighting,
-    OnBadSample,
-    PackDataset,
-    load_batches,
-)
+from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset, load_batches
 from megatron.vlm.inputs.read_ahead import _begin_worker
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
-from omnibal.levels import Level
-from omnibal.limits import Caps
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 
-MODEL = load_model("internvl-digits")
-CPU = torch.device("cpu")
-[WHOLE] = stages_of(MODEL)
-FIRST, MIDDLE, TEXT, LAST = stages_of(
-    MODEL, 2, MODEL.vision.layers + 1, MODEL.vision.layers + MODEL.language.layers + 2
-)
-SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
 ROOT = Path(__file__).parents[2]
-
-
-class Data:
-    """A dataset, its lengths, and packs of it."""
-
-    def __init__(self, meta: Path, tokenizer) -> None:
-        self.reader = SampleReader(Annotations.open(meta), tokenizer, MODEL)
-        self.lengths = scan_lengths(
-            self.reader.annotations, MODEL, tokenizer, lambda done: None
-        ).lengths
-
-    def dataset(self, packs, stage=WHOLE, options=DataOptions(), epoch=0) -> PackDataset:  # noqa: B008
-        """These lists of samples as micro-batches of one rank."""
-        packs = Packs.from_lists(packs)
-        rows = np.arange(len(packs))
-        scheduled = ScheduledPacks(
-            packs=packs,
-            step=rows,
-            dp_rank=np.zeros(len(rows), np.int32),
-            slot=np.zeros(len(rows), np.int32),
-            epoch=np.full(len(rows), epoch, np.int32),
-            items={"tiles": packs.sums(self.lengths.column("tiles")).astype(np.int32)},
-            tokens=packs.sums(self.lengths.tokens).astype(np.int32),
-            level=np.zeros(len(rows), np.int32),
-        )
-        return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
-
-
-@pytest.fixture(scope="module")
-def data(digits, tokenizer) -> Data:
-    return Data(digits / "train" / "meta.json", tokenizer)
-
-
-@pytest.fixture
-def pictures(tmp_path, tokenizer) -> Data:
-    """Noisy photographs, each format of its own, and two sources of which one is augmented."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for number, (width, height, kind) in enumerate(
-        [(70, 40, "jpg"), (64, 64, "png"), (33, 90, "jpg"), (64, 200, "png"), (64, 64, "jpg")]
-    ):
-        coarse = Image.fromarray(rng.integers(0, 255, (9, 9, 3), np.uint8))
-        coarse.resize((width, height), Image.Resampling.BICUBIC).save(tmp_path / f"{number}.{kind}")
-        lines.append(line([f"{number}.{kind}"], "x" * (3 * number + 1)))
-    lines.append(line(["0.jpg", "1.png"], "both"))
-    lines.append(line([], "none"))
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    source = {"root": "", "annotation": "a.jsonl"}
-    meta = {"augmented": {**source, "data_augment": True}, "plain": source}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    return Data(tmp_path / "meta.json", tokenizer)
-
-
-def line(images: list[str], answer: str) -> str:
-    turns = [
-        {"from": "human", "value": "<image>" * len(images) + "What?"},
-        {"from": "gpt", "value": answer},
-        {"from": "human", "value": "And?"},
-        {"from": "gpt", "value": answer[:2]},
-    ]
-    return json.dumps({"image": images, "conversations": turns}) + "\n"
 
 
 def random_packs(samples: int, seed: int) -> list[list[int]]:

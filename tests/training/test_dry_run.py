@@ -4,16 +4,16 @@ import io
 import re
 
 import pytest
-from beside import beside_plan
+from data_parallel_cases import data_parallel_plan
 from megatron.core import parallel_state
 from ranks import run_ranks
 from rich.console import Console
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.run.dry_run import print_dry_run
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import PlannedLevel
+from omnibal.job.plan import PlannedLevel
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 
 
 def own_place(links):
@@ -53,9 +53,9 @@ def test_stages_name_their_units_and_every_rank_is_listed():
     assert " vision 1 " in printed and " language 2 " in printed
 
 
-def test_encoders_beside_are_listed():
+def test_data_parallel_encoders_are_listed():
     """Prevents: a dry run that leaves out the encoders where no stage holds them."""
-    plan = beside_plan(toy_model(), (2,), data=4, pipelines=2, per_pass=3, kept=7)
+    plan = data_parallel_plan(toy_model(), (2,), data=4, pipelines=2, per_pass=3, kept=7)
     text = io.StringIO()
     print_dry_run(plan, Console(file=text, width=140))
     lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
@@ -69,7 +69,7 @@ def test_a_save_that_gathers_much_is_announced(tensor):
     """Prevents: a host that a save fills, without a word before the run."""
     vision = {"layers": 20, "hidden_size": 2048, "ffn_hidden_size": 8192}
     model = toy_model(**vision)
-    plan = beside_plan(model, (2,), data=2, pipelines=1, tensor=tensor)
+    plan = data_parallel_plan(model, (2,), data=2, pipelines=1, tensor=tensor)
     text = io.StringIO()
     print_dry_run(plan, Console(file=text, width=140))
     found = re.search(r"A save gathers ([\d.]+) GiB of the encoders'", text.getvalue())
@@ -77,7 +77,7 @@ def test_a_save_that_gathers_much_is_announced(tensor):
     assert float(found[1]) == pytest.approx(20 * 12 * 2048**2 * 12 / 2**30, rel=0.02)
     for small in (
         plan.model_copy(update={"frozen": ("vision", "projector")}),
-        beside_plan(toy_model(), (2,), data=2, pipelines=1),
+        data_parallel_plan(toy_model(), (2,), data=2, pipelines=1),
     ):
         text = io.StringIO()
         print_dry_run(small, Console(file=text, width=140))

@@ -1,4 +1,4 @@
-"""What ranks read where encoders stand beside the pipeline, beside whole packs."""
+"""What ranks read where encoders are data-parallel, beside whole packs."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -6,23 +6,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from beside import shares_of
-from test_data import CPU, SKIP, TEXT, WHOLE, data, pictures
+from data_cases import CPU, SKIP, TEXT, WHOLE
+from data_parallel_cases import shares_of
 
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
-from omnibal.beside import EncodersBeside
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import encoders_stage
-
-__all__ = ["data", "pictures"]  # fixtures
+from omnibal.base.errors import UserError
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.parallel import Parallel
+from omnibal.pipeline.unit_runs import encoders_stage
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
 """Samples of the pictures in packs of two steps, of two pipelines with two, one, two and one."""
 PLACES = {"step": [0, 0, 0, 1, 1, 1], "dp_rank": [0, 0, 1, 0, 0, 1], "slot": [0, 1, 0] * 2}
 PARALLEL = Parallel(pipeline=2, data=2)
-BESIDE = EncodersBeside(
+BESIDE = DataParallelEncoders(
     pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
 )
 RANKS = range(PARALLEL.world_size)

@@ -1,4 +1,4 @@
-"""Memory of encoders beside the pipeline: features and gradients alive at once, as planned, and
+"""Memory of data-parallel encoders: features and gradients alive at once, as planned, and
 passes of held-out packs."""
 
 import weakref
@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from beside import beside_plan, own_stream
+from data_parallel_cases import data_parallel_plan, own_stream
+from data_parallel_encoder_cases import Case, model_of_case
 from ranks import run_ranks
-from test_beside_training import Case, model_of_case
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_batch, toy_model
 
-from megatron.vlm.model.encoding_groups import create_encoding_group
+from megatron.vlm.model.groups import create_encoding_group
 from megatron.vlm.step.clock import PhaseClock
-from megatron.vlm.step.encoders import Encoders, EncoderStep
+from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.beside import EncoderCost, EncodersCost
+from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
 from omnibal.cost.shaped_rates import Line
 from omnibal.dispatch.items import shares_of_ranks
-from omnibal.pipeline.beside import ItemShares, encoder_room
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 
 WIDTH = 512
 TILES = [[31, 8], [14, 23, 6]]
@@ -109,10 +109,10 @@ def planned_bytes(plan):
     shares = ItemShares(
         steps=np.arange(1), pipelines=plan.beside.pipelines, held=shared, encoded=encoded
     )
-    room = encoder_room(shares, cost, plan.beside)
+    encoder_memory = memory_of_encoders(shares, cost, plan.beside)
     # A pass of one item, its gradient, and rows that tensor-parallel ranks' parts are padded with.
     slack = (3 * vision.tokens_per_item + 3 * plan.parallel.tensor) * row_bytes
-    return room.features + room.phase, slack
+    return encoder_memory.features + encoder_memory.phase, slack
 
 
 PLACES = {
@@ -133,7 +133,7 @@ def test_features_and_gradients_at_once_are_those_planned(name):
     model = toy_model()
     language = model.language.model_copy(update={"hidden_size": WIDTH})
     cuts = (2,) if name.startswith("pp2") else ()
-    plan = beside_plan(
+    plan = data_parallel_plan(
         model.model_copy(update={"language": language}), cuts, pipelines=pipelines, per_pass=1,
         kept=9, frozen=frozen, **sizes,
     )  # fmt: skip
@@ -174,7 +174,7 @@ def encoded_whole_and_in_passes(links, plan):
 
 def test_held_out_packs_are_encoded_in_the_passes_of_training():
     """Prevents: validation that runs out of memory where training does not."""
-    plan = beside_plan(model_of_case(Case({}, audio=True)), per_pass=3)
+    plan = data_parallel_plan(model_of_case(Case({}, audio=True)), per_pass=3)
     [(features, seen)] = run_ranks(plan.parallel, encoded_whole_and_in_passes, plan)
     for whole, in_passes in features:
         assert list(whole) == list(in_passes) == ["vision", "audio"]

@@ -1,14 +1,14 @@
-"""Shares of encoders beside the pipeline: what every rank encodes, and where each feature goes."""
+"""Shares of data-parallel encoders: what every rank encodes, and where each feature goes."""
 
 import numpy as np
 import pytest
 from toy import toy_model
 
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
-from omnibal.beside import EncodersBeside
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.encoders import ClipsEncoder
-from omnibal.parallel import Parallel
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +59,7 @@ def shares_of_all(seed):
     )
     model = BOTH if seed % 2 else MODEL
     names = list(model.encoders)
-    beside = EncodersBeside(
+    beside = DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass={name: int(random.integers(1, 5)) for name in names},
         kept_items={name: int(random.integers(0, 9)) for name in names},

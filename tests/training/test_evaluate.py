@@ -8,34 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from evaluation_cases import MAX_NEW_TOKENS, SAMPLES, pipeline_answers, reader_of
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.step.evaluate import EvaluationOptions, _micro_batch, _questions, evaluate
+from megatron.vlm.step.evaluate import EvaluationOptions, _micro_batch, _questions
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
-from omnibal.data.tokenizer import open_tokenizer
-from omnibal.limits import Caps
-
-MAX_NEW_TOKENS = 4
-SAMPLES = 6
-CAPS = Caps.of(tiles=8, tokens=400)
-
-
-def reader_of(folder: Path) -> SampleReader:
-    tokenizer = open_tokenizer(folder / "tokenizer.model")
-    annotations = Annotations.open(folder / "heldout" / "meta.json")
-    return SampleReader(annotations, tokenizer, load_model("internvl-digits"))
-
-
-def pipeline_answers(links, plan, folder):
-    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
-    options = EvaluationOptions(samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS)
-    return evaluate(trainer, CAPS, reader_of(folder), 0, options, lambda done, total: None)
+from omnibal.model.config import load_model
 
 
 def answers_one_by_one(links, plan, folder):

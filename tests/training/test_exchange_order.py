@@ -2,21 +2,18 @@
 
 from itertools import pairwise
 
+import data_parallel_encoder_cases as beside
+import overlap_cases as overlap
 import pytest
-import test_beside_training as beside
-import test_checkpoint as checkpoint
-import test_evaluate as evaluate
-import test_overlap as overlap
-import test_shared_training as shared
+import shared_training_cases as shared
+import tensor_parallel_cases as tensor_parallel
+from checkpoint_cases import train_range
+from evaluation_cases import pipeline_answers
 from exchange_log import disagreements, logged_exchanges
 from ranks import run_ranks
-from test_overlap import small_buckets
 from toy import stages_of, toy_model, toy_plan
 
-from omnibal.config import load_model
-
-__all__ = ["small_buckets"]
-"""A fixture."""
+from omnibal.model.config import load_model
 
 
 def kinds_of(logs):
@@ -34,7 +31,7 @@ def test_ranks_that_share_packs(name):
 
 
 @pytest.mark.parametrize("number", [0, -1])
-def test_encoders_beside_the_pipeline(tmp_path, number):
+def test_data_parallel_encoders(tmp_path, number):
     """Prevents: a rank without items that skips an exchange of features which others begin."""
     case = list(beside.CASES.values())[number]
     plan = beside.plan_of(case)
@@ -46,14 +43,16 @@ def test_encoders_beside_the_pipeline(tmp_path, number):
 def test_overlapped_reduction_of_several_buckets(small_buckets):
     """Prevents: buckets that ranks reduce in the order in which their own backwards end."""
     plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = run_ranks(plan.parallel, logged_exchanges, overlap.train_steps, plan, overlap.STEPS)
+    logs = run_ranks(
+        plan.parallel, logged_exchanges, tensor_parallel.train_steps, plan, overlap.STEPS
+    )
     assert disagreements(logs) == []
     assert "send" in kinds_of(logs)
 
 
 def save_and_go_on(links, plan, directory):
-    checkpoint.train_range(links, plan, 0, 1, None, directory)
-    checkpoint.train_range(links, plan, 1, 2, directory, None)
+    train_range(links, plan, 0, 1, None, directory)
+    train_range(links, plan, 1, 2, directory, None)
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence_parallel": True}, {"data": 2}])
@@ -70,7 +69,7 @@ def test_evaluation_with_experts(digits):
     """Prevents: a rank whose questions are answered that no longer exchanges tokens with others."""
     model = load_model("internvl-digits-moe")
     plan = toy_plan(model, stages_of(model, 3), data=2, expert=2)
-    logs = run_ranks(plan.parallel, logged_exchanges, evaluate.pipeline_answers, plan, digits)
+    logs = run_ranks(plan.parallel, logged_exchanges, pipeline_answers, plan, digits)
     assert disagreements(logs) == []
     assert any("alltoall" in kind for kind in kinds_of(logs))
 
@@ -78,7 +77,9 @@ def test_evaluation_with_experts(digits):
 def test_another_order_is_noticed(small_buckets):
     """Prevents: a log that says all is well whatever ranks do."""
     plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = run_ranks(plan.parallel, logged_exchanges, overlap.train_steps, plan, overlap.STEPS)
+    logs = run_ranks(
+        plan.parallel, logged_exchanges, tensor_parallel.train_steps, plan, overlap.STEPS
+    )
     own = logs[3]
     shared_by_two = [at for at, each in enumerate(own) if each.peer is None and len(each.group) > 1]
     pairs = [

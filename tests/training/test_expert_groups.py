@@ -3,7 +3,7 @@
 import pytest
 from megatron.core.parallel_state import RankGenerator
 
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 2), (2, 2, 4, 4), (4, 1, 2, 2), (2, 2, 2, 4)])
@@ -25,19 +25,9 @@ def test_expert_groups_are_megatrons(sizes):
         order="tp-cp-ep-dp-pp",
     )
     ranks = range(parallel.world_size)
-    assert {tuple(parallel.expert_peers(rank)) for rank in ranks} == set(
-        map(tuple, groups.get_ranks("ep"))
-    )
     assert {tuple(parallel.expert_copies(rank)) for rank in ranks} == set(
         map(tuple, groups.get_ranks("dp"))
     )
-    for rank in ranks:
-        held = [
-            expert
-            for peer in parallel.expert_peers(rank)
-            for expert in [*parallel.experts_of(peer, 8)]
-        ]
-        assert held == [*range(8)]
-        assert parallel.place(rank)["expert"] == list(parallel.expert_peers(rank)).index(rank)
-        data = {parallel.place(peer)["data"] for peer in parallel.expert_peers(rank)}
-        assert len(data) == parallel.in_step
+    for group in groups.get_ranks("ep"):
+        assert [parallel.place(rank)["expert"] for rank in group] == [*range(parallel.expert)]
+        assert len({parallel.place(rank)["data"] for rank in group}) == parallel.lockstep_ranks

@@ -6,17 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from megatron.core import parallel_state
+from mixture_cases import MODEL, model_of, plan_of
 from ranks import run_ranks
-from test_tensor_parallel import OPTIONS, assert_same_training, batches_of, run
-from toy import stages_of, toy_model, toy_plan
+from tensor_parallel_cases import OPTIONS, assert_same_training, batches_of, run
 
 from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.check import model_obstacle
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.parallel import Parallel
+from omnibal.job.check import model_obstacle
+from omnibal.model.layers import ExpertsConfig, LayerRun
 
 # Packs as (tiles, text tokens): token counts that do not divide, a pack without images, and one
 # whose tokens carry no loss.
@@ -24,22 +23,6 @@ STEPS = [
     [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)]],
     [[(0, 7)], [(0, 12), (0, 2)], [(1, 2)], [(0, 5), (2, 9)]],
 ]
-
-
-def model_of(**changes):
-    """Two vision layers, and three language layers of eight experts each."""
-    sizes = {"experts": 8, "experts_per_token": 2, "ffn_hidden_size": 10, "auxiliary_loss": 0.5}
-    run_of_layers = LayerRun(layers=1, experts=ExpertsConfig(**{**sizes, **changes}))
-    model = toy_model(layers=2, heads=3, hidden_size=24)
-    language = model.language.model_copy(update={"runs": (run_of_layers,)})
-    return model.model_copy(update={"language": language})
-
-
-MODEL = model_of()
-
-
-def plan_of(*cuts, model=MODEL, recompute=(), **sizes):
-    return toy_plan(model, stages_of(model, *cuts, language=recompute), **sizes)
 
 
 @functools.cache
@@ -90,10 +73,9 @@ def test_ranks_without_a_pack_join(plan):
     assert_same_training(ranks, plan.parallel.tensor, alone_uneven(), rel=2e-5)
 
 
-def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(monkeypatch):
+def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(small_buckets):
     """Prevents: gradients of experts that are reduced before they are whole, or weights that a
     forward does not wait for, where a stage has many buckets of both."""
-    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
     plan = plan_of(data=4, expert=2)
     assert_same_training(run(plan, UNEVEN), 1, alone_uneven(), rel=2e-5)
 

@@ -5,33 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from mixture_cases import plan_of
+from qwen3_moe_cases import model_of, renamed, transformers_model
 from ranks import run_ranks
-from test_experts import plan_of
-from test_tensor_parallel import by_name, gather_gradients
-from toy import OPTIONS, pack, toy_sample, toy_text_model
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tensor_parallel_cases import by_name, gather_gradients
+from toy import OPTIONS, pack, toy_sample
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
-from omnibal.families.released_language import auxiliary_loss, released_coefficient
-from omnibal.layers import ExpertsConfig, LayerRun
+from omnibal.families.text import auxiliary_loss, released_coefficient
+from omnibal.model.config import ModelConfig
 
 SAMPLES = [(0, 12), (0, 7), (0, 16)]
-
-
-def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:
-    """Qwen3-MoE at toy size: norms of heads, wide heads, no biases."""
-    experts = ExpertsConfig(
-        experts=6,
-        experts_per_token=2,
-        ffn_hidden_size=12,
-        normalized=normalized,
-        auxiliary_loss=auxiliary_loss,
-    )
-    run = LayerRun(layers=1, experts=experts)
-    return toy_text_model(runs=(run,), qk_norm=True, head_size=10, qkv_bias=False)
 
 
 def ours(links, model: ModelConfig):
@@ -43,31 +29,6 @@ def ours(links, model: ModelConfig):
     result = train_step(trainer, MicroBatchStream.of([batch]))
     gather_gradients(trainer.model)
     return result.loss, weights, by_name(trainer.stage, lambda parameter: parameter.main_grad)
-
-
-def transformers_model(model: ModelConfig, tensors: dict[str, torch.Tensor]) -> Qwen3MoeForCausalLM:
-    """Transformers' model with these weights."""
-    language = model.language
-    experts = language.kinds[0].experts
-    assert experts is not None
-    theirs = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=language.vocab_size,
-            hidden_size=language.hidden_size,
-            num_hidden_layers=language.layers,
-            num_attention_heads=language.heads,
-            num_key_value_heads=language.kv_heads,
-            head_dim=language.head_width,
-            rms_norm_eps=language.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": language.rope_base},
-            moe_intermediate_size=experts.ffn_hidden_size,
-            num_experts=experts.experts,
-            num_experts_per_tok=experts.experts_per_token,
-            norm_topk_prob=experts.normalized,
-        )
-    )
-    theirs.load_state_dict(tensors)
-    return theirs
 
 
 def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
@@ -83,37 +44,6 @@ def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
     loss = torch.cat(losses).mean()
     loss.backward()
     return loss.item(), {name: value.grad for name, value in theirs.named_parameters()}
-
-
-def renamed(model: ModelConfig, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """This project's tensors under transformers' names, q, k and v apart."""
-    language = model.language
-    groups, per_group = language.kv_heads, language.heads // language.kv_heads
-    words = language.vocab_size
-    found = {
-        "model.embed_tokens.weight": own["embedding.word_embeddings.weight"][:words],
-        "model.norm.weight": own["language.final_layernorm.weight"],
-        "lm_head.weight": own["head.weight"][:words],
-    }
-    names = {
-        "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
-        "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
-        "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-        "input_layernorm.weight": "input_layernorm.weight",
-        "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-        "mlp.router.weight": "mlp.gate.weight",
-        "mlp.experts.linear_fc1.weight": "mlp.experts.gate_up_proj",
-        "mlp.experts.linear_fc2.weight": "mlp.experts.down_proj",
-    }
-    for layer in range(language.layers):
-        here, there = f"language.layers.{layer}", f"model.layers.{layer}"
-        found |= {f"{there}.{new}": own[f"{here}.{old}"] for old, new in names.items()}
-        qkv = own[f"{here}.self_attention.linear_qkv.weight"]
-        heads = qkv.unflatten(0, (groups, per_group + 2, language.head_width))
-        parts = heads.split([per_group, 1, 1], dim=1)
-        for name, part in zip("qkv", parts, strict=True):
-            found[f"{there}.self_attn.{name}_proj.weight"] = part.flatten(0, 2)
-    return found
 
 
 @pytest.mark.parametrize("normalized", [True, False])

@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mixture_cases import plan_of
+from qwen3_moe_cases import model_of, renamed, transformers_model
 from ranks import run_ranks
-from test_experts import plan_of
-from test_experts_parity import model_of, renamed, transformers_model
-from test_tensor_parallel import by_name
+from tensor_parallel_cases import by_name
 from toy import OPTIONS, ToySample, pack, toy_sample
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
 
 STEPS = 30
 PACKS_PER_STEP = 4

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from megatron.vlm.conversion.released_config import read_config
+from omnibal.base.errors import UserError
 from omnibal.cost.parameters import model_parameters
-from omnibal.errors import UserError
 from omnibal.families import deepseek, gemma, glm, kimi, qwen, text
 from omnibal.families.named import named_model
 

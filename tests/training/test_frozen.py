@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipeline_cases import STEPS
 from ranks import run_ranks
-from test_pipeline import STEPS
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream

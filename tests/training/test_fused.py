@@ -1,10 +1,10 @@
-"""What fused operations compute on a CPU, and how a pretended device counts bytes: quick ones."""
+"""What fused operations compute on a CPU, and how a fake device counts bytes: quick ones."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.vlm.measure.pretended.memory import BLOCK_BYTES, Label, MemoryTracker
+from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.model.fused.activations import bias_gelu, swiglu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy
 from megatron.vlm.model.fused.residual import Branch, NormWeights, add_and_norm

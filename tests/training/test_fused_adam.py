@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from checkpoint_cases import TOTAL_STEPS, train_range
 from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import distrib_optimizer
 from ranks import run_ranks
-from test_checkpoint import TOTAL_STEPS, train_range
 from toy import stages_of, toy_model, toy_plan
 
 SAVED_STEP = 3

@@ -113,7 +113,7 @@ def shortened(argument, free):
 @pytest.mark.parametrize("is_fake", [False, True], ids=["real", "fake"])
 def test_operations_refuse_sizes_that_do_not_go_together(name, is_fake):
     """Prevents: a kernel that reads what lies after a tensor, in training or unseen in a count of
-    bytes on a pretended device."""
+    bytes on a fake device."""
     operation, made = OPERATIONS[name]
     names = [argument.name for argument in operation._opoverload._schema.arguments]
     with FakeTensorMode() if is_fake else torch.device("cpu"):

@@ -7,19 +7,19 @@ import pytest
 import tokenizers
 import torch
 from commands import Completed, launcher
+from conversion_file_cases import edit_config
 from PIL import Image
 from ranks import run_ranks
 from released import KINDS, PIECES, imported, save_released, transformers_model
-from test_conversion import edit_config
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.chat import encode_prompt
-from omnibal.data.image_files import ImageFile
 from omnibal.data.sample import Sample, Turn
+from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 NEW_TOKENS = 6
 

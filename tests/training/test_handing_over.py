@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.vlm.inputs.handing_over import Parcel, parcel, unpacked
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 pytestmark = pytest.mark.quick
 

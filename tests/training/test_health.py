@@ -7,7 +7,7 @@ import pytest
 from ranks import logged
 
 from megatron.vlm.run.health import RunHealth
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 pytestmark = pytest.mark.quick
 

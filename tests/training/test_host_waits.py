@@ -5,14 +5,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import test_beside_training as beside
-import test_shared_training as shared
+import data_parallel_encoder_cases as beside
+import shared_training_cases as shared
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations whose result the host needs, or the size of it, before it can go on.
 _WAITING = {"_local_scalar_dense", "masked_select", "nonzero"}
-_RUNS_A_STAGE = ("megatron/vlm/step/schedule.py", "megatron/vlm/step/encoders.py")
+_RUNS_A_STAGE = ("megatron/vlm/step/schedule.py", "megatron/vlm/step/encoder_phase.py")
 _READS_DATA = "megatron/vlm/inputs/"
 
 
@@ -59,7 +59,7 @@ def test_experts_wait_for_the_choice_of_rows_alone():
         assert seen["masked_select", "moe_utils.py"] % (2 * plan.model.language.layers) == 0
 
 
-def test_encoders_beside_the_pipeline_wait_for_nothing(tmp_path):
+def test_data_parallel_encoders_wait_for_nothing(tmp_path):
     """Prevents: features or gradients whose sizes are read from the device."""
     case = next(iter(beside.CASES.values()))
     plan = beside.plan_of(case)

@@ -21,13 +21,13 @@ from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.model.experts import MixtureOfExperts
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import build_trainer
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
 from omnibal.cost.attention_counts import CHUNK
-from omnibal.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan
-from omnibal.units import feature_names, unit_names
+from omnibal.job.plan import Plan
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, unit_names
 
 CLUSTER, ONE = load_cluster("h100-80g"), Parallel(pipeline=1)
 T, VOCABULARY = 128, 256

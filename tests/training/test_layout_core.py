@@ -10,11 +10,11 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from omnibal.config import ModelConfig, load_model, preset_names
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 from omnibal.export.layout import EMBEDDING, Layout, layout_of, parse_layout, split_flags
+from omnibal.model.config import ModelConfig, load_model, preset_names
+from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage import Stage
-from omnibal.units import projector_unit
 
 
 def core_chunks(layout: str | list, pipeline: int) -> tuple[tuple[str, ...], ...]:

@@ -12,28 +12,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_cases import limit_file_size
 from ranks import run_ranks
-from test_checkpoint_faults import limit_file_size
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
-from megatron.vlm.inputs.share import Sharing
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run import loop
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.loop import (
-    RunData,
-    RunOptions,
-    TrainingLoop,
-    gather_stage_records,
-)
+from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop, gather_stage_records
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
-from omnibal.data.packs import Packs, ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
-from omnibal.runlog import RUN_FILE, read_run
+from omnibal.base.errors import UserError
+from omnibal.job.runlog import RUN_FILE, read_run
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 STEPS = 8
 PACKS_PER_STEP = 2
@@ -141,7 +136,7 @@ def test_run_is_logged_and_saved(plan, tmp_path):
     assert sum(line.startswith("step ") for line in told) == STEPS and untold == []
 
 
-class PretendedAllocator:
+class FakeAllocator:
     """Figures of a CUDA device, as torch keeps them until they are reset; in GiB."""
 
     def __init__(self, cuda):
@@ -165,9 +160,9 @@ class PretendedAllocator:
 
 
 def memory_of_three_steps(links):
-    """On a pretended device that the second rank uses more of."""
+    """On a fake device that the second rank uses more of."""
     loop.has_cuda = lambda: True
-    device, records = PretendedAllocator(torch.cuda), []
+    device, records = FakeAllocator(torch.cuda), []
     for peak_gib, reserved_gib, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
         more = dist.get_rank()
         device.use(peak_gib + more, reserved_gib + more, retries * more)

@@ -12,10 +12,10 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
-from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.scan import scan_lengths
+from omnibal.model.config import load_model
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 # InternVL3.5's vision encoder, and Qwen3's norms of q and k with heads of a size of their own.
 MODEL = load_model("internvl-digits").with_tower("language", qk_norm=True, head_size=32)

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.vlm.run.metrics import TensorBoardSink, WandbSink, step_values
-from omnibal.errors import UserError
-from omnibal.runlog import StageRecord, StepRecord
+from omnibal.base.errors import UserError
+from omnibal.job.runlog import StageRecord, StepRecord
 
 STAGE = StageRecord(
     forward_ms=1, backward_ms=2, wait_ms=3, data_ms=0, optimizer_ms=1, peak_gib=0.5

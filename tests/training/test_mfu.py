@@ -11,21 +11,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import mfu
 
 from megatron.vlm.run.pretrain import pack_flops
-from omnibal.beside import EncoderPlacement
-from omnibal.check import open_plan
-from omnibal.config import load_cluster, load_model
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.pipeline.stage_cost import once_a_step
-from omnibal.plan_data import MockData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.pretended import OperationCount, PretendedStage, Roofline
+from omnibal.job.check import open_plan
+from omnibal.job.fake_replay import FakeStage, OperationCount, Roofline
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs
+from omnibal.pipeline.stage_cost import per_step_costs
 
 MICRO_BATCHES = 3
 RATES = Roofline(
@@ -49,7 +49,7 @@ def test_utilization_of_one_stage_is_needed_operations_over_its_time(tmp_path: P
     data = MockData(caps=Caps.of(tiles=8, tokens=256), micro_batches_per_step=MICRO_BATCHES)
     save_plan(make_plan(PlanRequest(job=job, data=data)), tmp_path / "plan")
     files = open_plan(tmp_path / "plan")
-    stage = PretendedStage(
+    stage = FakeStage(
         stage=0, predicted_gib=1, allocated_gib=1, state_gib=1, activations_gib=0,
         peak_phase="backward", peak_at="", rows=(0, 1), micro_batches=2, kernels=1, tflop=1,
         gigabytes=1, contents=(), host_reads=(), unaligned=(),
@@ -61,7 +61,7 @@ def test_utilization_of_one_stage_is_needed_operations_over_its_time(tmp_path: P
     )  # fmt: skip
     found = mfu.utilization(files, [stage], RATES)
     # Of two micro-batches: 200 ms each of both in forward, 400 ms in backward.
-    update_ms = float(once_a_step(files.job.cost, files.plan.stages).update_ms[0])
+    update_ms = float(per_step_costs(files.job.cost, files.plan.stages).update_ms[0])
     expected_ms = MICRO_BATCHES * (200 + 200 + 400) / 2 + update_ms
     assert found.step_ms == pytest.approx(expected_ms)
     packs, lengths = files.steps
@@ -72,7 +72,7 @@ def test_utilization_of_one_stage_is_needed_operations_over_its_time(tmp_path: P
 
 
 def test_packs_need_as_much_wherever_encoders_run():
-    """Prevents: a run with encoders beside its pipeline that ends before its first step, or whose
+    """Prevents: a run with data-parallel encoders that ends before its first step, or whose
     utilization leaves their operations out."""
     lengths = Lengths(
         items={"tiles": np.array([0, 3, 1], np.int32)},
@@ -87,7 +87,7 @@ def test_packs_need_as_much_wherever_encoders_run():
         model=load_model("internvl-digits"), cluster=load_cluster("laptop-cpu"),
         parallel=Parallel(pipeline=2, data=2), precision="fp32",
     )  # fmt: skip
-    beside = replace(job, placement=EncoderPlacement.BESIDE)
+    beside = replace(job, placement=EncoderPlacement.DATA_PARALLEL)
     np.testing.assert_array_equal(
         pack_flops(beside, packs, lengths), pack_flops(job, packs, lengths)
     )

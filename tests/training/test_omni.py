@@ -1,17 +1,17 @@
 """A model that sees and hears, cut anywhere: losses, gradients and weights of one process."""
 
 import pytest
-import test_tensor_parallel
+import tensor_parallel_cases as tensor_parallel
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from test_pipeline import (
+from pipeline_cases import (
     assert_same_results,
     assert_same_training,
     assert_same_weights,
     single_process,
     train_steps,
 )
+from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -19,9 +19,9 @@ from megatron.vlm.step import schedule
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.units import last_unit
-from omnibal.plan import Plan
-from omnibal.units import model_parts
+from omnibal.job.plan import Plan
+from omnibal.model.units import model_parts
+from omnibal.pipeline.unit_runs import last_unit
 
 MODEL = toy_omni_model()
 # Samples of (tiles, text tokens, clips): packs of both, of one, and of neither.
@@ -75,10 +75,10 @@ def test_tensor_parallel_equals_one_process(cuts, sizes):
     """Prevents: an audio encoder whose three heads two ranks cannot share, a norm or convolution
     whose gradient is a rank's part only."""
     whole = toy_plan(MODEL, stages_of(MODEL))
-    [reference] = test_tensor_parallel.run(whole, STEPS)
+    [reference] = tensor_parallel.run(whole, STEPS)
     plan = toy_plan(MODEL, stages_of(MODEL, *cuts), **sizes)
-    ranks = test_tensor_parallel.run(plan, STEPS)
-    test_tensor_parallel.assert_same_training(ranks, 2, reference)
+    ranks = tensor_parallel.run(plan, STEPS)
+    tensor_parallel.assert_same_training(ranks, 2, reference)
 
 
 def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():

@@ -16,7 +16,7 @@ from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 _STEPS = 4
 _ROWS = 3 * 2 * 2 * 4 * 16384

@@ -9,30 +9,15 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+from overlap_cases import MODEL, STEPS
 from ranks import run_ranks
-from test_tensor_parallel import MODELS, OPTIONS, assert_same_training, train_steps
+from tensor_parallel_cases import OPTIONS, assert_same_training, train_steps
 from toy import stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.parallel import Parallel
 
-# Dealt to two ranks in turn. In the first step one rank has no pack; in the second, the last pack
-# of one has no image; in the third, none has, and the ranks have two packs and one.
-STEPS = [
-    [[(1, 8)]],
-    [[(2, 9), (1, 14)], [(3, 5)], [(1, 8), (0, 6)], [(0, 12), (0, 7)]],
-    [[(0, 7)], [(0, 12)], [(0, 5)]],
-    [[(0, 21)], [(2, 8)]],
-]
-MODEL = MODELS["300M-like"]
 TIED = MODEL.model_copy(update={"language": MODEL.language.model_copy(update={"tied_head": True})})
-
-
-@pytest.fixture
-def small_buckets(monkeypatch):
-    """Makes a toy stage's parameters many buckets, as a real one's are."""
-    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
 
 
 class _LateGather:

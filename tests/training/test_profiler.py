@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
+from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.measured_shares import context_sizes
 from megatron.vlm.measure.profiler import (
     KeptActivations,
     ProfileOptions,
@@ -21,21 +22,19 @@ from megatron.vlm.measure.profiler import (
     profiled_batches,
     random_batch,
 )
-from megatron.vlm.measure.shares import context_sizes
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.profile import fitted_cost
-from omnibal.job import JobSpec
-from omnibal.levels import ContextExchange
-from omnibal.parallel import Parallel
+from omnibal.cost.profile import Measured
+from omnibal.job.job import JobSpec
+from omnibal.model.levels import ContextExchange
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names, unit_names
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.workload import Workload
-from omnibal.units import feature_names, unit_names
 
 pytestmark = pytest.mark.quick
 
-PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)
 PACKS = [
     [(2, 9), (1, 14)], [(3, 5)], [(1, 8), (1, 6), (2, 11)], [(4, 30), (1, 12)], [(1, 20)],
 ]  # fmt: skip
@@ -112,7 +111,7 @@ def test_units_of_two_encoders_add_up_and_are_measured():
     [(by_unit, whole, profile)] = run_ranks(Parallel(pipeline=1), units_of_omni, plan)
     assert set(by_unit) == set(unit_names(model))
     assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
-    cost = fitted_cost(profile, model, plan.cluster, plan.parallel, "fp32")
+    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
     counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
     clip, tile = (np.array([name == one for name in cost.features]) for one in ("clips", "tiles"))
     for name, unit in cost.units.items():
@@ -134,7 +133,7 @@ def units_of_omni(links, plan):
     whole = kept.now_bytes
     loss.backward()
     options = replace(PROFILE, max_clips=5)
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
 
 
@@ -144,7 +143,7 @@ def profile_and_step(links, plan, packs=PACKS, options=PROFILE):
     peak_bytes = peak_activation_bytes(
         trainer, lambda: train_step(trainer, MicroBatchStream.of(batches))
     )
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return peak_bytes, profiler.result([profiler.round()])
 
 
@@ -165,7 +164,7 @@ def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
     plan = toy_plan(model, stages)
     ranks = run_ranks(plan.parallel, profile_and_step, plan)
     profile = ranks[0][1]
-    cost = fitted_cost(profile, model, plan.cluster, plan.parallel, "fp32")
+    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(PACKS)]
     slot = np.arange(len(PACKS))
     workload = Workload(
@@ -186,7 +185,7 @@ def test_predicted_peak_activations_of_two_encoders_are_those_of_a_step():
     packs = [[*one, (0, 6, 1 + place)] for place, one in enumerate(PACKS)]
     options = replace(PROFILE, max_clips=5)
     ranks = run_ranks(plan.parallel, profile_and_step, plan, packs, options)
-    cost = fitted_cost(ranks[0][1], model, plan.cluster, plan.parallel, "fp32")
+    cost = Measured(ranks[0][1]).costs(model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(packs)]
     fixed, tiles, *others = features_of(batches).T
     clips = [len(batch.frames_CBF) for batch in batches]
@@ -218,7 +217,7 @@ def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
 
 def profiled_shares(links, plan):
     options = replace(PROFILE, max_tokens=128, contexts=(2,))
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return profiler.result([profiler.round()]).shares
 
 
@@ -263,7 +262,7 @@ def test_context_sizes_leave_no_process_over(processes, sizes):
 
 
 def runs_of_layers(links, plan):
-    profiler, runs = Profiler(JobSpec.of_plan(plan, None), links, PROFILE), []
+    profiler, runs = Profiler(JobSpec.of_plan(plan), links, PROFILE), []
     stage = profiler._trainer.stage
     for layer in (*stage.vision.layers, *stage.language.layers):
         layer.register_forward_hook(lambda *_: runs.append(torch.is_grad_enabled()))

@@ -1,20 +1,18 @@
 """Layers of Transformer Engine, over a stand-in for it: the real one cannot be had without CUDA."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from commands import launcher
-from import_path import REPOSITORY, import_path
+from programs import run_program
 from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.installed import import_failure
-from megatron.vlm.measure.pretended.job import check_pretended_precision
+from megatron.vlm.measure.fake_device.job import check_fake_device_precision
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.model.stage import build_stage
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 HERE = Path(__file__).parent
 
@@ -22,12 +20,8 @@ HERE = Path(__file__).parent
 def test_both_providers_make_the_same_model():
     """Prevents: parameters of other names, shapes or divisions, checkpoints that one provider
     writes and the other cannot load, and arguments that Transformer Engine does not take."""
-    path = import_path(HERE / "fake_te")
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(HERE / "provider_checks.py")],
-        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True,
-        timeout=300,
-    )  # fmt: skip
+    program = ("-W", "ignore", HERE / "provider_checks.py")
+    result = run_program(*program, imports=(HERE / "fake_te",))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -46,8 +40,8 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
     plan = toy_plan(model, stages_of(model)).model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"fp8.*--provider te"):
         build_stage(plan, 0)
-    with pytest.raises(UserError, match="pretended device"):
-        check_pretended_precision("fp8")
+    with pytest.raises(UserError, match="fake device"):
+        check_fake_device_precision("fp8")
     providers = "megatron.vlm.model.providers"
     monkeypatch.setattr(f"{providers}.is_te_min_version", lambda version: False)
     monkeypatch.setattr(f"{providers}.get_te_version", lambda: "1.8.0")
@@ -55,7 +49,7 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
         check_precision("fp8", "te")
     for precision in ("fp32", "bf16"):
         check_precision(precision, "te")
-        check_pretended_precision(precision)
+        check_fake_device_precision(precision)
 
 
 @pytest.mark.parametrize("mode", [("--dry-run",), ("--data", "meta.json")])
@@ -85,12 +79,8 @@ def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text('raise OSError("libcudnn.so.9: not found\\nat all")')
-    path = import_path(tmp_path)
-    ended = subprocess.run(
-        [sys.executable, "pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run"],
-        cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True,
-        timeout=300,
-    )  # fmt: skip
+    command = ("pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run")
+    ended = run_program(*command, imports=(tmp_path,))
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr == (
         "error: --provider te: Transformer Engine is installed, but cannot be imported "

@@ -7,7 +7,7 @@ from toy import pack, stages_of, toy_model, toy_plan, toy_sample
 
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megatron.vlm.measure.rates import group_sizes, measure_rates
 from omnibal.cost.measured_sizes import MeasuredSizes
-from omnibal.parallel import Parallel
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

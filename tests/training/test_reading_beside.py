@@ -8,20 +8,19 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from test_profiler import PROFILE
-from toy import stages_of, toy_model, toy_plan
+from toy import PROFILE, stages_of, toy_model, toy_plan
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import Profiler, profiled_batches
 from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
-from omnibal.config import load_model
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.model.config import load_model
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 
@@ -81,7 +80,7 @@ def tokens_taken_in_a_round(links, plan):
     taken = []
     result = Reading(items_of(0)).result  # of no sample yet
     reading = SimpleNamespace(take=taken.append, result=result)
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, PROFILE, reading)
+    profiler = Profiler(JobSpec.of_plan(plan), links, PROFILE, reading)
     taken.clear()
     profiler.round()
     return sum(taken)
@@ -123,7 +122,7 @@ def test_profile_without_data_has_no_reading():
 
 def profile_alone(links, plan):
     options = replace(PROFILE, repetitions=1)
-    profiler = Profiler(JobSpec.of_plan(plan, None), links, options)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return profiler.result([profiler.round()]).reading
 
 

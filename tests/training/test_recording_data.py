@@ -20,12 +20,12 @@ from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.run.generate import generate
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import build_trainer
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.data.sample import Sample
 from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
-from omnibal.limits import Caps
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
 from omnibal.pipeline.stage import Stage
 
 [WHOLE] = stages_of(OMNI)
@@ -139,7 +139,7 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     seen = data.load(SEES).pixels_TCPP
     assert torch.equal(both.pixels_TCPP, seen[1:3])
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
-    # As a pass of encoders beside the pipeline joins them.
+    # As a pass of data-parallel encoders joins them.
     runs = [dataset.load_items(0, clips=items) for items in (range(5, 6), range(2))]
     joined = joined_items(runs)
     assert torch.equal(joined.frames_CBF, whole.frames_CBF[[5, 0, 1]])

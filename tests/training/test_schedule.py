@@ -229,7 +229,8 @@ def test_a_step_takes_no_more_than_its_own_micro_batches():
 def test_schedules_that_the_trainer_cannot_run_are_refused(monkeypatch):
     """Prevents: a stage that mixes up what its neighbours send in another order."""
     out_of_order = Schedule(
-        name="all forwards first, last one first", chunks=1, micro_batches=2, shortens=False,
+        name="all forwards first, last one first", chunks=1, micro_batches=2,
+        is_prefix_closed=False,
         operations=((Operation(Pass.FORWARD, 1), Operation(Pass.FORWARD, 0)),),
     )  # fmt: skip
     graph = OperationGraph.of(out_of_order)

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.share import Share
+from megatron.vlm.inputs.pack_share import Share
 from megatron.vlm.model import attention
 from megatron.vlm.model import shared_attention as shared_attention_module
 from megatron.vlm.model.attention import attend_packed
 from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.shared_attention import shared_attention
-from omnibal.levels import ContextExchange, CutRule, Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
 

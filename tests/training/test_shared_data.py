@@ -7,18 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_data import FIRST, LAST, SKIP, TEXT, WHOLE, Data, data, pictures
+from data_cases import FIRST, LAST, SKIP, TEXT, WHOLE, Data
 from toy import share_of
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset
-from megatron.vlm.inputs.share import Sharing
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
-from omnibal.data.cut import item_bounds
-from omnibal.errors import UserError
-from omnibal.levels import CutRule, Level
-from omnibal.limits import Caps
-
-__all__ = ["data", "pictures"]  # fixtures
+from omnibal.base.errors import UserError
+from omnibal.model.levels import CutRule, Level
+from omnibal.model.limits import Caps
+from omnibal.steps.cut import item_bounds
 
 MIXED = [6, 5, 4, 3, 1]
 """Samples of the pictures: text alone, two images in one, three of one image each."""

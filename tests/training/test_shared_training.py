@@ -2,7 +2,7 @@
 same loss, every gradient, same weights after."""
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
 
@@ -11,184 +11,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
-from test_tensor_parallel import (
-    OPTIONS,
-    assert_same_training,
-    by_name,
-    gather_gradients,
-    model_of,
+from shared_training_cases import (
+    CASES,
+    GATHER,
+    Case,
+    own_batches,
+    plan_of,
+    train_steps,
+    whole_packs,
 )
-from toy import share_of, stages_of, toy_batch, toy_plan
+from tensor_parallel_cases import OPTIONS, assert_same_training
+from toy import share_of, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model import shared_attention
-from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import ModelConfig
-from omnibal.layers import ExpertsConfig, LayerRun
-from omnibal.levels import ContextExchange, CutRule
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
-from omnibal.plan import Plan, PlannedLevel
-
-# Rows of slots, each (level, packs); a pack is samples of (tiles, text tokens). Levels 1 and 2 are
-# shared. There are packs without images, with fewer tiles than ranks, and with a sample of which
-# some rank has nothing.
-FULL = [
-    (1, [[(2, 6), (3, 3), (0, 19)], [(0, 25), (0, 4)]]),
-    (0, [[(1, 6)], [(0, 9)], [(2, 5), (0, 3)], [(0, 4)]]),
-    (2, [[(3, 41), (0, 5)], [(0, 33)]]),
-]
-# The last rows have packs for some ranks only, the wider ones first.
-SHORT = [
-    (2, [[(1, 20), (0, 7)], [(0, 12)]]),
-    (1, [[(4, 21)]]),
-    (0, [[(0, 8)]]),
-]
-STEPS = [FULL, SHORT]
-
-
-@dataclass(frozen=True)
-class Case:
-    """Levels 1 and 2 as (context, cut, exchange), and everything that goes with them."""
-
-    levels: tuple[tuple[int, CutRule, ContextExchange], ...]
-    sizes: dict
-    cuts: tuple[int, ...] = ()
-    tied: bool = False
-    frozen: tuple[str, ...] = ()
-    recompute: tuple[dict, ...] = ({}, {}, {})
-    drop_path: float = 0.0
-    text_only: bool = False
-    experts: bool = False
-
-
-GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
-# Each cut rule is with each exchange, and each kind of parallelism with each of both.
-CASES = {
-    "dp4": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4},
-        recompute=({}, {"vision": (1,), "language": (0,)}, {"language": (0, 1)}),
-        drop_path=0.3,
-    ),
-    "dp4-wide": Case(
-        ((4, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
-        {"data": 4},
-        tied=True,
-    ),
-    "tp2-sp-dp2": Case(
-        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)),
-        {"data": 2, "tensor": 2, "sequence_parallel": True},
-        frozen=("vision",),
-        recompute=({"language": (1,)}, {"language": (0,)}, {}),
-    ),
-    "pp2-dp2": Case(
-        ((2, CutRule.CONTIGUOUS, GATHER), (2, CutRule.ZIGZAG, HEADS)),
-        {"data": 2},
-        cuts=(5,),
-        tied=True,
-        recompute=({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
-    ),
-    "pp2-dp2-vision": Case(
-        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
-        {"data": 2},
-        cuts=(2,),
-        frozen=("language",),
-        drop_path=0.3,
-    ),
-    "dp2-text": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 2},
-        text_only=True,
-    ),
-    "dp4-experts": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4, "expert": 4},
-        recompute=({"language": (0,)},) * 3,
-        experts=True,
-    ),
-}  # fmt: skip
-
-
-def plan_of(case) -> Plan:
-    """The case's plan, whose language layers have four key/value heads."""
-    model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied)
-    language = model.language.model_copy(update={"tied_head": case.tied})
-    if case.experts:
-        # Without the auxiliary loss, which is of a rank's own tokens of a shared pack.
-        experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=10)
-        runs = (LayerRun(layers=1, experts=experts),)
-        language = language.model_copy(update={"runs": runs})
-    model = model.model_copy(update={"language": language})
-    if case.text_only:
-        model = ModelConfig(name="toy-text", language=language)
-    shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
-    levels = tuple(
-        PlannedLevel(
-            caps=Caps.of(tiles=9, tokens=400 * (index + 1)),
-            context=context,
-            cut=cut,
-            exchange=exchange,
-            attention_weight=0.05,
-            recompute=tuple(
-                stage.recompute for stage in stages_of(model, *case.cuts, **case.recompute[index])
-            ),
-        )
-        for index, (context, cut, exchange) in enumerate(shapes)
-    )
-    plan = toy_plan(model, stages_of(model, *case.cuts), **case.sizes)
-    return plan.model_copy(update={"frozen": case.frozen, "levels": levels})
-
-
-def whole_packs(plan, number, drop_path):
-    """The rows of a step with each pack as one micro-batch."""
-    for place, (level, packs) in enumerate(STEPS[number]):
-        row = []
-        for index, mixed in enumerate(packs):
-            has_images = bool(plan.model.encoders)
-            samples = [(tiles * has_images, text) for tiles, text in mixed]
-            batch = toy_batch(plan.model, samples, seed=100 * number + 10 * place + index)
-            weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-            keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + place if drop_path else None
-            row.append(replace(batch, level=level, loss_weights_L=weights, drop_path_keys_T=keys))
-        yield level, row
-
-
-def own_batches(plan, rows):
-    """The micro-batches of this data-parallel rank."""
-    rank, ranks, counts = parallel_state.get_data_parallel_rank(), plan.parallel.data, []
-    batches = []
-    for level, row in rows:
-        planned = plan.levels[level]
-        # On fewer ranks than the rows are written for, the rest of a row is one more.
-        blocks = ranks // planned.context
-        for first in range(0, len(row), blocks):
-            packs = row[first : first + blocks]
-            counts.append(len(packs) * planned.context)
-            if rank // planned.context < len(packs):
-                whole = packs[rank // planned.context]
-                batches.append(share_of(whole, planned, rank % planned.context))
-    is_full = all(count == ranks for count in counts)
-    return replace(MicroBatchStream.of(batches), rows_are_full=is_full)
-
-
-def train_steps(links, plan, case, shared):
-    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
-    options = replace(OPTIONS, drop_path_rate=case.drop_path)
-    trainer = build_trainer(plan, links, options, steps=10, seed=3)
-    results, gradients = [], []
-    for number in range(len(STEPS)):
-        rows = list(whole_packs(plan, number, case.drop_path))
-        batches = MicroBatchStream.of([batch for _, row in rows for batch in row])
-        batches = own_batches(plan, rows) if shared else batches
-        result = train_step(trainer, batches, slots=trainer.most_in_step(len(batches)))
-        results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gather_gradients(trainer.model)
-        gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
-    trainer.wait_for_weights()
-    return results, gradients, by_name(trainer.stage, lambda parameter: parameter)
+from omnibal.model.levels import CutRule
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -305,13 +145,12 @@ def begun_exchanges(links, plan, case, number):
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["full-rows", "short-rows"])
-def test_all_ranks_begin_exchanges_in_one_order(monkeypatch, number):
+def test_all_ranks_begin_exchanges_in_one_order(small_buckets, number):
     """Prevents: a deadlock on devices that begin exchanges in the order of their launches, where
     one rank reduces gradients among the exchanges of a shared pack and another after them.
 
     There is an order of all exchanges of which every rank's own is a part.
     """
-    monkeypatch.setattr(Parallel, "bucket_parameters", property(lambda self: 500))
     case = CASES["dp4"]
     plan = plan_of(case)
     order = TopologicalSorter()

@@ -7,11 +7,11 @@ from toy import stages_of
 
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.reader import SampleReader
-from omnibal.config import load_model
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.scan import scan_lengths
+from omnibal.model.config import load_model
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 MODEL = load_model("internvl-digits")
 

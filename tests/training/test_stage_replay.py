@@ -23,20 +23,20 @@ from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_i
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import load_cluster
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packing import PackingMethod
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import read_plan, write_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.job.replay import REPLAY_FILES, read_replay
+from omnibal.model.config import load_cluster
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.stage import joined
-from omnibal.plan import read_plan, write_plan
-from omnibal.plan_data import SampleData
-from omnibal.plan_files import save_plan
-from omnibal.planner import PlanRequest, make_plan
-from omnibal.replay import read_replay, read_stages, stage_file
 
 pytestmark = pytest.mark.in_own_process
 
@@ -222,14 +222,14 @@ def test_a_stopped_replay_goes_on(planned, tmp_path):
     job = replay(planned, output, [0])
     with pytest.raises(UserError, match="stage 1 is not replayed yet"):
         read_replay(output, job.plan, job.cost, job.workload)
-    first = stage_file(output, 0).read_bytes()
+    first = REPLAY_FILES.file_of(output, 0).read_bytes()
     with pytest.raises(UserError, match="another steps"):
         replay(planned, output, [1], steps=1)
     replay(planned, output, [0, 1])
-    assert stage_file(output, 0).read_bytes() == first
+    assert REPLAY_FILES.file_of(output, 0).read_bytes() == first
     summary = read_replay(output, job.plan, job.cost, job.workload)
     assert len(summary.each_step_ms) == 2
-    stages = read_stages(output, job.plan)
+    stages = REPLAY_FILES.read(output, len(job.plan.stages))
     rows = np.flatnonzero(np.isin(job.packs.step, summary.info.steps))
     for stage, replayed in enumerate(stages):
         assert np.array_equal(replayed.rows, rows)
@@ -259,7 +259,7 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
         replay(planned, output, [0, 1])
-    assert [one.stage for one in read_stages(output, load_replay(planned, None, None).plan)] == [1]
+    assert [one.stage for one in REPLAY_FILES.read(output, 2)] == [1]
     assert len(built) == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from test_tensor_parallel import assert_same_training, run
+from tensor_parallel_cases import assert_same_training, run
 from toy import OPTIONS, stages_of, toy_batch, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -24,9 +24,9 @@ from megatron.vlm.measure.replay import StageReplayer, standing_in, state_bytes_
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import RopeScaling
-from omnibal.parallel import Parallel
-from omnibal.units import unit_names
+from omnibal.model.config import RopeScaling
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 
 pytestmark = pytest.mark.quick
 

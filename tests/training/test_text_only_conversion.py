@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from conversion_cases import as_released, assert_near, keep, predicting_positions
+from conversion_file_cases import assert_equal_tensors, content, exported_like, tensors_of
 from ranks import run_ranks
 from released import imported, write_tokenizer
-from test_conversion import assert_equal_tensors, content, exported_like, tensors_of
-from test_conversion_parity import as_released, assert_near, keep, predicting_positions
-from test_tensor_parallel import by_name, gather_gradients, whole
+from tensor_parallel_cases import by_name, gather_gradients, whole
 from toy import OPTIONS, pack, stages_of, toy_plan, toy_sample
 from transformers import (
     AutoModelForCausalLM,
@@ -31,10 +31,10 @@ from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.model.parallel import Parallel
 
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -334,15 +334,18 @@ def edited(folder: Path, **changes: object) -> Path:
         ({"model_type": "mistral"}, "text-only ones .llama, qwen2, qwen3 and qwen3_moe."),
         ({"architectures": ["LlamaForSequenceClassification"]}, "must be one of LlamaForCausalLM"),
         ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
-        ({"rope_parameters": SCALING | {"factor": None}}, "without all of its numbers"),
+        ({"rope_parameters": SCALING | {"factor": None}}, "type 'llama3' lacks factor"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters that differ"),
         ({"rope_parameters": SCALING | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "without a factor"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "type 'dynamic' lacks factor"),
         ({"rope_parameters": {"rope_type": "linear", "type": "default"}}, "RoPE of type 'linear'"),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, "full_attention in all"),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "'sliding_attention' must be 'full_attention'",
+        ),
         ({"quantization_config": {"bits": 4}}, "must be unquantized"),
         ({"rms_norm_eps": -1}, "norm_eps: Input should be greater than 0"),
-        ({"attention_bias": True}, "biases in the language model"),
+        ({"attention_bias": True}, "attention_bias true must be false"),
         ({"tie_word_embeddings": True, "num_hidden_layers": 3}, "lacks"),
     ],
 )

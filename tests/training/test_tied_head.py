@@ -8,13 +8,14 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from ranks import run_ranks
-from test_tensor_parallel import (
+from tensor_parallel_cases import (
     STEPS,
+    TIED,
+    UNTIED,
     assert_same_training,
     batches_of,
     by_name,
     gather_gradients,
-    model_of,
     run,
 )
 from toy import OPTIONS, stages_of, toy_plan
@@ -25,17 +26,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.errors import UserError
-
-
-def with_head(tied, **changes):
-    """Two layers of each tower and 51 words, which tensor parallelism pads."""
-    model = model_of(**changes)
-    language = model.language.model_copy(update={"tied_head": tied})
-    return model.model_copy(update={"language": language})
-
-
-TIED, UNTIED = with_head(True), with_head(False)
+from omnibal.base.errors import UserError
 
 
 @functools.cache

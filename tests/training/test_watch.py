@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import Pace, ending_together
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 PACE = Pace(period_s=0.1, stale_s=2.0)
 WORLD = 3

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from test_tensor_parallel import STEPS, assert_same_training, run, train_steps
-from test_tied_head import TIED, UNTIED
+from tensor_parallel_cases import STEPS, TIED, UNTIED, assert_same_training, run, train_steps
 from toy import stages_of, toy_plan
 
 from megatron.vlm.backend import WeightGradients

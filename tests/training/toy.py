@@ -8,15 +8,16 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import LossWeighting, sample_loss_weights
-from megatron.vlm.inputs.share import Share
+from megatron.vlm.inputs.pack_share import Share
+from megatron.vlm.measure.profiler import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.config import LanguageConfig, ModelConfig, load_cluster
-from omnibal.encoders import ClipsEncoder, TilesEncoder
-from omnibal.levels import Level
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.levels import Level
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage, joined
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 IMAGE_TOKEN = 0
 AUDIO_TOKEN = 1
@@ -242,3 +243,5 @@ OPTIONS = OptimizationOptions(
     lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_fraction=0.1, weight_decay=0.1,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
+
+PROFILE = ProfileOptions(max_tiles=6, max_tokens=120, tokens_per_sample=24, layers=2, repetitions=1)

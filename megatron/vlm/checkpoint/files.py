@@ -16,8 +16,8 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
-from omnibal.errors import UserError
-from omnibal.files import atomic, read_text
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, read_text
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _PART_SUFFIX = ".part"

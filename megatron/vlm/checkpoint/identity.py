@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step
-from omnibal.config import ModelConfig, model_sizes
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.config import ModelConfig, model_sizes
 
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""

@@ -61,9 +61,9 @@ from megatron.vlm.checkpoint.identity import (
 )
 from megatron.vlm.checkpoint.optimizer_share import load_share
 from megatron.vlm.model.stage import VLMStage
-from omnibal.config import ModelConfig
-from omnibal.errors import UserError
-from omnibal.plan import Plan
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -76,10 +76,10 @@ _METADATA = {
 }
 _OPTIMIZER_OF = "optimizer of "
 """Start of the names of optimizers' gathered state."""
-_FILES_PER_RANK = 2
+_FILES_PER_RANK = 2  # each written by a thread of its own
 _TENSOR_OVERHEAD_BYTES = 4096
 """Bytes of overhead of one tensor in its file and in the metadata."""
-_TURN_S = 0.02
+_TURN_S = 0.02  # between two looks at whether writing has ended
 
 
 class CheckpointWriter:
@@ -94,7 +94,7 @@ class CheckpointWriter:
         options: the optimizer's settings, which a resumed run must share.
         keep_last: how many checkpoints are kept; None keeps all.
         stages: everything that this rank holds of the model, whose optimizers are chained in this
-            order: its stage, and encoders beside the pipeline.
+            order: its stage, and data-parallel encoders.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written
             while training goes on.
 
@@ -181,11 +181,7 @@ class CheckpointWriter:
         return _gather(step, self._group)[0]
 
     def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
-        """Plan the save, copy the state and start to write it.
-
-        Raises:
-            _RankError: a rank cannot; no rank writes then.
-        """
+        """Plan the save, copy the state and start to write it."""
         path = part_path(self._directory, step)
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
@@ -354,11 +350,7 @@ class _RankError(Exception):
 
 
 def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`work()` of this rank; collective.
-
-    Raises:
-        _RankError: it failed on some rank; the same error on every rank.
-    """
+    """`work()` of this rank; collective."""
     result: Any = None
     failure = None
     try:
@@ -413,11 +405,7 @@ def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file whose bytes are on disk at the end.
-
-    Raises:
-        OSError: it cannot be written; names the file, which errors of writes do not.
-    """
+    """A new file whose bytes are on disk at the end."""
     try:
         with path.open("wb") as stream:
             yield stream
@@ -549,7 +537,7 @@ def _trained(stages: Sequence[VLMStage], optimizer: ChainedOptimizer) -> list[_T
     """The optimizers of everything that is trained.
 
     Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
-    other ranks divide; of frozen experts none. Frozen encoders beside the pipeline have none.
+    other ranks divide; of frozen experts none. Frozen data-parallel encoders have none.
     """
     chain = iter(optimizer.chained_optimizers)
     found = []

@@ -13,9 +13,9 @@ from megatron.vlm.conversion.importing import FoundTokenizer, ReleasedCheckpoint
 from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, elements, parameters
 from megatron.vlm.conversion.whisper import ReleasedAudio, open_audio, with_audio
 from megatron.vlm.model.initialize import initial_values
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
-from omnibal.errors import UserError
+from omnibal.model.config import ModelConfig
 
 _OF_WORDS = ("embedding.word_embeddings.weight", "head.weight")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastModel
 
+from omnibal.base.files import read_json_model
 from omnibal.data.tokenizer import ADDED_FILE, CONFIG_FILE, FAST_FILE, open_tokenizer
-from omnibal.files import read_json_model
 
 _DECODER = "added_tokens_decoder"
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word")

@@ -41,11 +41,11 @@ from megatron.vlm.conversion.tensor_map import (
     parameters,
     released,
 )
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory, read_text
 from omnibal.data.chat import answer_end, check_tokenizer
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.errors import UserError
-from omnibal.files import atomic_directory, read_text
+from omnibal.model.config import ModelConfig
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 

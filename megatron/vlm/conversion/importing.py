@@ -36,11 +36,11 @@ from megatron.vlm.conversion.tensor_map import (
     parameters,
     released,
 )
-from omnibal.config import ModelConfig, model_toml
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
-from omnibal.errors import UserError
-from omnibal.files import atomic_directory
+from omnibal.model.config import ModelConfig, model_toml
 
 MODEL_FILE = "model.toml"
 TOKENIZER_FOLDER = "tokenizer"

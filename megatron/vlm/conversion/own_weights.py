@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.vlm.checkpoint.files import begin_checkpoint, part_path, publish_checkpoint
 from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
 from megatron.vlm.conversion.tensor_map import Parameter
-from omnibal.config import ModelConfig
+from omnibal.model.config import ModelConfig
 
 WEIGHTS_STEP = 0
 _HEAD_STATE = "head._extra_state/shard_0_1"

@@ -15,36 +15,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from megatron.vlm.conversion.tensor_map import Layout, head_name
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
-from omnibal.config import ChatTemplate, LanguageConfig, ModelConfig
-from omnibal.encoders import TilesEncoder
-from omnibal.errors import UserError
-from omnibal.families.folder import CONFIG_FILE, model_name
-from omnibal.families.hub import has_quantized_weights
+from omnibal.base.errors import UserError
+from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
+from omnibal.families.hub import is_quantized
+from omnibal.families.hub_table import as_table
 from omnibal.families.internvl import (
     NORMS,
     TRANSFORMERS_QK_NORM_EPS,
-    InternVLFile,
+    internvl_language,
+    internvl_model,
+    is_internvl,
+    is_original,
     is_tied,
-    open_internvl,
 )
-from omnibal.families.released_language import (
-    ARCHITECTURES,
+from omnibal.families.text import (
+    LANGUAGES,
     SCALES_LATER,
     SCALES_WAVES,
     LanguageType,
-    ReleasedLanguage,
-    invalid,
-    known_type,
-    language_config,
+    language_type,
     released_coefficient,
 )
-from omnibal.files import read_json_model
-from omnibal.layers import ExpertsConfig, LayerKind
-from omnibal.limits import words
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import TilesEncoder
+from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.limits import words
 
 GENERATION_FILE = "generation_config.json"
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -73,17 +70,6 @@ _LANGUAGES = {
     layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
 } | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
 """Kind of language model that a layout is for; Transformers' InternVL has any but InternLM2."""
-_TEMPLATES: dict[str, ChatTemplate] = {
-    "llama": "llama3",
-    "qwen2": "qwen2.5",
-    "qwen3": "tokenizer",
-    "qwen3_moe": "tokenizer",
-}
-"""Chat templates of models without an encoder."""
-
-
-class _Kind(BaseModel):
-    model_type: str = ""
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
@@ -99,26 +85,28 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
             this project's model does not have.
     """
     path = directory / CONFIG_FILE
-    file = open_internvl(path)
-    if has_quantized_weights(path):
+    given = read_config_file(path)
+    if is_quantized(given):
         raise UserError(
             f"{path}: has a quantization_config; weights must be unquantized: convert a release in "
             "floating point"
         )
-    if file is None:
-        return _text_only_config(path, names)
-    layout = _internvl_layout(file, names)
-    return file.model(has_head=head_name(layout) in names), layout
+    name = model_name(directory)
+    with naming(path):
+        if not is_internvl(given):
+            return _text_only_config(given, name, path, names)
+        layout = _internvl_layout(given, names)
+        return internvl_model(given, name, path, has_head=head_name(layout) in names), layout
 
 
-def _internvl_layout(file: InternVLFile, names: Collection[str]) -> Layout:
-    if file.is_original:
-        kind = file.language_type
+def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
+    kind = internvl_language(given)
+    if is_original(given):
         if kind not in _ORIGINAL_LAYOUTS:
-            known = words([ARCHITECTURES[each] for each in _ORIGINAL_LAYOUTS], "or")
-            raise UserError(
-                f"{file.path}: its language model is {ARCHITECTURES[kind]}, which is planned and "
-                f"not converted; it must be {known}"
+            known = words([LANGUAGES[each].architecture for each in _ORIGINAL_LAYOUTS], "or")
+            raise ValueError(
+                f"its language model is {LANGUAGES[kind].architecture}, which is planned and not "
+                f"converted; it must be {known}"
             )
         return _ORIGINAL_LAYOUTS[kind]
     if _has_stacked_experts(names):
@@ -131,29 +119,24 @@ def _has_stacked_experts(names: Collection[str]) -> bool:
     return any(name.endswith(_STACKED) for name in names)
 
 
-def _text_only_config(path: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
-    remedy = "pass the folder of a released checkpoint"
-    stated = read_json_model(_Kind, path, remedy).model_type
-    if stated not in _TEXT_ONLY:
-        raise UserError(
-            f"{path}: is of a model of type {stated!r}; only InternVL's own "
-            "(internvl_chat) and Transformers' (internvl), and text-only ones "
-            f"({words(list(_TEXT_ONLY))}) are converted"
+def _text_only_config(
+    given: dict[str, Any], name: str, path: Path, names: Collection[str]
+) -> tuple[ModelConfig, Layout]:
+    stated = given.get("model_type")
+    known = [kind for kind in _TEXT_ONLY if kind == stated]
+    if not known:
+        raise ValueError(
+            f"is of a model of type {stated!r}; only InternVL's own (internvl_chat) and "
+            f"Transformers' (internvl), and text-only ones ({words(list(_TEXT_ONLY))}) are "
+            "converted"
         )
-    given = read_json_model(ReleasedLanguage, path, remedy)
-    kind = known_type(given, path, [each for each in _TEXT_ONLY if each == stated])
+    kind = language_type(given, known)
+    table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
+    table.check_trained()
     layout = Layout.QWEN3_MOE_STACKED if _has_stacked_experts(names) else _TEXT_ONLY[kind]
-    tied = is_tied(given, None, is_original=False, has_head=head_name(layout) in names)
-    try:
-        language = language_config(given, kind, tied, path)
-    except ValidationError as error:
-        raise invalid(path, error) from error
-    if language.max_positions is None:
-        most = given.max_position_embeddings
-        language = language.model_copy(update={"max_positions": most})
-    # The file says nothing of conversations; these are those of the newest releases.
-    name = model_name(path.parent)
-    return ModelConfig(name=name, language=language, chat_template=_TEMPLATES[kind]), layout
+    has_head = head_name(layout) in names
+    tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
+    return table.alone(name, tied_head=tied), layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,7 +225,7 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "downsample_ratio": model.vision.downsample_ratio,
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
-        "llm_config": {"architectures": [ARCHITECTURES[_LANGUAGES[layout]]], "bias": False}
+        "llm_config": {"architectures": [LANGUAGES[_LANGUAGES[layout]].architecture], "bias": False}
         | _text(model.language, _LANGUAGES[layout])
         | {"rope_theta": float(model.language.rope_base)}
         | ({"rope_scaling": scaling} if scaling else {}),
@@ -305,7 +288,7 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
 def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     language, kind = model.language, _LANGUAGES[layout]
     return {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": [LANGUAGES[kind].architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
         **_text(language, kind),
@@ -344,7 +327,8 @@ def _kind_of(language: LanguageConfig) -> LanguageType:
 
 
 def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
-    head_size = {"head_dim": language.head_width} if _states_head_size(language, kind) else {}
+    states_head_size = language.head_size is not None or kind in ("qwen3", "qwen3_moe")
+    head_size = {"head_dim": language.head_width} if states_head_size else {}
     experts = language.kinds[0].experts
     of_experts = {} if experts is None else _experts(experts, language.layers)
     return (
@@ -364,10 +348,6 @@ def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
             "vocab_size": language.vocab_size,
         }
     )
-
-
-def _states_head_size(language: LanguageConfig, kind: LanguageType) -> bool:
-    return language.head_size is not None or kind in ("qwen3", "qwen3_moe")
 
 
 def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:

@@ -20,15 +20,15 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.identity import raise_no_failure, reason
-from omnibal.errors import UserError
-from omnibal.files import read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _OPEN_FILES = 2
 """Most files kept open, as a parameter's tensors may lie in two neighbouring files."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LISTED = 5
+_LISTED = 5  # most names in a message
 
 
 class _Index(BaseModel, extra="allow"):

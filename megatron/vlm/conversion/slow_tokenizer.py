@@ -12,9 +12,9 @@ from pydantic import BaseModel
 from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, read_text
 from omnibal.data.tokenizer import ADDED_FILE, CONFIG_FILE, FAST_FILE, AddedToken
-from omnibal.errors import UserError
-from omnibal.files import read_json_model, read_text
 
 _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
 _CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")

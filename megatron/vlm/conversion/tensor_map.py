@@ -23,8 +23,8 @@ from enum import StrEnum
 import torch
 
 from megatron.vlm.model.vision import IMAGE_CHANNELS
-from omnibal.config import LanguageConfig, ModelConfig
-from omnibal.encoders import ClipsEncoder, EncoderLayers
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers
 
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Layout(StrEnum):
     TRANSFORMERS_PREFIXED = "transformers-prefixed"
     """Transformers' layout with the names that some versions wrote: `model.vision_tower...`"""
     TRANSFORMERS_STACKED = "transformers-stacked"
-    """The same, with a layer's experts in one tensor: Transformers 5's own names."""
+    """Transformers 5's own names: `transformers` with a layer's experts in one tensor."""
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"

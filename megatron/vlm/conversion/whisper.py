@@ -31,17 +31,17 @@ from megatron.vlm.conversion.tensor_map import (
     whisper_tensors,
 )
 from megatron.vlm.model.audio import sinusoids
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder
-from omnibal.errors import UserError
-from omnibal.files import atomic_directory, complaint, read_json_model
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory, complaint, read_json_model
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder
 
 _MODEL_TYPE = "whisper"
 _POSITIONS = "embed_positions.weight"
 _PREFIXES = ("model.encoder.", "encoder.", "")
 """What the encoder's tensors begin with: of WhisperForConditionalGeneration, WhisperModel, and
 WhisperEncoder alone."""
-_NORM_EPS = 1e-5
+_NORM_EPS = 1e-5  # torch's default, which Whisper's config does not state
 _WEIGHT_SUFFIX = ".safetensors"
 
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from PIL import Image
 
-_MIN_QUALITY, _MAX_QUALITY = 75, 100
+_MIN_QUALITY, _MAX_QUALITY = 75, 100  # InternVL's range
 
 
 class Purpose(IntEnum):

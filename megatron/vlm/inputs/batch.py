@@ -14,10 +14,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
-from megatron.vlm.inputs.share import Share, Sharing
-from omnibal.config import ModelConfig
+from megatron.vlm.inputs.pack_share import Share, Sharing
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
+from omnibal.model.config import ModelConfig
+from omnibal.packing.packs import ScheduledPacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """The same micro-batch in host memory that a device copies from on its own."""
+        """This micro-batch in host memory that a device copies from on its own."""
         return self._each(torch.Tensor.pin_memory)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
@@ -269,14 +269,14 @@ class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """Micro-batches in order, and before them the passes of encoders beside the pipeline; those
+    """Micro-batches in order, and before them the passes of data-parallel encoders; those
     after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
     encoding: StepShares | None = None
-    """What this rank encodes first, where encoders stand beside the pipeline."""
+    """What this rank encodes first, where encoders are data-parallel."""
     empty: MicroBatch | None = None
     """What stands after the step's own micro-batches, for planned shapes that are of none of them:
     a rank joins others, with which it shares out experts, that have more packs."""
@@ -290,7 +290,7 @@ class MicroBatchStream:
         return len(self.shapes)
 
     def joining(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
-        """The same micro-batches and empty ones after them, as many as `others` together."""
+        """A stream with empty micro-batches after its own, as many as `others` together."""
         missing = max(others - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 

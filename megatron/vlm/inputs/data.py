@@ -15,6 +15,7 @@ import torch
 
 from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.pack_share import Share, Sharing, feature_route, samples_of_items
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import (
     SampleReader,
@@ -23,14 +24,13 @@ from megatron.vlm.inputs.reader import (
     check_frames,
     normalized,
 )
-from megatron.vlm.inputs.share import Share, Sharing, feature_route, samples_of_items
+from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample, encode_sample
-from omnibal.data.cut import Pieces, whole_samples
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.sample import Sample
-from omnibal.errors import UserError
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.stage import Stage
+from omnibal.steps.cut import Pieces, whole_samples
 
 
 class LossWeighting(StrEnum):
@@ -101,7 +101,7 @@ class _Draft:
     own: "_Items"
     """Items of the sample that this rank encodes."""
     found: list[np.ndarray]
-    """These tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    """Tiles of `own`, uint8 [P, P, C]; where the vision embed is and the images can be read."""
     frames_CBF: np.ndarray | None
     """Features of these clips, float32; where the audio embed is and recordings can be read."""
     unreadable: str | None

@@ -1,4 +1,4 @@
-"""What a rank reads where encoders stand beside the pipeline: items of others, text of its own."""
+"""What a rank reads where encoders are data-parallel: items of others, text of its own."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from megatron.vlm.inputs.batch import MicroBatch, joined_items
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, StepShares
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 
 class EncodingDataset(torch.utils.data.Dataset):

@@ -1,4 +1,4 @@
-"""What a rank encodes beside the pipeline in a step, and where the features go.
+"""What a rank of data-parallel encoders encodes in a step, and where the features go.
 
 All of it follows from the plan, so that every rank knows what all others send it. A row is the
 feature of one image or audio token. The rows of a pipeline's step are in the order of the encoders,
@@ -13,12 +13,12 @@ from functools import cached_property
 
 import numpy as np
 
-from omnibal.beside import EncodersBeside
-from omnibal.config import ModelConfig
-from omnibal.data.packs import ScheduledPacks
 from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks
-from omnibal.encoders import Encoder
-from omnibal.parallel import Parallel
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.encoders import Encoder
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +140,7 @@ class StepShares:
     """Shares of a step's items in the encoding group of this rank."""
 
     ranks: EncodingRanks
-    beside: EncodersBeside
+    beside: DataParallelEncoders
     rows: np.ndarray
     """Rows of the plan's packs that the group's pipelines have in the step, in their order."""
     pipeline: np.ndarray
@@ -287,7 +287,7 @@ class EncoderShares:
     """Shares of every step of a plan's packs, in the encoding group of this rank."""
 
     model: ModelConfig
-    beside: EncodersBeside
+    beside: DataParallelEncoders
     ranks: EncodingRanks
     packs: ScheduledPacks
 

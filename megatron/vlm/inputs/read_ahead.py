@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from megatron.vlm.inputs.handing_over import parcel, unpacked
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
 _PREFETCH = 4
 """Items that every worker loads ahead."""
-_POLL_S = 0.5
-_RETRY_S = 0.005
+_POLL_S = 0.5  # until it is seen that a worker has died
+_RETRY_S = 0.005  # until a full queue is tried again
 _NICE = 10
 """Added to the niceness of workers: they read on cores on which nobody computes right now, as a
 stage's core while it waits for its neighbours, and a rank that wants its core has it at once."""

@@ -13,19 +13,18 @@ import torch
 from einops import rearrange
 from PIL import Image
 
-from omnibal.config import ModelConfig
+from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.data.audio_files import AudioFile
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
-from omnibal.data.image_files import ImageFile, why_unreadable
 from omnibal.data.lengths import check_positions
 from omnibal.data.log_mel import log_mel
 from omnibal.data.recordings import BadRecording, read_clips, read_duration
 from omnibal.data.sample import Sample
+from omnibal.data.stored_files import AudioFile, ImageFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.encoders import TilingConfig
-from omnibal.errors import UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import TilingConfig
 
 # ImageNet statistics, as InternVL normalizes with.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -6,16 +6,16 @@ import numpy as np
 
 from megatron.vlm.inputs.batch import MicroBatchShape
 from megatron.vlm.inputs.data import DataOptions, PackDataset
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.inputs.share import Sharing
-from omnibal.data.isf import pack_isf
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import Packs, ScheduledPacks, item_sums
 from omnibal.data.scan import scan_lengths
-from omnibal.errors import UserError
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
 from omnibal.pipeline.stage import Stage
 
 _SEED = 0

@@ -39,10 +39,10 @@ from rich.progress import track
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.measure.reading import Reading, reading
-from megatron.vlm.measure.shares import context_sizes, shares_of_process
-from megatron.vlm.model.context_groups import create_context_groups
+from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.model.vision import IMAGE_CHANNELS
@@ -56,7 +56,7 @@ from megatron.vlm.step.train import (
     build_trainer,
     global_sums,
 )
-from omnibal.config import ModelConfig, PlainPrecision, Provider, load_cluster
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cost.measured_sizes import measured_sizes
 from omnibal.cost.profile import (
     LinkMeasurement,
@@ -69,21 +69,21 @@ from omnibal.cost.profile import (
 )
 from omnibal.data.annotations import Annotations
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import EXIT_USER_ERROR, UserError
 from omnibal.families.named import named_model
-from omnibal.job import JobSpec
-from omnibal.limits import Caps
-from omnibal.parallel import Parallel
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.units import HEAD, LANGUAGE_EMBED, projector_name
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
-from omnibal.rates import CollectiveTime, Rates
-from omnibal.units import HEAD, LANGUAGE_EMBED, projector_name
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
-_LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)
+_LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
 _KIND_OF_LAYER = "language_layer"
 """What names of language layers begin with, of whatever kind."""
-_SMALLEST_SHARE = 0.25
+_SMALLEST_SHARE = 0.25  # less is mostly latency, which tells no slope
 _PACK_SHARES = (
     # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
     # be told.

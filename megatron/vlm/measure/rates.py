@@ -18,9 +18,9 @@ from rich.progress import track
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.step.clock import elapsed_ms, moment
-from omnibal.config import Precision
 from omnibal.cost.measured_sizes import MeasuredSizes
-from omnibal.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
+from omnibal.model.config import Precision
+from omnibal.model.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
 
 _RING_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
 _COPY_BYTES = 1 << 27

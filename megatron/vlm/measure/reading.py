@@ -17,9 +17,9 @@ import torch.distributed as dist
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import SampleReader, normalized
-from omnibal.cost.profile import ReadingMeasurement
-from omnibal.data.scan_pool import usable_cores
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.base.worker_pool import usable_cores
+from omnibal.cost.source import ReadingMeasurement
 
 _ENDLESS = 1 << 40
 _COUNTED = ("tiles", "clips", "tokens")

@@ -35,19 +35,19 @@ from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.schedule import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.train import Trainer, build_trainer
-from omnibal.config import Provider
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.limits import memory_cap_gib
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.job.replay import StageReplay
+from omnibal.model.config import Provider
+from omnibal.model.limits import memory_cap_gib
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_step, waits_before
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.replay import StageReplay
 
 _UPDATES = 5
 """Number of timed updates of every stage."""

@@ -24,30 +24,28 @@ from megatron.vlm.measure.replay import (
     replay_stage,
 )
 from megatron.vlm.run.launch import Launch
-from omnibal.check import model_obstacle, open_plan, precision_obstacle
-from omnibal.config import Provider
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
-from omnibal.data.packs import ScheduledPacks
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.errors import UserError
-from omnibal.pipeline.workload import Workload
-from omnibal.plan import Plan
-from omnibal.plan_files import PlanFiles
-from omnibal.replay import (
+from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.replay import (
+    REPLAY_FILES,
     ReplayInfo,
     chosen_steps,
     heaviest_rows,
-    open_replay,
     plan_sha256,
-    read_stages,
     rows_of_steps,
-    write_stage,
 )
+from omnibal.model.config import Provider
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.workload import Workload
 
-_POLL_S = 0.2
+_POLL_S = 0.2  # between two looks at the store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +114,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
     Raises:
         UserError: the plan does not hold, ranks share its packs or share out experts, encoders
-            stand beside its pipeline, the trainer cannot build its model, or data and tokenizer
+            are data-parallel, the trainer cannot build its model, or data and tokenizer
             are not the plan's.
     """
     planned = open_plan(plan_directory)
@@ -126,7 +124,8 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     if planned.plan.has_shared_packs:
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
-            "alone: give a plan without shared packs, such as one of `omnibal plan --levels 1`"
+            "alone: give a plan without shared packs, such as one of `omnibal plan "
+            "--packing-levels 1`"
         )
     if planned.plan.parallel.expert > 1:
         raise UserError(
@@ -135,7 +134,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         )
     if planned.plan.beside is not None:
         raise UserError(
-            f"{plan_directory}: has encoders beside the pipeline, and a replay runs stages alone: "
+            f"{plan_directory}: has data-parallel encoders, and a replay runs stages alone: "
             "give a plan with its encoders in the pipeline, of `omnibal plan --encoder pipeline`"
         )
     packs, lengths = planned.steps
@@ -199,8 +198,8 @@ def replay_stages(
     else:
         torch.set_num_threads(1)  # as each process of a job on a CPU has
     info = replay_info(job, options, launch.world_size)
-    open_by_all(launch, store, lambda: open_replay(output, info))
-    kept = {replay.stage for replay in read_stages(output, job.plan)}
+    open_by_all(launch, store, lambda: REPLAY_FILES.open(output, info))
+    kept = {replay.stage for replay in REPLAY_FILES.read(output, len(job.plan.stages))}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
     left = [stage for stage in stages if stage not in kept]
@@ -212,7 +211,7 @@ def replay_stages(
                 replayed = replay_stage(
                     job.plan, stage, work[stage], job.rows_of(stage), on_run, options.provider
                 )
-                write_stage(replayed, output)
+                REPLAY_FILES.write(replayed, output)
             except UserError as error:
                 # The other stages are worth having. The error itself would hold this one's memory.
                 store.set(f"failed {stage}", str(error))

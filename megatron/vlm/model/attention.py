@@ -24,7 +24,7 @@ from megatron.vlm.model.fused.normed_rotary import HeadWeights, split_norm_and_r
 from megatron.vlm.model.fused.rotary import Heads, Rotation, split_and_rotate
 from megatron.vlm.model.shared_attention import SharedAttention
 
-_HEAD_SIZE_MULTIPLE = 8
+_HEAD_SIZE_MULTIPLE = 8  # that the packed kernel takes
 _QUERIES_OF_A_MASK = 256
 """Most queries that a mask is made for, of pieces attended one at a time."""
 

@@ -16,10 +16,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.layers import Norm
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder
 
-_LONGEST_PERIOD = 10_000
+_LONGEST_PERIOD = 10_000  # of Whisper's sinusoids
 
 
 class AudioEmbedding(torch.nn.Module):

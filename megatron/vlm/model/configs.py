@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
-from omnibal.config import LanguageConfig, ModelConfig, Precision
-from omnibal.encoders import EncoderLayers
-from omnibal.fp8 import FP8_FORMAT, TRAINED_FP8
-from omnibal.parallel import Parallel
+from omnibal.model.config import LanguageConfig, ModelConfig, Precision
+from omnibal.model.encoders import EncoderLayers
+from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 
 

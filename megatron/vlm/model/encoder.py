@@ -16,10 +16,10 @@ from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.layers import encoder_layer_spec
 from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
-from omnibal.config import ModelConfig
-from omnibal.encoders import ClipsEncoder, Encoder, TilesEncoder
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, Encoder, TilesEncoder
+from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage import Stage
-from omnibal.units import projector_unit
 
 
 class EncoderUnits(NamedTuple):
@@ -109,5 +109,5 @@ def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
         case ClipsEncoder():
             return AudioEmbedding(tower, dtype)
         case _:
-            # `omnibal.check.model_obstacle` refuses the plan before.
+            # `omnibal.job.check.model_obstacle` refuses the plan before.
             raise NotImplementedError(f"an encoder of {tower.kind} is planned and not trained")

@@ -55,7 +55,7 @@ class _ExchangeRows(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Gathering:
-    """Which rows a rank gives to the others of its group, and which of all it wants."""
+    """Rows that a rank gives to the others of its group, and those of all that it wants."""
 
     sent_S: torch.Tensor
     """Own rows that other ranks may want, int64."""

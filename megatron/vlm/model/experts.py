@@ -32,7 +32,7 @@ class Routing:
     """What the routers of a stage need to know of a micro-batch."""
 
     padding_S: torch.Tensor | None
-    """Which of this rank's tokens are padding, bool; None where none is. They are computed as
+    """Whether each of this rank's tokens is padding, bool; None where none is. They are computed as
     others, but count in neither the auxiliary loss nor the balance that is reported."""
     loss_weight: float
     """Weight of the micro-batch in the auxiliary loss, as of its tokens in the loss."""

@@ -12,8 +12,8 @@ import torch
 
 from megatron.vlm.model.stage import TIED_NAME, VLMStage
 from megatron.vlm.model.tensor_parallel import own_shard, unpadded_size, whole_shape
-from omnibal.config import ModelConfig
-from omnibal.units import LANGUAGE
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import LANGUAGE
 
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")

@@ -36,7 +36,7 @@ from megatron.vlm.model.fused.residual import (
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
-from omnibal.encoders import ClipsEncoder, EncoderLayers
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers
 
 
 class Norm(torch.nn.Module):

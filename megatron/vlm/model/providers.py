@@ -19,8 +19,8 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
-from omnibal.config import Precision, Provider
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.config import Precision, Provider
 
 _CURRENT_SCALING = "2.2.0"
 """First release that scales by the tensor at hand (megatron-core's `fp8_utils.py`)."""
@@ -60,7 +60,7 @@ def check_precision(precision: Precision, provider: Provider) -> None:
 
     Raises:
         UserError: it is FP8, and the provider not a Transformer Engine that finds scales as
-            `omnibal.fp8.TRAINED_FP8` does.
+            `omnibal.model.fp8.TRAINED_FP8` does.
     """
     if precision != "fp8":
         return

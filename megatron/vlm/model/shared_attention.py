@@ -28,14 +28,14 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.batch import borders_of
-from megatron.vlm.inputs.share import Share, ShareLayout
+from megatron.vlm.inputs.pack_share import Share, ShareLayout
 from megatron.vlm.model.exchange import (
     Gathering,
     exchange_rows,
     gather_rows,
     scatter_gradients,
 )
-from omnibal.levels import ContextExchange
+from omnibal.model.levels import ContextExchange
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
 """Attention within the ranges of one rank, as `attention.attend_packed`."""
@@ -51,7 +51,7 @@ class SharedAttention(ABC):
         """Attend together with the other ranks of the block, [T, N, D]."""
 
     def recomputed(self) -> "SharedAttention":
-        """The same for a layer that is recomputed in backward."""
+        """This attention for a layer that is recomputed in backward."""
         return self
 
 
@@ -78,7 +78,7 @@ def shared_attention(
 class _GatheredKeys(SharedAttention):
     gathering: Gathering
     borders: PackedSeqParams
-    """Of queries: this rank's pieces; of keys: each piece's sample up to the piece's end."""
+    """Borders of this rank's pieces for queries; for keys, of each one's sample up to its end."""
     keeps_keys: bool = False
 
     @classmethod
@@ -314,7 +314,7 @@ def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The same as `_numbers`, int64 on the device; only the runs are sent there."""
+    """Numbers of runs of rows, as `_numbers`, int64 on the device; only the runs are sent there."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0

@@ -29,7 +29,6 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.block import PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
-from megatron.vlm.model.context_groups import ContextGroups
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
@@ -37,17 +36,18 @@ from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation
+from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.providers import check_precision, layer_parts
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
-from omnibal.config import LanguageConfig, ModelConfig, Provider
-from omnibal.fp8 import FP8_MULTIPLE
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.model.config import LanguageConfig, ModelConfig, Provider
+from omnibal.model.fp8 import FP8_MULTIPLE
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import LANGUAGE, projector_name, projector_unit
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import encoders_stage, stages_from_cuts
-from omnibal.plan import Plan
-from omnibal.units import LANGUAGE, projector_name, projector_unit
+from omnibal.pipeline.unit_runs import encoders_stage, stages_from_cuts
 
 ByTower = Mapping[str, torch.Tensor]
 """Tensors by the name of an encoder, or "language"."""
@@ -424,7 +424,7 @@ def build_stage(
 def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
-    """Build the encoders that stand beside the pipeline: a stage of all of them and nothing else.
+    """Build the data-parallel encoders: a stage of all of them and nothing else.
 
     Args:
         groups: of a whole copy on every rank.
@@ -460,7 +460,7 @@ def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
         modules[name] = (units.embedding, units.layers)
         modules[projector_name(stage.model_config, name)] = (units.projector,)
     for part in parts:
-        for module in modules.get(part, ()):  # of encoders beside the pipeline, elsewhere
+        for module in modules.get(part, ()):  # of data-parallel encoders, elsewhere
             if module is not None:
                 module.requires_grad_(False)
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron.vlm.model.experts import StackedLinear
 from megatron.vlm.model.providers import LayerParts
-from omnibal.config import ModelConfig
+from omnibal.model.config import ModelConfig
 
 _VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
 _HEADS_NAME = re.compile(

@@ -12,8 +12,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import bias_gelu
-from omnibal.config import ModelConfig
-from omnibal.encoders import TilesEncoder
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import TilesEncoder
 
 IMAGE_CHANNELS = 3
 

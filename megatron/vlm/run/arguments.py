@@ -13,8 +13,8 @@ from typing import Any, NoReturn, get_args
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.config import Provider
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
+from omnibal.model.config import Provider
 
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 
@@ -227,91 +227,67 @@ def _check_together(given: argparse.Namespace) -> None:
             raise UserError(f"{message}; see pretrain_vlm.py --help")
 
 
+def _add(
+    group: argparse._ArgumentGroup,
+    name: str,
+    kind: Callable[[str], Any],
+    default: Any = None,
+    about: str | None = None,
+    **more: Any,
+) -> None:
+    """Add an option with one value."""
+    group.add_argument(name, type=kind, default=default, help=about, **more)
+
+
 def _add_job(job: argparse._ArgumentGroup) -> None:
-    job.add_argument("--plan", type=Path, required=True, help="directory made by `omnibal plan`")
-    job.add_argument(
-        "--data", type=Path, help="annotation file or meta JSON that the lengths were scanned from"
-    )
-    job.add_argument(
-        "--tokenizer-model",
-        type=Path,
-        help="tokenizer.model, tokenizer.json or folder that the lengths were scanned with",
-    )
-    job.add_argument("--save", type=Path, help="directory of the run")
-    job.add_argument("--load", type=Path, help="directory of a run to resume")
-    job.add_argument(
-        "--finetune",
-        action="store_true",
-        help="take only the weights of --load, and train the plan from its first step",
-    )
-    job.add_argument(
-        "--train-iters", type=_POSITIVE, help="stop after this many of the plan's steps"
-    )
-    job.add_argument(
-        "--seed", type=_SEED, default=42, help="of initial weights, augmentation and drop path"
-    )
-    job.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only check the plan and print which rank would hold what",
-    )
+    _add(job, "--plan", Path, None, "directory made by `omnibal plan`", required=True)
+    lengths = "that the lengths were scanned"
+    _add(job, "--data", Path, None, f"annotation file or meta JSON {lengths} from")
+    tokenizer = f"tokenizer.model, tokenizer.json or folder {lengths} with"
+    _add(job, "--tokenizer-model", Path, None, tokenizer)
+    _add(job, "--save", Path, None, "directory of the run")
+    _add(job, "--load", Path, None, "directory of a run to resume")
+    weights = "take only the weights of --load, and train the plan from its first step"
+    job.add_argument("--finetune", action="store_true", help=weights)
+    _add(job, "--train-iters", _POSITIVE, None, "stop after this many of the plan's steps")
+    _add(job, "--seed", _SEED, 42, "of initial weights, augmentation and drop path")
+    layout = "only check the plan and print which rank would hold what"
+    job.add_argument("--dry-run", action="store_true", help=layout)
 
 
 def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--save-interval", type=_POSITIVE, default=1000, help="steps between checkpoints"
-    )
-    group.add_argument(
-        "--keep-checkpoints",
-        type=_POSITIVE,
-        help="number of newest checkpoints to keep (default: all)",
-    )
+    _add(group, "--save-interval", _POSITIVE, 1000, "steps between checkpoints")
+    newest = "number of newest checkpoints to keep (default: all)"
+    _add(group, "--keep-checkpoints", _POSITIVE, None, newest)
     group.add_argument(
         "--async-save",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="write checkpoints while training goes on",
     )
-    group.add_argument(
-        "--exit-after-failed-saves",
-        type=_POSITIVE,
-        default=2,
-        help="failed saves in a row that end the run; a failed last save ends it too",
-    )
-    group.add_argument(
-        "--max-skipped-steps",
-        type=_NATURAL,
-        default=5,
-        help="steps in a row that may be skipped because loss or gradients are not finite",
-    )
-    group.add_argument(
-        "--on-bad-sample",
-        type=OnBadSample,
-        choices=list(OnBadSample),
-        default=OnBadSample.STOP,
-        help="whether an unreadable image or recording stops the run or its sample is passed over",
-    )
+    failed = "failed saves in a row that end the run; a failed last save ends it too"
+    _add(group, "--exit-after-failed-saves", _POSITIVE, 2, failed)
+    skipped = "steps in a row that may be skipped because loss or gradients are not finite"
+    _add(group, "--max-skipped-steps", _NATURAL, 5, skipped)
+    bad = "whether an unreadable image or recording stops the run or its sample is passed over"
+    choices = list(OnBadSample)
+    _add(group, "--on-bad-sample", OnBadSample, OnBadSample.STOP, bad, choices=choices)
 
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--num-workers", type=_NATURAL, default=2, help="loader processes of each rank"
-    )
-    group.add_argument(
+    _add(group, "--num-workers", _NATURAL, 2, "loader processes of each rank")
+    _add(
+        group,
         "--loss-weighting",
-        type=_loss_weighting,
-        default=LossWeighting.TOKEN,
-        metavar="{" + ",".join(LossWeighting) + "}",
-        help="a loss token weighs 1 (token), 1/n or 1/sqrt(n) in a sample with n of them, 1/n in a "
+        _loss_weighting,
+        LossWeighting.TOKEN,
+        "a loss token weighs 1 (token), 1/n or 1/sqrt(n) in a sample with n of them, 1/n in a "
         "micro-batch with n; sum divides nothing. Also HBP's names: Ave-Token (token), Sample-Mean "
         "(sample), Token-Mean (micro-batch) and Sum",
+        metavar="{" + ",".join(LossWeighting) + "}",
     )
-    group.add_argument(
-        "--drop-path-rate",
-        type=_FRACTION,
-        default=0.0,
-        help="of the last vision layer's branches; rises linearly from 0 at the first layer",
-    )
+    rate = "of the last vision layer's branches; rises linearly from 0 at the first layer"
+    _add(group, "--drop-path-rate", _FRACTION, 0.0, rate)
     group.add_argument(
         "--provider",
         choices=get_args(Provider),
@@ -322,47 +298,28 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--lr", type=_NOT_NEGATIVE, default=4e-5)
-    group.add_argument("--min-lr", type=_NOT_NEGATIVE, default=0.0)
-    group.add_argument(
-        "--lr-decay-style", choices=["cosine", "linear", "constant"], default="cosine"
-    )
-    group.add_argument("--lr-warmup-fraction", type=_FRACTION, default=0.03)
-    group.add_argument(
-        "--weight-decay", type=_NOT_NEGATIVE, default=0.05, help="of matrices; vectors have none"
-    )
-    group.add_argument("--adam-beta1", type=_FRACTION, default=0.9)
-    group.add_argument("--adam-beta2", type=_FRACTION, default=0.999)
-    group.add_argument("--adam-eps", type=_NOT_NEGATIVE, default=1e-8)
-    group.add_argument(
-        "--clip-grad", type=_NOT_NEGATIVE, default=1.0, help="gradient norm; 0 does not clip"
-    )
+    _add(group, "--lr", _NOT_NEGATIVE, 4e-5)
+    _add(group, "--min-lr", _NOT_NEGATIVE, 0.0)
+    _add(group, "--lr-decay-style", str, "cosine", choices=["cosine", "linear", "constant"])
+    _add(group, "--lr-warmup-fraction", _FRACTION, 0.03)
+    _add(group, "--weight-decay", _NOT_NEGATIVE, 0.05, "of matrices; vectors have none")
+    _add(group, "--adam-beta1", _FRACTION, 0.9)
+    _add(group, "--adam-beta2", _FRACTION, 0.999)
+    _add(group, "--adam-eps", _NOT_NEGATIVE, 1e-8)
+    _add(group, "--clip-grad", _NOT_NEGATIVE, 1.0, "gradient norm; 0 does not clip")
 
 
 def _add_reports(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--tensorboard-dir", type=Path, help="also write TensorBoard events there")
-    group.add_argument("--wandb-project", help="also log to this Weights & Biases project")
-    group.add_argument(
-        "--profile-steps",
-        type=_steps,
-        default=range(0),
-        metavar="FIRST[-LAST]",
-        help="write torch profiler traces of these steps into SAVE/traces",
-    )
+    _add(group, "--tensorboard-dir", Path, None, "also write TensorBoard events there")
+    _add(group, "--wandb-project", str, None, "also log to this Weights & Biases project")
+    traces = "write torch profiler traces of these steps into SAVE/traces"
+    _add(group, "--profile-steps", _steps, range(0), traces, metavar="FIRST[-LAST]")
 
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--eval-data", type=Path, help="annotation file or meta JSON of held-out samples"
-    )
-    group.add_argument("--eval-samples", type=_POSITIVE, default=500)
-    group.add_argument(
-        "--eval-interval", type=_POSITIVE, help="steps between losses on the held-out samples"
-    )
-    group.add_argument(
-        "--max-new-tokens",
-        type=_POSITIVE,
-        default=64,
-        help="longest answer; every token runs the whole question again, images included",
-    )
+    _add(group, "--eval-data", Path, None, "annotation file or meta JSON of held-out samples")
+    _add(group, "--eval-samples", _POSITIVE, 500)
+    _add(group, "--eval-interval", _POSITIVE, None, "steps between losses on the held-out samples")
+    longest = "longest answer; every token runs the whole question again, images included"
+    _add(group, "--max-new-tokens", _POSITIVE, 64, longest)
     group.add_argument("--skip-train", action="store_true", help="only evaluate --load")

@@ -6,13 +6,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.beside import EncodersBeside
-from omnibal.cost.beside import saved_by_first_rank_bytes
-from omnibal.parallel import Parallel
+from omnibal.cost.encoder_phase import saved_by_first_rank_bytes
+from omnibal.job.plan import Plan
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.units import encoders_stage
-from omnibal.plan import Plan
+from omnibal.pipeline.unit_runs import encoders_stage
 
 _MUCH_GIB = 1.0
 """From here on a save's memory on one host is worth a line."""
@@ -27,7 +27,7 @@ def print_dry_run(plan: Plan, console: Console) -> None:
         console.print(
             f"Beside them, whole on every rank: {_words(encoders_stage(plan.model).units)}"
         )
-        console.print(_beside_table(plan, plan.beside))
+        console.print(_encoders_table(plan, plan.beside))
         _print_gathered(plan, console)
     if plan.levels:
         console.print("Levels of packs")
@@ -50,7 +50,7 @@ def _stages_table(plan: Plan) -> Table:
     return table
 
 
-def _beside_table(plan: Plan, beside: EncodersBeside) -> Table:
+def _encoders_table(plan: Plan, beside: DataParallelEncoders) -> Table:
     ranks = beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
     table = Table("encoder", "items a pass", "items kept", "ranks that share", box=box.SIMPLE_HEAD)
     for name in plan.model.encoders:

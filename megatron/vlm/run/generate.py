@@ -15,11 +15,11 @@ from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
-from omnibal.config import ModelConfig, PlainPrecision, load_cluster
 from omnibal.data.sample import Sample
-from omnibal.parallel import Parallel
-from omnibal.pipeline.units import stages_from_cuts
-from omnibal.plan import Plan
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig, PlainPrecision, load_cluster
+from omnibal.model.parallel import Parallel
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 
 def load_whole_model(

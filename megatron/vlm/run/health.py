@@ -6,12 +6,12 @@ from collections import deque
 
 import numpy as np
 
-from omnibal.errors import UserError
+from omnibal.base.errors import UserError
 
-_WINDOW = 100
-_ENOUGH = 20
-_DEVIATIONS = 6.0
-_BORNE_SHARE = 0.5
+_WINDOW = 100  # steps that a loss is compared with
+_ENOUGH = 20  # of them, before which nothing counts as a spike
+_DEVIATIONS = 6.0  # above the mean, from which on a loss is a spike
+_BORNE_SHARE = 0.5  # more replaced samples are a folder that is gone
 _log = logging.getLogger(__name__)
 
 

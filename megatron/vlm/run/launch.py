@@ -15,10 +15,10 @@ from megatron.vlm.backend import (
     prepare_megatron_core,
 )
 from megatron.vlm.step.schedule import PipelineLinks, create_pipeline_links
-from omnibal.errors import UserError
-from omnibal.parallel import Parallel
+from omnibal.base.errors import UserError
+from omnibal.model.parallel import Parallel
 
-_JOIN_MINUTES = 10
+_JOIN_MINUTES = 10  # schedulers start ranks one after another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

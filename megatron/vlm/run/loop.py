@@ -18,17 +18,16 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderShares
-from megatron.vlm.inputs.share import Sharing
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.data.packs import ScheduledPacks
-from omnibal.errors import UserError
-from omnibal.runlog import (
+from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
     StageRecord,
@@ -36,6 +35,7 @@ from omnibal.runlog import (
     ValidationRecord,
     append_record,
 )
+from omnibal.packing.packs import ScheduledPacks
 
 _GIB = 2**30
 TRACE_FOLDER = "traces"
@@ -67,15 +67,15 @@ class RunData:
     lengths: Lengths
     sharing: Sharing
     batches: Iterator[MicroBatch]
-    """Micro-batches of this data-parallel rank from the first step on; where encoders stand beside
-    the pipeline, before those of a step this rank's passes through them."""
+    """Micro-batches of this data-parallel rank from the first step on; where encoders are
+    data-parallel, before those of a step this rank's passes through them."""
     pack_flops: np.ndarray
     """Operations that training each pack needs, for MFU, float64 [packs]."""
     peak_flops_per_s: float
     """Peak rate of all devices of the job together."""
     validation: Validation | None = None
     encoder_shares: EncoderShares | None = None
-    """What ranks encode, where encoders stand beside the pipeline."""
+    """What ranks encode, where encoders are data-parallel."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from omnibal.errors import UserError
-from omnibal.runlog import StepRecord, ValidationRecord
+from omnibal.base.errors import UserError
+from omnibal.job.runlog import StepRecord, ValidationRecord
 
 
 class MetricsSink(Protocol):

@@ -21,8 +21,8 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.inputs.share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.model.providers import check_precision
 from megatron.vlm.run.arguments import RunArguments
@@ -40,23 +40,18 @@ from megatron.vlm.run.watch import ending_together
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
-from omnibal.check import open_plan, training_obstacles
+from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
-from omnibal.data.packs import Packs, ScheduledPacks
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.errors import UserError
-from omnibal.job import JobSpec
-from omnibal.levels import Level
-from omnibal.limits import Caps
-from omnibal.pipeline.reading import too_few_loaders
-from omnibal.pipeline.units import encoders_stage
-from omnibal.plan import DataPlan, Plan
-from omnibal.plan_files import PlanFiles
-from omnibal.runlog import (
+from omnibal.job.check import open_plan, training_obstacles
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
     RunInfo,
@@ -64,7 +59,12 @@ from omnibal.runlog import (
     write_evaluation,
     write_run_info,
 )
-from omnibal.units import feature_names
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.units import feature_names
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.reading import too_few_loaders
+from omnibal.pipeline.unit_runs import encoders_stage
 
 _log = logging.getLogger(__name__)
 
@@ -160,11 +160,12 @@ def _check_options(arguments: RunArguments, plan: Plan) -> None:
     if arguments.provider == "te" and plan.has_shared_packs:
         raise UserError(
             "--provider te was given, but the plan has packs that ranks share, whose attention "
-            "Transformer Engine does not have; leave the option out, or plan with --levels 1"
+            "Transformer Engine does not have; leave the option out, or plan with "
+            "--packing-levels 1"
         )
     if arguments.provider == "te" and plan.beside is not None:
         raise UserError(
-            "--provider te was given, but the plan's encoders stand beside the pipeline, which is "
+            "--provider te was given, but the plan's encoders are data-parallel, which is "
             "tried with this project's layers alone; leave the option out, or plan with "
             "--encoder pipeline"
         )
@@ -242,6 +243,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
+    job = run.planned.job
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.levels)
     shares = _encoder_shares(run)
     dataset = _dataset(run, trainer.links.rank, sharing, shares, range(first_step, last_step))
@@ -255,8 +257,8 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
                 sharing=sharing,
                 encoder_shares=shares,
                 batches=batches,
-                pack_flops=pack_flops(run.planned.job, run.packs.packs, run.lengths),
-                peak_flops_per_s=_peak_flops_per_s(run.planned.job),
+                pack_flops=pack_flops(job, run.packs.packs, run.lengths),
+                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
                 validation=validation,
             ),
             RunOptions(
@@ -288,7 +290,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
 def _dataset(
     run: Run, stage: int, sharing: Sharing, shares: EncoderShares | None, steps: range
 ) -> PackDataset | EncodingDataset:
-    """What this rank reads in some steps, as its stage and encoders beside it need it."""
+    """What this rank reads in some steps, as its stage and data-parallel encoders need it."""
     read = partial(
         PackDataset,
         run.reader(run.training_data),
@@ -371,10 +373,6 @@ def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
     """Operations that training needs for every pack, wherever encoders run. [packs]"""
     flops = model_flops(job.model, job.cluster, job.frozen)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
-
-
-def _peak_flops_per_s(job: JobSpec) -> float:
-    return job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size
 
 
 def _validation(run: Run, trainer: Trainer) -> Validation | None:

@@ -27,11 +27,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.vlm.run.launch import Launch
-from omnibal.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
-_LAST_PERIOD_S = 0.2
+_LAST_PERIOD_S = 0.2  # longest time between two looks while ranks end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ class Phase(StrEnum):
     DATA = "data"
     OPTIMIZER = "optimizer"
     ENCODER = "encoder"
-    """Forward and backward of encoders beside the pipeline."""
+    """Forward and backward of data-parallel encoders."""
     EXCHANGE = "exchange"
     """Their features and gradients sent, and the wait for the ranks that these come from."""
 

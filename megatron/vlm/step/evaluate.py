@@ -23,8 +23,8 @@ from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
-from omnibal.limits import Caps
-from omnibal.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
+from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
+from omnibal.model.limits import Caps
 
 _KIND_OF_PLAIN_DATA = "all"
 
@@ -75,10 +75,10 @@ def evaluate(
     own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
     waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
     answered = 0
-    # A rank whose questions are done goes on with empty waves while others, in step with it, have
+    # A rank whose questions are done goes on with empty waves while others, in lockstep, have
     # some: there is no end of them until all are done.
     for wave in chain(waves, repeat([])):
-        if not trainer.most_in_step(len(wave)):
+        if not trainer.most_in_lockstep(len(wave)):
             break
         _answer(trainer, reader, wave, options.max_new_tokens)
         answered += sum(map(len, wave))
@@ -143,7 +143,7 @@ def _answer(
         frames = {sample: reader.frames([sample]) for sample in samples}
     active = wave
     for _ in range(max_new_tokens):
-        slots = trainer.most_in_step(len(active))
+        slots = trainer.most_in_lockstep(len(active))
         if not slots:
             break
         batches = MicroBatchStream(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.vlm.backend import current_device
 from megatron.vlm.model.experts import routers
 from megatron.vlm.model.stage import VLMStage
-from omnibal.parallel import Parallel
-from omnibal.runlog import ExpertBalance
+from omnibal.job.runlog import ExpertBalance
+from omnibal.model.parallel import Parallel
 
 
 def take_expert_balance(stage: VLMStage, parallel: Parallel) -> ExpertBalance | None:

@@ -36,7 +36,9 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.step.clock import Phase, PhaseClock
-from megatron.vlm.step.encoders import FeatureInbox, FeatureOutbox, StepFeatures
+from megatron.vlm.step.encoder_phase import FeatureInbox, FeatureOutbox, StepFeatures
+from omnibal.job.plan import Plan
+from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,
@@ -44,8 +46,6 @@ from omnibal.pipeline.operation_graph import (
     require_in_order,
 )
 from omnibal.pipeline.schedules import Pass, StageOperations, forward_only
-from omnibal.plan import Plan
-from omnibal.units import HEAD
 
 MessageShapes = Mapping[str, tuple[int, ...]]
 """Shapes of a message's tensors by tower, in the order in which they are sent."""
@@ -381,11 +381,7 @@ def _gradient_of(received: torch.Tensor) -> torch.Tensor:
 
 
 def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:
-    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send.
-
-    Raises:
-        ValueError: they are not, or the schedule has chunks or backwards in two parts.
-    """
+    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send."""
     require_in_order(graph)
     return graph.schedule.operations[links.rank]
 
@@ -405,7 +401,7 @@ def run_forward_backward(
         model: the stage inside Megatron-core's DistributedDataParallel.
         batches: this stage's micro-batches, in slot order.
         before_last_backward: called once, if there is a micro-batch.
-        features: of encoders beside the pipeline, on the first stage; gradients go back into it.
+        features: of data-parallel encoders, on the first stage; gradients go back into it.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
@@ -427,8 +423,8 @@ def run_forward(
     """Run forwards only; returns the head's outputs on the last stage, else an empty list.
 
     Args:
-        encode: gives the first stage its micro-batches' features, where encoders stand beside the
-            pipeline.
+        encode: gives the first stage its micro-batches' features, where encoders are
+            data-parallel.
     """
     operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
     own_encode = encode if links.is_first else None

@@ -29,12 +29,15 @@ from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
-from megatron.vlm.model.context_groups import create_context_groups
-from megatron.vlm.model.encoding_groups import create_encoding_group, whole_copy_groups
+from megatron.vlm.model.groups import (
+    create_context_groups,
+    create_encoding_group,
+    replica_groups,
+)
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
-from megatron.vlm.step.encoders import Encoders, EncoderStep, StepFeatures
+from megatron.vlm.step.encoder_phase import Encoders, EncoderStep, StepFeatures
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.schedule import (
@@ -43,15 +46,15 @@ from megatron.vlm.step.schedule import (
     run_forward,
     run_forward_backward,
 )
-from omnibal.config import Provider
-from omnibal.parallel import Parallel
+from omnibal.job.plan import Plan
+from omnibal.job.runlog import ExpertBalance
+from omnibal.model.config import Provider
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import LANGUAGE, unit_kinds
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.units import encoders_stage
-from omnibal.plan import Plan
-from omnibal.runlog import ExpertBalance
-from omnibal.units import LANGUAGE, unit_kinds
+from omnibal.pipeline.unit_runs import encoders_stage
 
-_SMALLEST_WEIGHT = 1e-12
+_SMALLEST_WEIGHT = 1e-12  # divides by no zero where no token carries loss
 _log = logging.getLogger(__name__)
 
 
@@ -90,11 +93,11 @@ class Trainer:
     overlap: DataParallelOverlap | None
     """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
     encoders: Encoders | None = None
-    """Encoders beside the pipeline; None where they are units of the stages."""
+    """Data-parallel encoders; None where they are units of the stages."""
 
     @property
     def stages(self) -> tuple[VLMStage, ...]:
-        """Everything that this rank holds of the model: its stage, and encoders beside it."""
+        """Everything that this rank holds of the model: its stage, and data-parallel encoders."""
         return (self.stage,) if self.encoders is None else (self.stage, self.encoders.stage)
 
     def zero_gradients(self) -> None:
@@ -105,7 +108,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run a step's forwards and backwards, those of encoders beside the pipeline too, and begin
+        """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
         to reduce the stage's gradients.
 
         Returns:
@@ -125,7 +128,7 @@ class Trainer:
         """Run the pipeline's forwards and backwards, and begin to reduce the gradients.
 
         Args:
-            features: of encoders beside the pipeline, on the first stage.
+            features: of data-parallel encoders, on the first stage.
 
         Returns:
             As `run_forward_backward`.
@@ -169,10 +172,10 @@ class Trainer:
         empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
         return batches.joining(slots, empty)
 
-    def most_in_step(self, number: int) -> int:
-        """The greatest of a number over the ranks that run in step with this one, as they share out
-        experts; collective over them."""
-        if self.plan.parallel.in_step == 1:
+    def most_in_lockstep(self, number: int) -> int:
+        """The greatest of a number over the ranks that run in lockstep with this one, as they
+        share out experts; collective over them."""
+        if self.plan.parallel.lockstep_ranks == 1:
             return number
         most = torch.tensor(number, device=current_device())
         group = parallel_state.get_expert_model_parallel_group()
@@ -180,7 +183,7 @@ class Trainer:
         return int(most)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run forwards alone, as for held-out data; encoders beside the pipeline run on its first
+        """Run forwards alone, as for held-out data; data-parallel encoders run on its first
         stage, each rank's for itself.
 
         Returns:
@@ -291,8 +294,8 @@ def _build_encoders(
     *,
     can_save: bool,
 ) -> tuple[Encoders, list[MegatronOptimizer]]:
-    """The encoders beside the pipeline, and their optimizer: none where all of them are frozen."""
-    group, groups = create_encoding_group(plan), whole_copy_groups()
+    """The data-parallel encoders, and their optimizer: none where all of them are frozen."""
+    group, groups = create_encoding_group(plan), replica_groups()
     stage = build_encoders(plan, groups, options.drop_path_rate)
     initialize_parameters(stage, seed)
     trained = frozenset(
@@ -300,7 +303,7 @@ def _build_encoders(
         for kind in unit_kinds(plan.model)
         if kind.tower != LANGUAGE and kind.part not in plan.frozen
     )
-    assert plan.beside is not None, "encoders stand beside the pipeline"
+    assert plan.beside is not None, "encoders are data-parallel"
     encoders = Encoders(
         stage=stage,
         model=None,
@@ -508,8 +511,8 @@ class SeenBatches:
     """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples.
 
     Args:
-        reads_once: whether no other rank reads the images that this one does, as where encoders
-            stand beside the pipeline.
+        reads_once: whether no other rank reads the images that this one does, as where encoders are
+            data-parallel.
     """
 
     def __init__(self, reads_once: bool = False) -> None:

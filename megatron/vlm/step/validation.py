@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import SeenBatches, Trainer, global_sums
-from omnibal.runlog import ValidationRecord
+from omnibal.job.runlog import ValidationRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

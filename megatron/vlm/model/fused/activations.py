@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 
@@ -44,7 +45,13 @@ def _kernels() -> ModuleType:
     return activations
 
 
-def _fake_swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
+def _write_swiglu(output_RF, inner_RI):
+    _kernels().swiglu(inner_RI, output_RF)
+    return output_RF
+
+
+@operation("swiglu", _write_swiglu)
+def _swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
     _require_gate_and_value("swiglu", inner_RI)
     return inner_RI.new_empty((*inner_RI.shape[:-1], inner_RI.shape[-1] // 2))
 
@@ -56,41 +63,39 @@ def _require_gate_and_value(operation: str, inner_RI: torch.Tensor) -> None:
     require(operation, "inner_RI", shape, is_even, "have an even last axis, of gate and value")
 
 
-@torch.library.custom_op("omnibal::swiglu", mutates_args=())
-def _swiglu(inner_RI: torch.Tensor) -> torch.Tensor:
-    output_RF = _fake_swiglu(inner_RI)
-    _kernels().swiglu(inner_RI, output_RF)
-    return output_RF
+def _write_swiglu_backward(result_RI, gradient_RF, inner_RI):
+    _kernels().swiglu_backward(gradient_RF, inner_RI, result_RI)
+    return result_RI
 
 
-def _fake_swiglu_backward(gradient_RF: torch.Tensor, inner_RI: torch.Tensor) -> torch.Tensor:
+@operation("swiglu_backward", _write_swiglu_backward)
+def _swiglu_backward(gradient_RF: torch.Tensor, inner_RI: torch.Tensor) -> torch.Tensor:
     _require_gate_and_value("swiglu_backward", inner_RI)
     shape = (*inner_RI.shape[:-1], inner_RI.shape[-1] // 2)
     require_shapes("swiglu_backward", gradient_RF=(gradient_RF, shape))
     return torch.empty_like(inner_RI)
 
 
-@torch.library.custom_op("omnibal::swiglu_backward", mutates_args=())
-def _swiglu_backward(gradient_RF: torch.Tensor, inner_RI: torch.Tensor) -> torch.Tensor:
-    result_RI = _fake_swiglu_backward(gradient_RF, inner_RI)
-    _kernels().swiglu_backward(gradient_RF, inner_RI, result_RI)
-    return result_RI
+def _write_bias_gelu(output_RF, inner_RF, bias_F):
+    _kernels().bias_gelu(inner_RF, bias_F, output_RF)
+    return output_RF
 
 
-def _fake_bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
+@operation("bias_gelu", _write_bias_gelu)
+def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
     shape = inner_RF.shape
     require_shapes("bias_gelu", inner_RF=(inner_RF, shape), bias_F=(bias_F, shape[-1:]))
     return torch.empty_like(inner_RF)
 
 
-@torch.library.custom_op("omnibal::bias_gelu", mutates_args=())
-def _bias_gelu(inner_RF: torch.Tensor, bias_F: torch.Tensor) -> torch.Tensor:
-    output_RF = _fake_bias_gelu(inner_RF, bias_F)
-    _kernels().bias_gelu(inner_RF, bias_F, output_RF)
-    return output_RF
+def _write_bias_gelu_backward(outputs, gradient_RF, inner_RF, bias_F):
+    result_RF, of_bias_F = outputs
+    sums_F = _kernels().bias_gelu_backward(gradient_RF, inner_RF, bias_F, result_RF)
+    return result_RF, sums_F.to(of_bias_F.dtype)
 
 
-def _fake_bias_gelu_backward(
+@operation("bias_gelu_backward", _write_bias_gelu_backward)
+def _bias_gelu_backward(
     gradient_RF: torch.Tensor, inner_RF: torch.Tensor, bias_F: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = inner_RF.shape
@@ -101,21 +106,6 @@ def _fake_bias_gelu_backward(
         bias_F=(bias_F, shape[-1:]),
     )
     return torch.empty_like(inner_RF), torch.empty_like(bias_F)
-
-
-@torch.library.custom_op("omnibal::bias_gelu_backward", mutates_args=())
-def _bias_gelu_backward(
-    gradient_RF: torch.Tensor, inner_RF: torch.Tensor, bias_F: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    result_RF, _ = _fake_bias_gelu_backward(gradient_RF, inner_RF, bias_F)
-    bias_gradient_F = _kernels().bias_gelu_backward(gradient_RF, inner_RF, bias_F, result_RF)
-    return result_RF, bias_gradient_F.to(bias_F.dtype)
-
-
-_swiglu.register_fake(_fake_swiglu)
-_swiglu_backward.register_fake(_fake_swiglu_backward)
-_bias_gelu.register_fake(_fake_bias_gelu)
-_bias_gelu_backward.register_fake(_fake_bias_gelu_backward)
 
 
 class Swiglu(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 
@@ -66,9 +67,17 @@ def _kernels() -> ModuleType:
     return cross_entropy
 
 
-def _fake_partial(
+def _write_partial(outputs, *arguments):
+    _kernels().partial(*arguments, *outputs)
+    return outputs
+
+
+@operation("cross_entropy", _write_partial)
+def _partial(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest own logit of each position; sum of all exponentials over it, and the label's logit,
+    which is 0 where another rank has it."""
     _require_own_words("cross_entropy", logits_LW, first, count)
     positions = len(logits_LW)
     require_shapes("cross_entropy", labels_L=(labels_L, (positions,)))
@@ -87,18 +96,13 @@ def _require_own_words(operation: str, logits_LW: torch.Tensor, first: int, coun
     require(operation, "count", count, 0 <= count <= words, f"be within logits_LW's {words} words")
 
 
-@torch.library.custom_op("omnibal::cross_entropy", mutates_args=())
-def _partial(
-    logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest own logit of each position; sum of all exponentials over it, and the label's logit,
-    which is 0 where another rank has it."""
-    largest_L, sums_2L = _fake_partial(logits_LW, labels_L, first, count)
-    _kernels().partial(logits_LW, labels_L, first, count, largest_L, sums_2L)
-    return largest_L, sums_2L
+def _write_backward(result_LW, *arguments):
+    _kernels().backward(*arguments, result_LW)
+    return result_LW
 
 
-def _fake_backward(
+@operation("cross_entropy_backward", _write_backward)
+def _backward(
     gradient_L: torch.Tensor,
     logits_LW: torch.Tensor,
     labels_L: torch.Tensor,
@@ -115,24 +119,6 @@ def _fake_backward(
         normalizer_L=(normalizer_L, positions),
     )
     return torch.empty_like(logits_LW)
-
-
-@torch.library.custom_op("omnibal::cross_entropy_backward", mutates_args=())
-def _backward(
-    gradient_L: torch.Tensor,
-    logits_LW: torch.Tensor,
-    labels_L: torch.Tensor,
-    normalizer_L: torch.Tensor,
-    first: int,
-    count: int,
-) -> torch.Tensor:
-    result_LW = _fake_backward(gradient_L, logits_LW, labels_L, normalizer_L, first, count)
-    _kernels().backward(gradient_L, logits_LW, labels_L, normalizer_L, first, count, result_LW)
-    return result_LW
-
-
-_partial.register_fake(_fake_partial)
-_backward.register_fake(_fake_backward)
 
 
 def combined(

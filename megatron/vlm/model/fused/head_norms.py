@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -117,7 +118,13 @@ def _kernels() -> ModuleType:
     return head_norms
 
 
-def _fake_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
+def _write_squares(sums_2SB, qkv_SBN3D):
+    _kernels().squares(qkv_SBN3D, sums_2SB)
+    return sums_2SB
+
+
+@operation("head_squares", _write_squares)
+def _squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
     _require_heads("head_squares", qkv_SBN3D)
     return _new_moments(qkv_SBN3D)
 
@@ -156,14 +163,13 @@ def _require_width(operation: str, width: int) -> None:
     require(operation, "width", width, width > 0, "be more than 0")
 
 
-@torch.library.custom_op("omnibal::head_squares", mutates_args=())
-def _squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
-    sums_2SB = _fake_squares(qkv_SBN3D)
-    _kernels().squares(qkv_SBN3D, sums_2SB)
-    return sums_2SB
+def _write_norms(outputs, *arguments):
+    _kernels().norms(*arguments, outputs)
+    return outputs
 
 
-def _fake_norms(
+@operation("head_norms", _write_norms)
+def _norms(
     qkv_SBN3D: torch.Tensor,
     weights_W: Sequence[torch.Tensor],
     sums_2SB: torch.Tensor | None,
@@ -177,20 +183,13 @@ def _fake_norms(
     return query_SBND, key_SBND, _new_moments(qkv_SBN3D)
 
 
-@torch.library.custom_op("omnibal::head_norms", mutates_args=())
-def _norms(
-    qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor],
-    sums_2SB: torch.Tensor | None,
-    width: int,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = _fake_norms(qkv_SBN3D, weights_W, sums_2SB, width, eps)
-    _kernels().norms(qkv_SBN3D, weights_W, sums_2SB, width, eps, outputs)
-    return outputs
+def _write_along(sums_2SB, *arguments):
+    _kernels().along(*arguments, sums_2SB)
+    return sums_2SB
 
 
-def _fake_along(
+@operation("head_norms_along", _write_along)
+def _along(
     gradients_SBND: Sequence[torch.Tensor],
     qkv_SBN3D: torch.Tensor,
     weights_W: Sequence[torch.Tensor],
@@ -201,20 +200,13 @@ def _fake_along(
     return torch.empty_like(rstds_2SB)
 
 
-@torch.library.custom_op("omnibal::head_norms_along", mutates_args=())
-def _along(
-    gradients_SBND: Sequence[torch.Tensor],
-    qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor],
-    rstds_2SB: torch.Tensor,
-) -> torch.Tensor:
-    arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB)
-    sums_2SB = _fake_along(*arguments)
-    _kernels().along(*arguments, sums_2SB)
-    return sums_2SB
+def _write_backward(outputs, *arguments):
+    result_SBN3D, of_weights_2W = outputs
+    return result_SBN3D, _kernels().backward(*arguments, result_SBN3D).to(of_weights_2W.dtype)
 
 
-def _fake_backward(
+@operation("head_norms_backward", _write_backward)
+def _backward(
     gradients_SBND: Sequence[torch.Tensor],
     qkv_SBN3D: torch.Tensor,
     weights_W: Sequence[torch.Tensor],
@@ -227,27 +219,6 @@ def _fake_backward(
     _require_width(operation, width)
     own_width = len(weights_W[0])
     return torch.empty_like(qkv_SBN3D), weights_W[0].new_empty((2, own_width))
-
-
-@torch.library.custom_op("omnibal::head_norms_backward", mutates_args=())
-def _backward(
-    gradients_SBND: Sequence[torch.Tensor],
-    qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor],
-    rstds_2SB: torch.Tensor,
-    along_2SB: torch.Tensor | None,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, along_2SB, width)
-    result_SBN3D, _ = _fake_backward(*arguments)
-    of_weights_2W = _kernels().backward(*arguments, result_SBN3D)
-    return result_SBN3D, of_weights_2W.to(weights_W[0].dtype)
-
-
-_squares.register_fake(_fake_squares)
-_norms.register_fake(_fake_norms)
-_along.register_fake(_fake_along)
-_backward.register_fake(_fake_backward)
 
 
 class HeadNorms(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.rotary import (
     Heads,
     Rotation,
@@ -73,7 +74,13 @@ def _require_weights(operation: str, weights_D: Sequence[torch.Tensor], size: in
     require_shapes(operation, **named)
 
 
-def _fake_forward(
+def _write_forward(outputs, qkv, queries_per_group, *rest):
+    _kernels().forward(qkv, *rest, outputs)
+    return outputs
+
+
+@operation("norm_and_rotate", _write_forward)
+def _forward(
     qkv: torch.Tensor,
     queries_per_group: int,
     cosines: torch.Tensor,
@@ -91,21 +98,14 @@ def _fake_forward(
     )
 
 
-@torch.library.custom_op("omnibal::norm_and_rotate", mutates_args=())
-def _forward(
-    qkv: torch.Tensor,
-    queries_per_group: int,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-    weights_D: Sequence[torch.Tensor],
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    outputs = _fake_forward(qkv, queries_per_group, cosines, sines, weights_D, eps)
-    _kernels().forward(qkv, cosines, sines, weights_D, eps, outputs)
-    return outputs
+def _write_backward(outputs, query_TND, key_TGD, value_TGD, *rest):
+    result, of_weights_2D = outputs
+    sums_2D = _kernels().backward((query_TND, key_TGD, value_TGD), *rest, result)
+    return result, sums_2D.to(of_weights_2D.dtype)
 
 
-def _fake_backward(
+@operation("norm_and_rotate_backward", _write_backward)
+def _backward(
     query_TND: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
@@ -125,28 +125,6 @@ def _fake_backward(
     )
     _require_weights(operation, weights_D, size)
     return torch.empty_like(qkv), weights_D[0].new_empty((2, size))
-
-
-@torch.library.custom_op("omnibal::norm_and_rotate_backward", mutates_args=())
-def _backward(
-    query_TND: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    qkv: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-    weights_D: Sequence[torch.Tensor],
-    rstds_TGH: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    gradients = (query_TND, key_TGD, value_TGD)
-    rest = (qkv, cosines, sines, weights_D, rstds_TGH)
-    result, _ = _fake_backward(*gradients, *rest)
-    of_weights_2D = _kernels().backward(gradients, *rest, result)
-    return result, of_weights_2D.to(weights_D[0].dtype)
-
-
-_forward.register_fake(_fake_forward)
-_backward.register_fake(_fake_backward)
 
 
 class NormAndRotate(torch.autograd.Function):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 
@@ -136,7 +137,14 @@ def _require_branch(
     )
 
 
-def _fake_norm(
+def _write_norm(outputs, hidden_SBH, weight_H, bias_H, eps):
+    unused = (hidden_SBH, *outputs)
+    _kernels().add_norm(hidden_SBH, (None,) * 4, (weight_H, bias_H), eps, unused)
+    return outputs
+
+
+@operation("norm", _write_norm)
+def _norm(
     hidden_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _require_norm("norm", hidden_SBH, weight_H, bias_H)
@@ -151,17 +159,14 @@ def _new_normed(
     return torch.empty_like(hidden_SBH), hidden_SBH.new_empty(shape_MSB, dtype=torch.float32)
 
 
-@torch.library.custom_op("omnibal::norm", mutates_args=())
-def _norm(
-    hidden_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs = _fake_norm(hidden_SBH, weight_H, bias_H, eps)
-    unused = (hidden_SBH, *outputs)
-    _kernels().add_norm(hidden_SBH, (None,) * 4, (weight_H, bias_H), eps, unused)
-    return outputs
+def _write_scaled_add(summed_SBH, residual_SBH, *branch):
+    unused = (summed_SBH, summed_SBH, summed_SBH)
+    _kernels().add_norm(residual_SBH, branch, (None, None), 0.0, unused)
+    return summed_SBH
 
 
-def _fake_scaled_add(
+@operation("scaled_add", _write_scaled_add)
+def _scaled_add(
     residual_SBH: torch.Tensor,
     output_SBH: torch.Tensor,
     bias_H: torch.Tensor | None,
@@ -173,22 +178,16 @@ def _fake_scaled_add(
     return torch.empty_like(residual_SBH)
 
 
-@torch.library.custom_op("omnibal::scaled_add", mutates_args=())
-def _scaled_add(
-    residual_SBH: torch.Tensor,
-    output_SBH: torch.Tensor,
-    bias_H: torch.Tensor | None,
-    scale_H: torch.Tensor | None,
-    tile_scale_B: torch.Tensor | None,
-) -> torch.Tensor:
-    branch = (output_SBH, bias_H, scale_H, tile_scale_B)
-    summed_SBH = _fake_scaled_add(residual_SBH, *branch)
-    unused = (summed_SBH, summed_SBH, summed_SBH)
-    _kernels().add_norm(residual_SBH, branch, (None, None), 0.0, unused)
-    return summed_SBH
+def _write_scaled_add_norm(outputs, residual_SBH, *branch_and_norm):
+    *branch, weight_H, norm_bias_H, eps = branch_and_norm
+    normed_SBH, summed_SBH, moments_MSB = outputs
+    written = (summed_SBH, normed_SBH, moments_MSB)
+    _kernels().add_norm(residual_SBH, branch, (weight_H, norm_bias_H), eps, written)
+    return outputs
 
 
-def _fake_scaled_add_norm(
+@operation("scaled_add_norm", _write_scaled_add_norm)
+def _scaled_add_norm(
     residual_SBH: torch.Tensor,
     output_SBH: torch.Tensor,
     bias_H: torch.Tensor | None,
@@ -209,26 +208,13 @@ def _fake_scaled_add_norm(
     return normed_SBH, torch.empty_like(residual_SBH), moments_MSB
 
 
-@torch.library.custom_op("omnibal::scaled_add_norm", mutates_args=())
-def _scaled_add_norm(
-    residual_SBH: torch.Tensor,
-    output_SBH: torch.Tensor,
-    bias_H: torch.Tensor | None,
-    scale_H: torch.Tensor | None,
-    tile_scale_B: torch.Tensor | None,
-    weight_H: torch.Tensor,
-    norm_bias_H: torch.Tensor | None,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    branch, norm_weights = (output_SBH, bias_H, scale_H, tile_scale_B), (weight_H, norm_bias_H)
-    outputs = _fake_scaled_add_norm(residual_SBH, *branch, *norm_weights, eps)
-    normed_SBH, summed_SBH, moments_MSB = outputs
-    written = (summed_SBH, normed_SBH, moments_MSB)
-    _kernels().add_norm(residual_SBH, branch, norm_weights, eps, written)
-    return outputs
+def _write_norm_backward(outputs, *arguments):
+    result_SBH, of_weights_MH = outputs
+    return result_SBH, _kernels().norm_backward(*arguments, result_SBH).to(of_weights_MH.dtype)
 
 
-def _fake_norm_backward(
+@operation("norm_backward", _write_norm_backward)
+def _norm_backward(
     gradient_SBH: torch.Tensor,
     passed_SBH: torch.Tensor | None,
     hidden_SBH: torch.Tensor,
@@ -249,21 +235,14 @@ def _fake_norm_backward(
     return torch.empty_like(hidden_SBH), weight_H.new_empty((moments, len(weight_H)))
 
 
-@torch.library.custom_op("omnibal::norm_backward", mutates_args=())
-def _norm_backward(
-    gradient_SBH: torch.Tensor,
-    passed_SBH: torch.Tensor | None,
-    hidden_SBH: torch.Tensor,
-    moments_MSB: torch.Tensor,
-    weight_H: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    arguments = (gradient_SBH, passed_SBH, hidden_SBH, moments_MSB, weight_H)
-    result_SBH, _ = _fake_norm_backward(*arguments)
-    weights_MH = _kernels().norm_backward(*arguments, result_SBH)
-    return result_SBH, weights_MH.to(weight_H.dtype)
+def _write_scaled_add_backward(outputs, gradient_SBH, *branch):
+    result_SBH, of_branch_2H = outputs
+    sums_2H = _kernels().scaled_add_backward(gradient_SBH, branch, result_SBH)
+    return result_SBH, sums_2H.to(of_branch_2H.dtype)
 
 
-def _fake_scaled_add_backward(
+@operation("scaled_add_backward", _write_scaled_add_backward)
+def _scaled_add_backward(
     gradient_SBH: torch.Tensor,
     output_SBH: torch.Tensor | None,
     bias_H: torch.Tensor | None,
@@ -277,27 +256,6 @@ def _fake_scaled_add_backward(
     is_scaled = scale_H is not None or tile_scale_B is not None
     shape = gradient_SBH.shape if is_scaled else (0,)
     return gradient_SBH.new_empty(shape), gradient_SBH.new_empty((2, gradient_SBH.shape[-1]))
-
-
-@torch.library.custom_op("omnibal::scaled_add_backward", mutates_args=())
-def _scaled_add_backward(
-    gradient_SBH: torch.Tensor,
-    output_SBH: torch.Tensor | None,
-    bias_H: torch.Tensor | None,
-    scale_H: torch.Tensor | None,
-    tile_scale_B: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    branch = (output_SBH, bias_H, scale_H, tile_scale_B)
-    result_SBH, _ = _fake_scaled_add_backward(gradient_SBH, *branch)
-    sums_2H = _kernels().scaled_add_backward(gradient_SBH, branch, result_SBH)
-    return result_SBH, sums_2H.to(gradient_SBH.dtype)
-
-
-_norm.register_fake(_fake_norm)
-_scaled_add.register_fake(_fake_scaled_add)
-_scaled_add_norm.register_fake(_fake_scaled_add_norm)
-_norm_backward.register_fake(_fake_norm_backward)
-_scaled_add_backward.register_fake(_fake_scaled_add_backward)
 
 
 class NormAndResidual(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron.vlm.model.fused.operation import operation
 from megatron.vlm.model.fused.sizes import require, require_shapes
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -133,7 +134,13 @@ def sizes_of_gradients(
     return tokens, groups, size
 
 
-def _fake_rotate(
+def _write_rotate(parts, qkv, queries_per_group, cosines, sines):
+    _kernels().rotate(qkv, parts, cosines, sines, back=False)
+    return parts
+
+
+@operation("split_and_rotate", _write_rotate)
+def _rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
 ) -> Heads:
     tokens, groups, size = sizes_of_product(
@@ -143,16 +150,13 @@ def _fake_rotate(
     return query_TND, *(qkv.new_empty((tokens, groups, size)) for _ in range(2))
 
 
-@torch.library.custom_op("omnibal::split_and_rotate", mutates_args=())
-def _rotate(
-    qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    parts = _fake_rotate(qkv, queries_per_group, cosines, sines)
-    _kernels().rotate(qkv, parts, cosines, sines, back=False)
-    return parts
+def _write_rotate_back(qkv, query_TND, key_TGD, value_TGD, cosines, sines):
+    _kernels().rotate(qkv, (query_TND, key_TGD, value_TGD), cosines, sines, back=True)
+    return qkv
 
 
-def _fake_rotate_back(
+@operation("split_and_rotate_backward", _write_rotate_back)
+def _rotate_back(
     query_TND: torch.Tensor,
     key_TGD: torch.Tensor,
     value_TGD: torch.Tensor,
@@ -163,24 +167,6 @@ def _fake_rotate_back(
         "split_and_rotate_backward", (query_TND, key_TGD, value_TGD), cosines, sines
     )
     return query_TND.new_empty((tokens, groups, (query_TND.shape[1] // groups + 2) * size))
-
-
-@torch.library.custom_op("omnibal::split_and_rotate_backward", mutates_args=())
-def _rotate_back(
-    query_TND: torch.Tensor,
-    key_TGD: torch.Tensor,
-    value_TGD: torch.Tensor,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-) -> torch.Tensor:
-    parts = (query_TND, key_TGD, value_TGD)
-    qkv = _fake_rotate_back(*parts, cosines, sines)
-    _kernels().rotate(qkv, parts, cosines, sines, back=True)
-    return qkv
-
-
-_rotate.register_fake(_fake_rotate)
-_rotate_back.register_fake(_fake_rotate_back)
 
 
 class SplitAndRotate(torch.autograd.Function):

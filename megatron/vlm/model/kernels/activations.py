@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-_COLUMNS = 1024
-_TILE_ROWS, _TILE_COLUMNS = 8, 512
+_COLUMNS = 1024  # of a program
+_TILE_ROWS, _TILE_COLUMNS = 8, 512  # of a program that sums a bias's gradient
 _ROW_GROUPS = 64
 """Parts of the rows whose gradients of a bias are summed apart."""
 

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096
+_BLOCK = 4096  # words of a step of a program
 
 
 @triton.jit

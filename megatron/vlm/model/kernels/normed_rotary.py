@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-_PAIRS = 1024
-_PARTS = 256
+_PAIRS = 1024  # of elements that a program turns
+_PARTS = 256  # programs that sum parts of the weights' gradients
 
 
 @triton.jit

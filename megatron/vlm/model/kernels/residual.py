@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-_PARTS = 256
+_PARTS = 256  # programs that sum parts of the weights' gradients
 
 
 @triton.jit

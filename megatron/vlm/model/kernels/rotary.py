@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-_PAIRS = 1024
+_PAIRS = 1024  # of elements that a program turns
 
 
 @triton.jit

@@ -1,0 +1,212 @@
+"""Kernels that a stage launches, with their operations and bytes, and what a device waits for."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from megatron.vlm.measure.fake_device.kernels import (
+    ALIGNED_ELEMENTS,
+    factors,
+    leading_dimensions,
+    tensors_in,
+)
+from omnibal.job.fake_replay import HostRead, OperationCount, OperationKind, UnalignedProduct
+
+aten = torch.ops.aten
+PRODUCTS = (
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::addbmm",
+    "aten::_scaled_mm",
+)
+_WRITE_ONLY = {"aten::copy_", "aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_"}
+_NO_KERNEL = {
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"),
+    *("aten::new_empty_strided", "aten::lift_fresh", "aten::_unsafe_view", "aten::detach"),
+    *("aten::resize_", "aten::set_", "aten::record_stream", "aten::is_same_size"),
+    *("aten::_local_scalar_dense", "aten::lift", "aten::_has_compatible_shallow_copy_type"),
+}
+_GATHERS = {"aten::embedding": 0, "aten::index_select": 0, "aten::index": 0, "aten::gather": 0}
+"""Operations that read few rows of the argument at that place: as many as they write."""
+
+
+def kind_of(operation: str) -> OperationKind:
+    """Kind of a launched operation, by its qualified name."""
+    namespace, _, name = operation.partition("::")
+    if namespace in ("c10d", "_c10d_functional"):
+        return "communication"
+    if "attention" in name or "attn" in name:
+        return "attention"
+    if operation in PRODUCTS or "wgrad" in name or "conv" in name:
+        return "matrix product"
+    return "element-wise"
+
+
+def launches(func: Any) -> bool:
+    """Whether an operation launches a kernel, rather than looking at memory in another way."""
+    return not (func.is_view or func.name().partition(".")[0] in _NO_KERNEL)
+
+
+def moved_bytes(operation: str, args: Sequence[Any], results: Any) -> int:
+    """Bytes of device memory that an operation reads and writes, each tensor once."""
+    read = list(args)
+    if operation in _WRITE_ONLY:
+        read = read[1:]
+    elif operation in _GATHERS:
+        read[_GATHERS[operation]] = None  # as much as is written, which is counted twice below
+    twice = 2 if operation in _GATHERS else 1
+    return sum(map(_bytes, tensors_in(read))) + twice * sum(map(_bytes, tensors_in(results)))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor on the device, where expanded dimensions are one."""
+    if tensor.device.type != "cuda":
+        return 0
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride or not size else 1
+    return elements * tensor.element_size()
+
+
+def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
+    """Floating-point operations of a product or attention; 0 of all else."""
+    operation = func.name().partition(".")[0]
+    if operation in PRODUCTS:
+        left, right = factors(args)
+        return 2.0 * left.numel() * right.shape[-1]
+    count = _FLOPS.get(operation)
+    if count is not None:
+        return count(args)
+    rule = flop_registry.get(func._overloadpacket)
+    return 0.0 if rule is None else float(rule(*args, **kwargs, out_val=results))
+
+
+def _packed_attention(args: Sequence[Any], products: int) -> float:
+    """FLOPs of `products` matrix products of all pairs of positions within samples, [T, N, D].
+
+    Samples of equal length are assumed where the borders are on the device; causal attention has
+    half of the pairs.
+    """
+    query, borders = args[0], args[3]
+    tokens, heads, size = query.shape
+    samples = borders.shape[0] - 1
+    return 2.0 * products * heads * size * tokens * tokens / max(samples, 1)
+
+
+def _packed_forward(args: Sequence[Any]) -> float:
+    return _packed_attention(args, 2) / (2 if args[7:8] == (True,) else 1)
+
+
+def _packed_backward(args: Sequence[Any]) -> float:
+    shifted = (args[1], None, None, args[6])
+    return _packed_attention(shifted, 5) / (2 if args[10:11] == (True,) else 1)
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> float:
+    """FLOPs of `products` matrix products of all pairs of positions, [B, N, S, D] and [B, G, K, D];
+    torch's own count knows no heads that share keys in every release."""
+    return 2.0 * products * query.numel() * key.shape[2] / (2 if is_causal else 1)
+
+
+def _flash_forward(args: Sequence[Any]) -> float:
+    return _attention(args[0], args[1], 2, args[4:5] == (True,))
+
+
+def _efficient_forward(args: Sequence[Any]) -> float:
+    return _attention(args[0], args[1], 2, args[6:7] == (True,))
+
+
+def _flash_backward(args: Sequence[Any]) -> float:
+    return _attention(args[1], args[2], 5, args[11:12] == (True,))
+
+
+def _efficient_backward(args: Sequence[Any]) -> float:
+    return _attention(args[1], args[2], 5, args[11:12] == (True,))
+
+
+_FLOPS: dict[str, Callable[[Sequence[Any]], float]] = {
+    "aten::_scaled_dot_product_flash_attention": _flash_forward,
+    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
+    "aten::_scaled_dot_product_efficient_attention": _efficient_forward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
+    "torch_attn::_varlen_attn": _packed_forward,
+    "torch_attn::_varlen_attn_backward": _packed_backward,
+}
+
+
+class LaunchCounts:
+    """Sums of what is launched, by phase and operation."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        self._reads: Counter[tuple[str, str, str]] = Counter()
+        self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
+
+    def clear(self) -> None:
+        """Begin anew."""
+        for sums in (self._sums, self._reads, self._unaligned):
+            sums.clear()
+
+    def add(self, phase: str, operation: str, flops: float, moved: int) -> None:
+        """Count one launch."""
+        sums = self._sums[phase, operation]
+        sums[0] += 1
+        sums[1] += flops
+        sums[2] += moved
+
+    def add_product(
+        self, where: str, operation: str, args: Sequence[Any], output: torch.Tensor, flops: float
+    ) -> None:
+        """Note a product of 16 bit matrices whose rows do not begin at multiples of 16 bytes."""
+        steps = leading_dimensions(args, output)
+        if output.element_size() == 2 and any(step % ALIGNED_ELEMENTS for step in steps):
+            left, right = factors(args)
+            sizes = (left.shape[-2], left.shape[-1], right.shape[-1])
+            sums = self._unaligned[where, operation, sizes, steps]
+            sums[0] += 1
+            sums[1] += flops
+
+    def add_read(self, phase: str, operation: str, where: str) -> None:
+        """Count one read of a device value by the host."""
+        self._reads[phase, operation, where] += 1
+
+    def operations(self) -> tuple[OperationCount, ...]:
+        """All launches, by phase and operation."""
+        return tuple(
+            OperationCount(
+                phase=phase,
+                operation=operation,
+                kind=kind_of(operation),
+                kernels=int(kernels),
+                tflop=flops / 1e12,
+                gigabytes=moved / 1e9,
+            )
+            for (phase, operation), (kernels, flops, moved) in sorted(self._sums.items())
+        )
+
+    def host_reads(self) -> tuple[HostRead, ...]:
+        """Where the host waited for a value of the device."""
+        return tuple(
+            HostRead(phase=phase, operation=operation, where=where, count=count)
+            for (phase, operation, where), count in sorted(self._reads.items())
+        )
+
+    def unaligned(self) -> tuple[UnalignedProduct, ...]:
+        """Products with rows that are not aligned, those of most operations first."""
+        ordered = sorted(self._unaligned.items(), key=lambda item: -item[1][1])
+        return tuple(
+            UnalignedProduct(
+                where=where,
+                operation=operation,
+                sizes=sizes,
+                leading_dimensions=steps,
+                count=int(count),
+                tflop=flops / 1e12,
+            )
+            for (where, operation, sizes, steps), (count, flops) in ordered
+        )

@@ -1,0 +1,209 @@
+"""A process's fake CUDA device: what torch asks of one is answered without any.
+
+`fake_calls` is the only place that points calls of `torch.cuda` elsewhere, and takes them back
+when it ends. The compiled part, by which autograd accepts such tensors, stays until the process
+ends: use a process of its own.
+"""
+
+import contextlib
+import ctypes
+import functools
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import random as core_random
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer
+from torch.utils import cpp_extension
+
+from megatron.vlm.backend import (
+    ImmediateStream,
+    is_core_on_cpu,
+    route_random_state_to_cpu,
+)
+from megatron.vlm.measure.fake_device.memory import MemoryTracker
+from omnibal.base.errors import UserError
+
+DEVICE_NAME = "fake CUDA device"
+_SOURCE = Path(__file__).with_name("device.cpp")
+_MULTI_TENSOR_TYPES = optimizer._foreach_supported_types
+_SMALL_ON_HOST = 1 << 16
+"""Most elements of host tensors whose values are known, such as borders of samples."""
+
+
+@functools.cache
+def install_device() -> None:
+    """Compile the device and make it this process's, once.
+
+    Raises:
+        UserError: there is no g++, or it cannot compile against this torch.
+    """
+    # Anew in every process, in a second: a file kept where others may write could be anyone's.
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "fake_device.so"
+        _compile(library)
+        ctypes.CDLL(str(library)).install()
+
+
+def _compile(library: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise UserError(
+            "--fake-device compiles a small file against torch, and there is no g++; install it "
+            "(on Debian and Ubuntu: apt-get install g++), or replay on a device without "
+            "--fake-device"
+        )
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    folder = Path(torch.__file__).parent / "lib"
+    command = [compiler, "-O1", "-std=c++20", "-shared", "-fPIC", str(_SOURCE), "-o", str(library)]
+    command += [*(f"-I{path}" for path in includes), f"-L{folder}", "-lc10", "-ltorch_cpu"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        error = (ended.stderr.strip().splitlines() or ["no message"])[0]
+        raise UserError(
+            f"{compiler} cannot compile {_SOURCE.name} against torch {torch.__version__} "
+            f"({error}); install a g++ that knows C++20 (version 10 or newer)"
+        )
+
+
+class _FakeEvent:
+    """CUDA event of a device on which nothing takes time."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *args: object) -> None:
+        pass
+
+    record = wait = synchronize = _nothing
+
+
+@contextlib.contextmanager
+def fake_calls(memory: MemoryTracker) -> Iterator[None]:
+    """Answer calls of `torch.cuda`, and what builds on them, as on a device with this memory.
+
+    Raises:
+        RuntimeError: Megatron-core already runs on the CPU in this process.
+    """
+    if is_core_on_cpu():
+        raise RuntimeError(
+            "Megatron-core has been prepared for the CPU in this process; make a fake device in a "
+            "process of its own, before anything is built"
+        )
+    random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
+    with contextlib.ExitStack() as replaced:
+        for owner, calls in _replacements(memory):
+            replaced.enter_context(_replaced(owner, calls))
+        for owner, names in (
+            (torch.cuda, (*random_calls, "default_generators")),
+            (torch.cuda.random, random_calls),
+            (core_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
+            (core_random.CudaRNGStatesTracker, ("fork",)),
+        ):
+            replaced.enter_context(_replaced(owner, {name: vars(owner)[name] for name in names}))
+        # What core would compile runs as it is written.
+        replaced.enter_context(torch._dynamo.config.patch(disable=True))
+        route_random_state_to_cpu()  # what it replaces is put back with the rest
+        yield
+
+
+def _replacements(memory: MemoryTracker) -> list[tuple[Any, dict[str, Any]]]:
+    def nothing() -> Callable[..., None]:
+        # Another one each time: torch's compiler keys its rules by the function object.
+        return lambda *_, **__: None
+
+    def gather_object(every: list[Any], own: Any, group: object = None) -> None:
+        every[:] = [own] * len(every)
+
+    stream = ImmediateStream()
+    cuda = {
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "get_device_name": lambda *_: DEVICE_NAME,
+        "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            name=DEVICE_NAME, major=9, minor=0, multi_processor_count=132, total_memory=1 << 50
+        ),
+        "memory_allocated": lambda *_: memory.now_bytes,
+        "memory_reserved": lambda *_: memory.now_bytes,
+        "max_memory_allocated": lambda *_: memory.peak_bytes,
+        "reset_peak_memory_stats": lambda *_: memory.reset_peak(),
+        "memory_stats": lambda *_: {},
+        "current_stream": lambda *_: stream,
+        "default_stream": lambda *_: stream,
+        "stream": lambda *_: contextlib.nullcontext(),
+        "Stream": ImmediateStream,
+        "Event": _FakeEvent,
+        "set_device": nothing(),
+        "synchronize": nothing(),
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": nothing(),
+        "set_per_process_memory_fraction": nothing(),
+    }
+    return [
+        (torch.cuda, cuda),
+        (torch.cuda.nvtx, {"range_push": nothing(), "range_pop": nothing()}),
+        (torch.nn.Module, {"to": _moved_module, "cuda": _moved_module}),
+        (dist, {"all_gather_object": gather_object, "barrier": nothing()}),
+        # Else Adam takes one tensor after another, which needs less memory than all at once.
+        (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
+        (fake_tensor, {"CONSTANT_NUMEL_LIMIT": _SMALL_ON_HOST, "init_gpu_context": nothing()}),
+    ]
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
+    """Set attributes, and what was there before when this ends."""
+    before = {name: vars(owner)[name] for name in new if name in vars(owner)}
+    for name, value in new.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name in new:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)
+
+
+def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
+    """Move a module of fake tensors to the device.
+
+    torch's own `Module.to` exchanges what is inside of fake parameters, which their weak references
+    forbid. Here those on the host are replaced.
+    """
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.device.type == "cpu":
+                part._parameters[name] = _on_device(parameter)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "cpu":
+                part._buffers[name] = buffer.to("cuda")
+    return module
+
+
+def _on_device(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """The parameter on the device, with the attributes that core has given it."""
+    moved = torch.nn.Parameter(parameter.detach().to("cuda"), parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        if not name.startswith("_") and name not in ("fake_device", "fake_mode", "constant"):
+            if name not in vars(moved):
+                setattr(moved, name, value)
+    return moved

@@ -1,0 +1,151 @@
+"""One stage of a plan at its real size, on a fake device."""
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.measure.fake_device.memory import Label
+from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
+from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
+from megatron.vlm.step.clock import Phase
+from megatron.vlm.step.train import Trainer
+from omnibal.job.fake_replay import FakeStage, PeakContent, Window, predicted_peak_gib
+from omnibal.job.plan import Plan
+
+_GIB = 2**30
+_COMPUTING = ("forward", "backward")
+_MOST_SPREAD = 0.05
+"""Share by which one window may be further from its prediction than another of the same stage."""
+_LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+
+
+def run_fake_stage(
+    plan: Plan,
+    stage: int,
+    heaviest: Sequence[Window],
+    load: LoadRows,
+    on_run: Callable[[], None],
+) -> FakeStage:
+    """Build a stage of the plan on a fake device and run it through its heaviest moments.
+
+    Args:
+        heaviest: micro-batches to run, those first that are predicted to need most; the one of them
+            that allocates most counts. None is run that would have to be further from its
+            prediction, relative to the one that allocates most, than `_MOST_SPREAD`.
+        load: of their micro-batches, on the host.
+        on_run: called after the stage is built, and for each of `heaviest`.
+
+    Raises:
+        UserError: there is no compiler.
+        RefusedByDeviceError: a real device would refuse an operation.
+    """
+    with fake_cuda() as fake_device, standing_in(plan.parallel, stage) as links:
+        replayer = StageReplayer(plan, links, on_phase=_follow(fake_device.device))
+        _describe_state(fake_device.device, replayer.trainer)
+        on_run()
+        worst: FakeStage | None = None
+        worst_predicted_gib = 0.0
+        for window in heaviest:
+            expected = window.predicted_gib / max(worst_predicted_gib, 1e-12)
+            if worst is None or expected * (1 + _MOST_SPREAD) >= 1:
+                batches = [_without_data(batch, fake_device) for batch in load(window.rows)]
+                run = _run(fake_device.device, replayer, window.rows, batches, plan, stage)
+                if worst is None or run.allocated_gib > worst.allocated_gib:
+                    worst, worst_predicted_gib = run, window.predicted_gib
+            on_run()
+        del replayer
+        gc.collect()
+    assert worst is not None, "a stage has micro-batches"
+    return worst
+
+
+def _follow(device: FakeDevice) -> Callable[[Phase], None]:
+    """What tells the device which phase of the step runs."""
+
+    def follow(phase: Phase) -> None:
+        device.phase = phase.value
+
+    return follow
+
+
+def _without_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:
+    """The micro-batch with its sizes alone, also of what stays on the host."""
+    tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
+    return replace(batch, **{name: fake_device.fake(value) for name, value in tensors.items()})
+
+
+def _describe_state(device: FakeDevice, trainer: Trainer) -> None:
+    """Label what is there after building, and name the modules."""
+    device.places.name(trainer.stage)
+    buffers = trainer.model.buffers
+    weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
+    frozen = [weight for weight in trainer.stage.parameters() if not weight.requires_grad]
+    gradients = [buffer.grad_data for buffer in buffers]
+    device.memory.relabel_rest(Label("", "optimizer state", "state"))
+    device.memory.relabel([*weights, *frozen], Label("", "weights", "state"))
+    device.memory.relabel(gradients, Label("", "gradients", "state"))
+
+
+def _run(
+    device: FakeDevice,
+    replayer: StageReplayer,
+    rows: np.ndarray,
+    batches: list[MicroBatch],
+    plan: Plan,
+    stage: int,
+) -> FakeStage:
+    """Run one rank's step and the update after it, and say what was counted."""
+    memory, counts = device.memory, device.counts
+    counts.clear()
+    memory.watch()
+    replayer.activation_bytes(batches)
+    label = memory.highest_label
+    assert label is not None, "nothing ran"
+    operations = counts.operations()
+    computing = [
+        one for one in operations if one.phase in _COMPUTING and one.kind != "communication"
+    ]
+    return FakeStage(
+        stage=stage,
+        predicted_gib=predicted_peak_gib(plan, stage),
+        allocated_gib=memory.highest_bytes / _GIB,
+        state_gib=replayer.state_bytes / _GIB,
+        activations_gib=(memory.highest_bytes - replayer.state_bytes) / _GIB,
+        peak_phase=label.phase,
+        peak_at=f"{label.where} {label.operation}".strip(),
+        rows=tuple(rows.tolist()),
+        micro_batches=len(rows),
+        kernels=sum(one.kernels for one in computing),
+        tflop=sum(one.tflop for one in computing),
+        gigabytes=sum(one.gigabytes for one in computing),
+        contents=_contents(memory.contents()),
+        operations=operations,
+        host_reads=counts.host_reads(),
+        unaligned=counts.unaligned(),
+    )
+
+
+def _contents(by_label: dict[Label, tuple[int, int]]) -> tuple[PeakContent, ...]:
+    """What fills the peak, with all layers of a tower together, largest first."""
+    tensors: Counter[Label] = Counter()
+    sizes: Counter[Label] = Counter()
+    for label, (count, size) in by_label.items():
+        whole = replace(label, where=_LAYER_NUMBER.sub(".*", label.where))
+        tensors[whole] += count
+        sizes[whole] += size
+    return tuple(
+        PeakContent(
+            where=label.where,
+            operation=label.operation,
+            phase=label.phase,
+            tensors=tensors[label],
+            gib=size / _GIB,
+        )
+        for label, size in sizes.most_common()
+    )

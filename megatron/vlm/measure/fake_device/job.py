@@ -1,0 +1,95 @@
+"""A run of `tools/replay.py --fake-device`: distributes stages, writes counts as they come."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.vlm.measure.fake_device.device import install_device
+from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
+from megatron.vlm.measure.replay_job import ReplayJob, open_by_all, shared_progress, together
+from megatron.vlm.run.launch import Launch
+from omnibal.base.errors import UserError
+from omnibal.job.fake_replay import (
+    PRETENDED_FILES,
+    FakeReplayInfo,
+    heaviest_windows,
+)
+from omnibal.job.plan import Plan
+from omnibal.job.replay import plan_sha256
+from omnibal.model.config import Precision, Provider
+
+_TRAINER = Path(__file__).parents[2]
+_SOURCES = (".py", ".cpp")
+
+
+def fake_replay_info(plan: Plan) -> FakeReplayInfo:
+    """Describe what distinguishes this fake-device replay from others."""
+    digest = hashlib.sha256()
+    for path in sorted(_TRAINER.rglob("*")):
+        if path.suffix in _SOURCES:
+            digest.update(path.read_bytes())
+    return FakeReplayInfo(
+        plan_sha256=plan_sha256(plan),
+        torch=torch.__version__,
+        trainer_sha256=digest.hexdigest(),
+    )
+
+
+def check_fake_device_provider(provider: Provider) -> None:
+    """Refuse a provider whose kernels a fake device cannot count.
+
+    Raises:
+        UserError: it is Transformer Engine, which launches its own without torch.
+    """
+    if provider == "te":
+        raise UserError(
+            "--provider te: Transformer Engine launches its kernels past torch, where a fake "
+            "device cannot count them; leave --provider out, or replay on a CUDA device"
+        )
+
+
+def check_fake_device_precision(precision: Precision) -> None:
+    """Refuse a precision that a fake device cannot count.
+
+    Raises:
+        UserError: it is FP8, which Transformer Engine alone multiplies in.
+    """
+    if precision == "fp8":
+        raise UserError(
+            "the plan is in fp8, whose products Transformer Engine launches past torch, where a "
+            "fake device cannot count them; give a plan in bf16, or replay on a CUDA device"
+        )
+
+
+def run_fake_stages(
+    job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
+) -> None:
+    """Count those stages that are not kept yet, each in one process; returns when all are done.
+
+    Args:
+        output: directory that a file of each stage goes to.
+        store: through which the processes have met.
+
+    Raises:
+        UserError: `output` holds another fake-device replay, or there is no compiler.
+        RefusedByDeviceError: a real device would refuse an operation of a stage.
+    """
+    install_device()  # before there is an output that nothing could be written to
+    torch.set_num_threads(1)
+    info = fake_replay_info(job.plan)
+    open_by_all(launch, store, lambda: PRETENDED_FILES.open(output, info))
+    kept = {one.stage for one in PRETENDED_FILES.read(output, len(job.plan.stages))}
+    # Nobody may write before everybody has read.
+    together(store, "read", launch.world_size)
+    left = [stage for stage in stages if stage not in kept]
+    cost, workload = job.cost, job.workload
+    windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
+    runs = sum(1 + len(windows[stage]) for stage in left)
+    with shared_progress("trying stages", launch, store, runs) as on_run:
+        for stage in left[launch.rank :: launch.world_size]:
+            counted = run_fake_stage(job.plan, stage, windows[stage], job.rows_of(stage), on_run)
+            PRETENDED_FILES.write(counted, output)
+        together(store, "done", launch.world_size, lambda: on_run(0))

@@ -1,0 +1,103 @@
+"""Tokens of a mixture of experts on a device that computes nothing: spread evenly over experts.
+
+Where tokens go is data, which a fake device has none of. Megatron-core's dispatcher is told so
+many of each expert here; all else is its own, with what it allocates.
+
+Shapes: S tokens, E experts, R copies of tokens (rows), H hidden size.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+
+class _Select(torch.autograd.Function):
+    """`masked_select` of a known number of values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values_ES: torch.Tensor, mask_ES: torch.Tensor, rows: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(values_ES, mask_ES)
+        return values_ES.new_empty(rows)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        values_ES, mask_ES = ctx.saved_tensors
+        gradient_ES = torch.zeros_like(values_ES)
+        return gradient_ES.masked_scatter(mask_ES, gradients[0]), None, None
+
+
+def _permute(
+    tokens_SH: torch.Tensor,
+    routing_map_SE: torch.Tensor,
+    probs: torch.Tensor,
+    num_out_tokens: int,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy tokens for their experts, as core's `permute` without Transformer Engine."""
+    chosen_ES = routing_map_SE.bool().T.contiguous()
+    places_ES = torch.arange(len(tokens_SH), device=tokens_SH.device).expand(len(chosen_ES), -1)
+    places_R = _Select.apply(places_ES, chosen_ES, num_out_tokens)
+    weights_R = _Select.apply(probs.T.contiguous(), chosen_ES, num_out_tokens)
+    return tokens_SH.index_select(0, places_R), weights_R, places_R
+
+
+def _sort_chunks(
+    rows: torch.Tensor,
+    split_sizes: np.ndarray,
+    sorted_idxs: Sequence[int],
+    probs: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Copy rows in another order of their chunks, whose sizes alone matter."""
+    sizes = split_sizes.tolist()
+    weights = None if probs is None else torch.cat(probs.split(sizes))
+    return torch.cat(rows.split(sizes)), weights
+
+
+def _even(total: int, parts: int) -> np.ndarray:
+    """Shares of a number that differ by one at most, int64 [parts]."""
+    bounds = np.arange(parts + 1) * total // parts
+    return np.diff(bounds)
+
+
+def _spread(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
+    """Say how many tokens go where, as core's `preprocess`; returns those of own experts."""
+    ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
+    dispatcher.num_out_tokens = len(routing_map_SE) * dispatcher.config.moe_router_topk
+    sent = _even(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
+    if ranks > 1:
+        dispatcher.input_splits = dispatcher.output_splits = sent.sum(1)
+    # Each rank sends as many as this one to itself, so that all of them are as full.
+    own = np.stack([_even(int(rows), experts) for rows in sent.sum(1)])
+    dispatcher.num_global_tokens_per_local_expert = own
+    return own.sum(0)
+
+
+@contextlib.contextmanager
+def evenly_routed(read: Callable[[], None]) -> Iterator[None]:
+    """Have core's dispatcher spread tokens evenly in a process with a fake device.
+
+    Args:
+        read: called where the host would wait for the numbers of tokens.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def bring_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        if point == dispatcher.cuda_dtoh_point:
+            read()
+        return tokens_per_expert
+
+    dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
+    with (
+        patch.object(dispatcher, "preprocess", _spread),
+        patch.object(dispatcher, "_maybe_dtoh_and_synchronize", bring_to_host),
+        patch.object(token_dispatcher, "permute", _permute),
+        patch.object(token_dispatcher, "sort_chunks_by_idxs", _sort_chunks),
+    ):
+        yield

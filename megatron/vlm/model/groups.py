@@ -1,0 +1,84 @@
+"""Process groups: of data-parallel ranks that share packs, and of data-parallel encoders."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
+from megatron.vlm.inputs.encoder_share import EncodingRanks
+from omnibal.job.plan import Plan
+from omnibal.model.parallel import Parallel
+
+ContextGroups = dict[int, dist.ProcessGroup]
+"""This rank's block of every context size above 1 that there is."""
+
+
+def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> ContextGroups:
+    """Make the groups of all context sizes above 1; collective over all ranks, which give the same.
+
+    Each is used once, as NCCL connects a group's ranks in its first collective, for which training
+    has no one order on ranks that have other packs.
+    """
+    groups: ContextGroups = {}
+    for context in sorted({*contexts} - {1}):
+        blocks = context_blocks(parallel, context)
+        own, _ = dist.new_subgroups_by_enumeration(blocks, timeout=COLLECTIVE_TIMEOUT)
+        assert own is not None, "every rank is in a block of every size"
+        dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
+        groups[context] = own
+    return groups
+
+
+def context_blocks(parallel: Parallel, context: int) -> list[list[int]]:
+    """Global ranks of every aligned block of so many data-parallel ranks.
+
+    A block is of one pipeline stage and one tensor-parallel rank; Megatron numbers tensor-parallel
+    ranks first, then data-parallel ones, then stages.
+    """
+    tensor, data = parallel.tensor, parallel.data
+    firsts = range(0, parallel.world_size, tensor * data)
+    return [
+        [first + (start + place) * tensor + shard for place in range(context)]
+        for first in firsts
+        for shard in range(tensor)
+        for start in range(0, data, context)
+    ]
+
+
+def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
+    """Make the group of ranks that encode together; collective over all ranks.
+
+    All its connections are made now, in one exchange of what training exchanges.
+    """
+    assert plan.beside is not None
+    ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
+    blocks = range(plan.parallel.data // ranks.pipelines)
+    own, _ = dist.new_subgroups_by_enumeration(
+        [sorted(ranks.global_ranks(block)) for block in blocks], timeout=COLLECTIVE_TIMEOUT
+    )
+    assert own is not None, "every rank is in a group"
+    token = torch.zeros(own.size(), device=current_device())
+    dist.all_to_all_single(torch.empty_like(token), token, group=own)
+    return own
+
+
+def replica_groups() -> ProcessGroupCollection:
+    """Core's groups for a module of which every rank of the job has a whole copy.
+
+    No rank divides it with others, and its gradients are those of all ranks together.
+    """
+    alone = dist.new_group(
+        [dist.get_rank()], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
+    )
+    everyone = dist.group.WORLD
+    return ProcessGroupCollection(
+        **dict.fromkeys(("tp", "pp", "mp", "cp", "ep", "expt_dp", "tp_ep_pp"), alone),
+        dp=everyone,
+        dp_cp=everyone,
+        intra_dist_opt=parallel_state.get_intra_distributed_optimizer_instance_group(),
+        embd=None,
+        pos_embd=None,
+    )

@@ -1,0 +1,280 @@
+"""A step of data-parallel encoders.
+
+Before the first micro-batch every rank encodes its share of the step's items, and one exchange
+brings the features to the ranks that embed tokens. After the last backward another brings their
+gradients back. Sizes are those of the plan. All ranks of an encoding group join in both exchanges,
+those with nothing to encode too.
+
+Shapes: R rows of a pipeline's step (one an image or audio token), P of them that this rank
+receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel.schedules import custom_backward
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute
+from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.step.clock import Phase, PhaseClock
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Encoders:
+    """The encoders of a rank, whole, and those that it encodes with."""
+
+    stage: VLMStage
+    model: DistributedDataParallel | None
+    """None where all of them are frozen."""
+    group: dist.ProcessGroup
+    trained: frozenset[str]
+    """Encoders of which anything is trained: their features need a gradient."""
+    items_per_pass: Mapping[str, int]
+    """Items that run through each encoder at once, at most."""
+
+    def zero_gradients(self) -> None:
+        """Zero the gradients, before a step."""
+        if self.model is not None:
+            self.model.zero_grad_buffer()
+
+    def reduce_gradients(self, factor: float) -> None:
+        """Sum the gradients of all ranks' copies, and multiply them; collective over the job."""
+        if self.model is not None:
+            self.model.finish_grad_sync()
+            self.model.scale_gradients(factor)
+
+    @torch.no_grad()
+    def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Features of all items of a micro-batch by encoder, without an exchange.
+
+        They run in passes as those of training, which is what there is memory for.
+        """
+        features = {}
+        for name, encoder in self.stage.model_config.encoders.items():
+            parts = batch.split_items(encoder.feature, self.items_per_pass[name])
+            passes = [self.stage.encode(part, only=name)[name] for part in parts]
+            features[name] = torch.cat(passes) if len(passes) > 1 else passes[0]
+        return features
+
+
+Slices = Mapping[str, slice]
+"""Places of a micro-batch's features among the rows of its pipeline, by encoder."""
+
+
+class StepFeatures:
+    """Features of a pipeline's step, and their gradients, on a rank that embeds tokens.
+
+    Args:
+        rows_RE: of all packs.
+        slices: of every micro-batch.
+        gradient_slices: of every micro-batch, of encoders that are trained, where the gradients
+            go; they have rows of their own.
+    """
+
+    def __init__(
+        self,
+        rows_RE: torch.Tensor,
+        slices: Sequence[Slices],
+        gradient_slices: Sequence[Slices],
+    ) -> None:
+        self._rows_RE: torch.Tensor | None = rows_RE
+        self._slices, self._gradient_slices = slices, gradient_slices
+        self.trained = frozenset(name for one in gradient_slices[:1] for name in one)
+        """Encoders whose features need a gradient."""
+        rows = sum(own.stop - own.start for one in gradient_slices for own in one.values())
+        self._gradients_QE: torch.Tensor | None = rows_RE.new_zeros((rows, rows_RE.shape[1]))
+
+    def inbox(self) -> "FeatureInbox":
+        """Features of one micro-batch after the other."""
+        assert self._rows_RE is not None, "before the gradients are taken"
+        return FeatureInbox(self._rows_RE, self._slices)
+
+    def outbox(self) -> "FeatureOutbox | None":
+        """Where the gradients of one micro-batch after the other go; None without any."""
+        assert self._gradients_QE is not None, "before the gradients are taken"
+        return FeatureOutbox(self._gradients_QE, self._gradient_slices) if self.trained else None
+
+    def take_gradients(self) -> torch.Tensor:
+        """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
+        exchange of gradients has the memory of the features."""
+        gradients_QE = self._gradients_QE
+        assert gradients_QE is not None, "once, after the last backward"
+        self._rows_RE, self._gradients_QE = None, None
+        return gradients_QE
+
+
+class FeatureInbox:
+    """What stands where a later stage has the inbox of its neighbour's messages."""
+
+    def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices]) -> None:
+        self._rows_RE, self._slices = rows_RE, iter(slices)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """The next micro-batch's features by encoder."""
+        return {name: self._rows_RE[own].detach() for name, own in next(self._slices).items()}
+
+    def run_ahead(self) -> None:
+        """All are here."""
+
+
+class FeatureOutbox:
+    """What stands where a later stage has the outbox of its neighbour's gradients."""
+
+    def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices]) -> None:
+        self._gradients_QE, self._slices = gradients_QE, iter(slices)
+
+    def put(self, message: Mapping[str, torch.Tensor]) -> None:
+        """Take the next micro-batch's gradients."""
+        for name, own in next(self._slices).items():
+            self._gradients_QE[own] = message[name]
+
+    def flush(self) -> None:
+        """Nothing is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A pass of a trained encoder that has run; of one that is kept, its output without data."""
+
+    planned: EncoderPass
+    rows: int
+    batch: MicroBatch | None = None
+    output: torch.Tensor | None = None
+
+
+class EncoderStep:
+    """One step of the encoders on a rank: features there, gradients back."""
+
+    def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
+        assert batches.encoding is not None, "the step's shares are with its micro-batches"
+        self._encoders, self._batches, self._clock = encoders, batches, clock
+        self._shares = batches.encoding
+        self._trained = self._shares.only(encoders.trained)
+        self._made: list[_Made] = []
+
+    def forward(self) -> StepFeatures | None:
+        """Encode this rank's share; returns its pipeline's features where tokens are embedded."""
+        route = self._shares.route
+        # What the plan counts is alive at once (`memory_of_encoders`): nothing has a name for
+        # longer than it is needed.
+        leaving_SE = _sliced(self._encoded(), route.sent_slices)
+        arrived_PE = self._exchanged(leaving_SE, route.sent, route.received)
+        del leaving_SE
+        if self._shares.ranks.number not in self._shares.ranks.embedding_numbers:
+            return None
+        part_PE = _sliced(arrived_PE, route.received_slices)
+        del arrived_PE
+        rows_RE = _gathered(part_PE, route.parts)
+        del part_PE
+        number = len(self._batches)
+        return StepFeatures(rows_RE, self._shares.slices(number), self._trained.slices(number))
+
+    def backward(self, features: StepFeatures | None) -> None:
+        """Bring the gradients of features back and run this rank's backward."""
+        if not self._encoders.trained:
+            return
+        route, back_PE = self._trained.route, self._no_rows()
+        self._clock.switch(Phase.EXCHANGE)
+        if features is not None:
+            back_PE = _restored(_own_part(features.take_gradients(), route), route.received_slices)
+        returned_SE = self._exchanged(back_PE, route.received, route.sent)
+        del back_PE
+        gradients_SE = _restored(returned_SE, route.sent_slices)
+        del returned_SE
+        start = 0
+        self._made.reverse()
+        while self._made:
+            made = self._made.pop()
+            self._differentiate(made, gradients_SE[start : start + made.rows])
+            start += made.rows
+
+    def _encoded(self) -> torch.Tensor:
+        """Rows of all passes of this rank, in their order, [S, E]."""
+        rows = [self._encode(planned) for planned in self._shares.passes]
+        self._clock.switch(Phase.EXCHANGE)
+        return torch.cat([self._no_rows(), *rows])
+
+    def _encode(self, planned: EncoderPass) -> torch.Tensor:
+        """Run a pass; returns its features, without a graph."""
+        self._clock.switch(Phase.DATA)
+        batch = self._batches.take_pass(planned)
+        self._clock.switch(Phase.ENCODER)
+        is_trained = planned.encoder in self._encoders.trained
+        with torch.set_grad_enabled(is_trained and planned.is_kept):
+            output = self._run(planned, batch)
+        rows_SE = output.detach()
+        if is_trained and planned.is_kept:
+            output.data = output.new_empty(1)  # only its graph is needed
+            self._made.append(_Made(planned, len(rows_SE), output=output))
+        elif is_trained:
+            self._made.append(_Made(planned, len(rows_SE), batch=batch))
+        return rows_SE
+
+    def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
+        self._clock.switch(Phase.ENCODER)
+        if made.output is not None:
+            custom_backward(made.output, gradients_SE)
+            return
+        assert made.batch is not None, "what is not kept runs again"
+        torch.autograd.backward(self._run(made.planned, made.batch), gradients_SE)
+
+    def _run(self, planned: EncoderPass, batch: MicroBatch) -> torch.Tensor:
+        return self._encoders.stage.encode(batch, only=planned.encoder)[planned.encoder]
+
+    def _exchanged(
+        self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
+        out = rows_SE.new_empty((sum(received), rows_SE.shape[1]))
+        dist.all_to_all_single(out, rows_SE, received, sent, group=self._encoders.group)
+        return out
+
+    def _no_rows(self) -> torch.Tensor:
+        stage = self._encoders.stage
+        width = stage.model_config.language.hidden_size
+        return torch.empty((0, width), dtype=stage.config.params_dtype, device=current_device())
+
+
+def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+    """The rows of these slices, one after the other; they are all rows in another order."""
+    return rows_RE if len(slices) < 2 else torch.cat([rows_RE[one] for one in slices])
+
+
+def _restored(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
+    """The rows that `_sliced` gave these from."""
+    if len(slices) < 2:
+        return rows_RE
+    restored_RE = torch.empty_like(rows_RE)
+    sizes = [one.stop - one.start for one in slices]
+    for one, part_RE in zip(slices, rows_RE.split(sizes), strict=True):
+        restored_RE[one] = part_RE
+    return restored_RE
+
+
+def _gathered(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
+    """All rows of a pipeline from the parts of its tensor-parallel ranks, [R, E]."""
+    most = max(parts)
+    if len(parts) == 1 or not most:
+        return part_PE
+    every = part_PE.new_empty((len(parts) * most, part_PE.shape[1]))
+    is_even = min(parts) == most
+    padded = part_PE if is_even else F.pad(part_PE, (0, 0, 0, most - len(part_PE)))
+    group = parallel_state.get_tensor_model_parallel_group()
+    dist.all_gather_into_tensor(every, padded, group=group)
+    if is_even:
+        return every
+    del padded
+    return torch.cat([every[i * most :][:rows] for i, rows in enumerate(parts)])
+
+
+def _own_part(rows_RE: torch.Tensor, route: FeatureRoute) -> torch.Tensor:
+    """This tensor-parallel rank's part of all rows; the others have the same gradients."""
+    shard = parallel_state.get_tensor_model_parallel_rank()
+    start = sum(route.parts[:shard])
+    return rows_RE[start : start + route.parts[shard]]

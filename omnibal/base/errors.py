@@ -1,0 +1,29 @@
+"""Exceptions for mistakes of the user; `omnibal.base.program` prints them, exit status 2."""
+
+EXIT_USER_ERROR = 2  # as of typer and argparse
+
+
+class UserError(ValueError):
+    """A mistake that the user can correct.
+
+    The message says what was given, what must hold, and what to change. Anything else that is
+    raised is a defect of this software and keeps its traceback.
+    """
+
+
+class DoesNotFit(UserError):
+    """The model cannot be trained in the memory of the devices, however it is split."""
+
+    def __init__(self, need: str, advice: str):
+        """Put the message together.
+
+        Args:
+            need: what needs how much memory, and what there is.
+            advice: what to change, in general terms.
+        """
+        # Both are arguments of the base, so that the error can come from another process.
+        super().__init__(need, advice)
+        self.need, self.advice = need, advice
+
+    def __str__(self) -> str:
+        return f"{self.need}; {self.advice}"

@@ -1,0 +1,203 @@
+"""Reading and writing of files: atomic writes, and reads that fail with a one-line error."""
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from omnibal.base.errors import UserError
+
+T = TypeVar("T")
+_STANDARD_OUTPUT = 1  # file descriptor
+_TELLING = ("json_invalid", "missing", "value_error")
+"""Pydantic error types whose input says nothing that the message does not say."""
+
+
+@contextmanager
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path, which replaces `path` at the end, or is removed on any error.
+
+    Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
+    written goes into it.
+
+    Raises:
+        UserError: `path` is a directory.
+
+    Example:
+        >>> with atomic(Path("plan.json")) as temporary:
+        ...     temporary.write_text("{}")
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; give the path of a file")
+    if is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            written = Path(folder) / "output"
+            yield written
+            _pour(written, path)
+        return
+    target = real_path(path)
+    # A unique name, as a file beside it may be the user's own.
+    temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
+    try:
+        yield temporary
+        temporary.replace(target)
+    except BaseException:
+        if temporary.is_file():
+            temporary.unlink()
+        raise
+
+
+def real_path(path: Path) -> Path:
+    """The path without links and dots; it need not exist.
+
+    Raises:
+        UserError: it has a NUL character, which files that name others may hold.
+    """
+    if "\0" in str(path):
+        raise UserError(
+            f"{path}: has a NUL character, which no path can have; correct the file that names it"
+        )
+    return Path(os.path.realpath(path))
+
+
+def check_new_folder(path: Path) -> None:
+    """Refuse what `atomic_directory` cannot make.
+
+    Raises:
+        UserError: `path` exists, if only as a link that leads nowhere.
+    """
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a stream: a pipe, a character device, or this process's standard output,
+    even if that is a file."""
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    kind = found.st_mode
+    return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(found)
+
+
+def _is_standard_output(found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
+    except OSError:  # it is closed
+        return False
+
+
+def _pour(written: Path, stream: Path) -> None:
+    """Copy a file into a pipe or device; standard output goes on after it."""
+    if _is_standard_output(stream.stat()):
+        sys.stdout.flush()
+        descriptor = os.dup(_STANDARD_OUTPUT)
+    else:
+        descriptor = os.open(stream, os.O_WRONLY)
+    try:
+        with written.open("rb") as source, os.fdopen(descriptor, "wb") as sink:
+            shutil.copyfileobj(source, sink)
+    except OSError as error:
+        if error.filename is None and not isinstance(error, BrokenPipeError):
+            raise UserError(f"{stream}: cannot be written ({error.strerror})") from error
+        raise
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a new folder that is renamed to `path` when complete, or is removed on any error.
+
+    Until then it is in a `.part` folder beside `path`, of a name that nothing else has.
+
+    Raises:
+        UserError: `path` exists, if only as a link that leads nowhere.
+    """
+    check_new_folder(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
+    try:
+        # Only the owner may enter what mkdtemp makes; the folder in it is like any other.
+        part = holder / path.name
+        part.mkdir()
+        yield part
+        part.rename(path)
+    finally:
+        shutil.rmtree(holder, ignore_errors=True)
+
+
+def write_json_model(model: BaseModel, path: Path) -> None:
+    """Write JSON atomically, keys in the order of the fields: equal models give equal bytes."""
+    text = json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
+    with atomic(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
+    """Read a JSON file as a `kind`, which is a pydantic model or a collection of them.
+
+    Args:
+        kind: type to read.
+        path: the file.
+        remedy: what the user can do about a bad file; ends the message.
+
+    Raises:
+        UserError: the file cannot be read, is not UTF-8 or JSON, or does not follow the schema.
+    """
+    return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
+
+
+def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
+    """Parse JSON text as a `kind`; `where` (such as file and line) begins an error's message."""
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise _invalid(error, where, remedy) from error
+
+
+def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
+    """Read a TOML file as a `kind`; raises as `read_json_model` does."""
+    try:
+        return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
+    except ValidationError as error:
+        raise _invalid(error, str(path), remedy) from error
+
+
+def read_text(path: Path, remedy: str) -> str:
+    """Read the UTF-8 text of a file; raises UserError where there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text ({error}); {remedy}") from error
+    except ValueError as error:  # a NUL in the path
+        raise UserError(f"{str(path)!r}: cannot be read ({error}); {remedy}") from error
+
+
+def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
+    """The first of pydantic's complaints, on one line."""
+    first = error.errors()[0]
+    place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
+    given = f" (given: {first['input']!r:.80})" if first["type"] not in _TELLING else ""
+    return UserError(f"{where}{place}: {complaint(first)}{given}; {remedy}")
+
+
+def complaint(of: ErrorDetails) -> str:
+    """What is wrong by one of pydantic's errors: a validator's own words, without pydantic's."""
+    return str(of["ctx"]["error"]) if of["type"] == "value_error" else of["msg"]

@@ -1,0 +1,138 @@
+"""Checks of output paths: they must neither replace an input nor a file of another kind.
+
+Every command asks here before it works, and `omnibal.base.files.atomic` then writes.
+"""
+
+import os
+import stat
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from pathlib import Path
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import is_stream, real_path
+
+
+def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
+    """Refuse files that could not be written, or would destroy an input or each other.
+
+    Args:
+        outputs: paths by the option that names them in messages; None where it was not given.
+        inputs: files that the command reads, whether they exist or not.
+
+    Raises:
+        UserError: a file cannot be written, is an input by whatever name or link, is another
+            output, or is there and is neither a regular file nor a device or pipe to write to.
+    """
+    given = {option: path for option, path in outputs.items() if path is not None}
+    for option, path in given.items():
+        _check_place(option, path)
+        _check_parent(option, path)
+    files = {option: path for option, path in given.items() if not is_stream(path)}
+    for read in inputs:
+        for option, path in files.items():
+            if is_same_file(path, read):
+                raise UserError(
+                    f"{option} {path}: is {read}, which this command reads; an output must not "
+                    f"replace an input: choose another {option}"
+                )
+    # A device takes what comes from any number of outputs; a pipe would mix it.
+    files |= {option: path for option, path in given.items() if path.is_fifo()}
+    for (option, path), (other, second) in combinations(files.items(), 2):
+        if is_same_file(path, second):
+            raise UserError(
+                f"{option} {path} and {other} {second}: are one file; each output needs its own: "
+                "choose another path for one of them"
+            )
+
+
+def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
+    """Refuse a folder that could not be made or filled, or is or holds an input.
+
+    Args:
+        option: the option that names the folder, in messages.
+        folder: the folder to make or to fill.
+        inputs: files and folders that the command reads, whether they exist or not.
+
+    Raises:
+        UserError: the folder is an input or holds one, cannot be made, or is something else.
+    """
+    _check_name(option, folder)
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"{option} {folder}: is a link that leads nowhere; remove it or choose another {option}"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(
+            f"{option} {folder}: is a file or device, and must name a folder; choose another "
+            f"{option}"
+        )
+    _check_parent(option, folder)
+    real = real_path(folder)
+    for read in inputs:
+        if real_path(read).is_relative_to(real):
+            raise UserError(
+                f"{option} {folder}: is or holds {read}, which this command reads; an output must "
+                f"not replace an input: choose another {option}"
+            )
+
+
+def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
+    """Refuse a folder to make that lies in one of the folders that the command reads.
+
+    Raises:
+        UserError: it does.
+    """
+    real = real_path(folder)
+    for read in inputs:
+        if real.is_relative_to(real_path(read)):
+            raise UserError(
+                f"{option} {folder}: lies in {read}, which this command reads; an output must not "
+                f"change an input: choose another {option}"
+            )
+
+
+def is_same_file(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, also by links; neither needs to exist."""
+    if real_path(path) == real_path(other):
+        return True
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False
+
+
+def _check_name(option: str, path: Path) -> None:
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{option} {path}: is no Unicode text, which a path to write must be; choose another "
+            f"{option}"
+        ) from error
+
+
+def _check_place(option: str, path: Path) -> None:
+    _check_name(option, path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a directory; {option} must name a file in it")
+    if is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise UserError(f"{option} {path}: cannot be written to; choose another {option}")
+    elif path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        raise UserError(
+            f"{option} {path}: is neither a regular file, nor a pipe or character device that "
+            f"could be written to; choose another {option}"
+        )
+
+
+def _check_parent(option: str, path: Path) -> None:
+    # For a link, the folder of its target.
+    parents = real_path(path).parents
+    if is_stream(path):
+        return
+    nearest = next(parent for parent in parents if parent.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{path}: {nearest} exists and is not a directory; choose another {option}")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: {nearest} cannot be written to; choose another {option}")

@@ -1,0 +1,87 @@
+"""Exit of every program of this project: a user's mistake is one line on stderr and status 2."""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, cast
+
+import typer
+
+from omnibal.base.errors import EXIT_USER_ERROR, UserError
+
+# The error of an unknown option, a missing argument or a bad value; typer has no public name.
+_UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Argument parser that reports a mistake in the options like every other one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a mistake in the options as a UserError."""
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line to its end.
+
+    Args:
+        app: its commands.
+        name: of the program, in messages.
+        arguments: those of the process where None.
+    """
+    with one_line_errors():
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        check_arguments(given)
+        status = typer.main.get_command(app).main(given, prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        sys.exit(status or 0)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse arguments that no path can hold.
+
+    Raises:
+        UserError: an argument holds a NUL character.
+    """
+    for argument in arguments:
+        if "\0" in argument:
+            raise UserError(f"{argument!r}: holds a NUL character, which no path can: remove it")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the process as a user's mistake, a full disk or too little memory should."""
+    try:
+        yield
+    except BrokenPipeError:
+        # Whoever read the output wants no more. What is buffered would fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(128 + signal.SIGINT)
+    except _UsageError as error:
+        hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
+        _fail(error.format_message().rstrip(".") + hint)
+    except UserError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(_system_error(error))
+    except MemoryError as error:
+        _fail(f"the memory of this machine does not suffice ({error}); give it less to do")
+
+
+def _system_error(error: OSError) -> str:
+    if error.strerror is None:
+        return f"{type(error).__name__}: {error}"
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+
+
+def _fail(message: str) -> NoReturn:
+    line = " ".join(message.split())
+    # The message may quote a file or an option; control characters must not reach the terminal.
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    sys.stderr.write(f"error: {shown}\n")
+    sys.exit(EXIT_USER_ERROR)

@@ -1,0 +1,164 @@
+"""A pool of worker processes that leaves none behind, however it ends.
+
+A worker ends by itself as soon as the process that started it is gone, and one that the system
+ends is noticed: neither holds of the standard library's pools.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+from omnibal.base.errors import UserError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+# Forks of a server without threads or ends of the workers' pipes: a fork of this process would copy
+# locks that a thread holds, and a fresh interpreter would start a BLAS thread for every core.
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def map_unordered(
+    work: Callable[[Task], Result], tasks: Iterable[Task], processes: int
+) -> Generator[Result, None, None]:
+    """The result of every task, in the order in which they are finished.
+
+    A task is taken from `tasks` when a process is free. Close the iterator to end the processes.
+
+    Args:
+        work: what to do with a task; can be pickled, and each process keeps a copy of its own.
+        tasks: can be pickled, as can the results.
+        processes: how many work; 1 is the calling process itself.
+
+    Raises:
+        UserError: a worker process was ended from outside.
+        Exception: what `work` raised.
+    """
+    if processes == 1:
+        yield from map(work, tasks)
+        return
+    workers: list[_Worker] = []
+    try:
+        _CONTEXT.set_forkserver_preload([type(work).__module__])
+        with _interrupt_held():
+            for _ in range(processes):
+                workers.append(_Worker.start())
+        yield from _results(work, iter(tasks), workers)
+    finally:
+        for worker in workers:
+            worker.process.terminate()
+        for worker in workers:
+            worker.process.join()
+            worker.connection.close()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Failure:
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    process: ForkServerProcess
+    connection: Connection
+
+    @classmethod
+    def start(cls) -> "_Worker":
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def send(self, message: object) -> None:
+        try:
+            self.connection.send(message)
+        except ConnectionError as error:
+            raise self._ended() from error
+
+    def receive(self) -> Any:
+        try:
+            message = self.connection.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._ended() from error
+        if isinstance(message, _Failure):
+            raise message.error
+        return message
+
+    def _ended(self) -> UserError:
+        self.process.join()
+        code = self.process.exitcode or 0
+        cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+        return UserError(
+            f"worker process {self.process.pid} was ended from outside ({cause}), as the system "
+            "does where memory is short; run the command again, with fewer --processes if need be"
+        )
+
+
+def _results(
+    work: Callable[[Task], Result], tasks: Iterator[Task], workers: list[_Worker]
+) -> Iterator[Result]:
+    busy = {}
+    for worker in workers:
+        # Sent, as an argument of a process would hold up the start of the next one.
+        worker.send(work)
+        for task in tasks:
+            worker.send(task)
+            busy[worker.connection] = worker
+            break
+    while busy:
+        for connection in wait(list(busy)):
+            assert isinstance(connection, Connection)
+            worker = busy.pop(connection)
+            result = worker.receive()
+            for task in tasks:
+                worker.send(task)
+                busy[connection] = worker
+                break
+            yield result
+
+
+def _serve(connection: Connection) -> None:
+    """Work in a process of its own until the other end of the connection is closed."""
+    try:
+        work = connection.recv()
+        while True:
+            connection.send(_outcome(work, connection.recv()))
+    except (EOFError, ConnectionError):
+        return
+
+
+def _outcome(work: Callable[[Task], Result], task: Task) -> Result | _Failure:
+    try:
+        return work(task)
+    except Exception as error:
+        error.add_note(f"In a worker process:\n{traceback.format_exc()}")
+        return _Failure(error)
+
+
+@contextmanager
+def _interrupt_held() -> Iterator[None]:
+    """Processes started here never see Ctrl-C, which reaches all of a terminal's; this one does,
+    once they are started, and ends them."""
+    resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

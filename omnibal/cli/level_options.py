@@ -1,0 +1,160 @@
+"""Options and results of `omnibal plan` about levels: packs of several sizes."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.job.plan import Plan
+from omnibal.model.limits import Caps
+from omnibal.report.table import Column, Table
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.data.lengths import Lengths
+    from omnibal.packing.packs import ScheduledPacks
+    from omnibal.search.level_estimates import LevelRule
+
+_AUTO, _HBP = "auto", "hbp"
+_FEW_STEPS = 4
+_UNEVEN = 2.0
+"""How many times as many tokens a step may have as another one of few."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LevelOptions:
+    """Options for how many sizes packs have, and when the long ones begin."""
+
+    levels: Annotated[
+        str,
+        typer.Option(
+            "--packing-levels",
+            metavar="auto|hbp|N",
+            help="sizes of packs, each shared by ranks of its own number: of least predicted time, "
+            "by the rule of the HBP paper, or so many (1: every pack is one rank's)",
+        ),
+    ] = _AUTO
+    curriculum_steps: Annotated[
+        int,
+        typer.Option(min=0, max=MAX_COUNT, help="first steps, of packs of the smallest size alone"),
+    ] = 0
+
+    @property
+    def level_rule(self) -> "LevelRule":
+        """Rule by which sets of levels are looked at.
+
+        Raises:
+            UserError: it is none of the rules, and no number from 1 to the most that are searched.
+        """
+        from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
+
+        if self.levels == _AUTO:
+            return LevelRule()
+        if self.levels == _HBP:
+            return LevelRule(is_hbp=True)
+        if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
+            raise UserError(
+                f"--packing-levels {self.levels}: must be auto, hbp, or a number from 1 to "
+                f"{MAX_SEARCHED}; give one of these"
+            )
+        return LevelRule(count=int(self.levels))
+
+    def refuse_without_samples(self) -> None:
+        """Refuse options that need samples, for a plan of shapes only.
+
+        Raises:
+            UserError: any is given.
+        """
+        if self.levels not in (_AUTO, "1") or self.curriculum_steps:
+            raise UserError(
+                "--packing-levels and --curriculum-steps are about packs of samples, and the plan "
+                "is of shapes only: give --lengths, or leave them out"
+            )
+
+
+def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
+    """A note where an epoch has so few steps that these are far from alike."""
+    import numpy as np
+
+    tokens = np.bincount(packs.step, weights=packs.tokens)
+    epoch = packs.epoch[np.searchsorted(packs.step, np.arange(len(tokens)))]
+    for each in np.unique(epoch).tolist():
+        steps = tokens[epoch == each]
+        ratio = steps.max() / steps.min()
+        if len(steps) < _FEW_STEPS and ratio > _UNEVEN:
+            of_them = f"of which one has {ratio:.1f} times as many tokens as another"
+            advice = "fewer --micro-batches make more steps, which are more alike"
+            return [f"an epoch has {len(steps)} steps, {of_them}; {advice}"]
+    return []
+
+
+def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
+    """Every level of a plan for JSON; one without levels has one, of context size 1.
+
+    Packs and samples are of all epochs, and None for a plan of shapes only.
+    """
+    import numpy as np
+
+    shapes = plan.data or plan.shapes
+    assert shapes is not None
+    samples = None if packs is None else np.diff(packs.packs.offsets)
+    found = []
+    for index in range(max(len(plan.levels), 1)):
+        caps: Caps = plan.levels[index].caps if plan.levels else shapes.caps
+        here = None if packs is None else packs.level == index
+        found.append(
+            {
+                **caps.model_dump(mode="json"),
+                "context": plan.context_of(index),
+                "packs": None if here is None else int(here.sum()),
+                "samples": None if here is None or samples is None else int(samples[here].sum()),
+                "recompute": [stage.recomputed_layers for stage in plan.stages_at(index)],
+            }
+        )
+    return found
+
+
+def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
+    """The levels of a plan; None where there is but one, of context size 1."""
+    if not plan.levels:
+        return None
+    entries = levels_of_plan(plan, packs)
+    names = plan.levels[0].caps.names
+    titles = (*(f"max {name}" for name in names), "ranks", "cut", "exchange", "packs", "samples")
+    rows = [
+        (
+            *(f"{cap:,}" for cap in level.caps.values),
+            str(level.context),
+            level.cut.value if level.context > 1 else "-",
+            level.exchange.value if level.context > 1 else "-",
+            f"{entry['packs']:,}",
+            f"{entry['samples']:,}",
+            " ".join(map(str, entry["recompute"])),
+        )
+        for level, entry in zip(plan.levels, entries, strict=True)
+    ]
+    columns = [Column(title=title) for title in (*titles, "recomputed by stage")]
+    return Table(title="Levels of packs", columns=columns, sections=[rows], tight=True)
+
+
+def balance_of(
+    plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
+) -> dict[str, float | None]:
+    """How evenly attention is spread, and what ranks exchange of it, by the keys of the JSON."""
+    from omnibal.steps.metrics import measure_packs
+
+    names = (
+        "attention_balance_ratio",
+        "least_attention_balance_ratio",
+        "communication_ratio",
+        "exchanged_ratio",
+        "tokens_per_rank",
+    )
+    if data is None or plan.data is None:
+        return dict.fromkeys(names)
+    packs, lengths = data
+    metrics = measure_packs(
+        packs, lengths, plan.data.caps, plan.parallel.data, packs.tokens, 1, plan.levels
+    ).as_dict()
+    return {name: metrics[name] for name in names}

@@ -1,0 +1,122 @@
+"""Options and results of `omnibal plan` about other trainers: plans under their limits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from omnibal.base.errors import UserError
+from omnibal.cli.console import print_notes, progress
+from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.job.planner import PlanResult
+    from omnibal.packing.packing import PackingMethod
+    from omnibal.search.limit_costs import CostOfLimits
+
+_IMAGES_LOST = (
+    "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
+    "xtuner/v1/datasets/preset_pack.py, __getitem__): train with the module that `omnibal export` "
+    "writes beside the packs, or see whether your version needs it (docs/trainers.md)"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerOptions:
+    """Options for the trainer that a plan is for."""
+
+    made_for: Annotated[
+        TargetName | None,
+        typer.Option(
+            "--for",
+            help="another trainer to plan for, within what it can be told (default: this "
+            "project's)",
+        ),
+    ] = None
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare/--no-compare",
+            help="with --for: say what the trainer's limits cost, by plans without them",
+        ),
+    ] = True
+
+    @property
+    def target(self) -> TrainerConstraints | None:
+        """The trainer; None for this project's."""
+        return None if self.made_for is None else TARGETS[self.made_for]
+
+    @property
+    def packs_by_tokens(self) -> bool:
+        """Whether the trainer limits packs by their tokens alone."""
+        return self.target is not None and self.target.packs.tokens_alone
+
+
+def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
+    """What a user must know of a plan for a trainer before training it."""
+    import numpy as np
+
+    if target is None:
+        return []
+    notes = []
+    if target.name is TargetName.XTUNER and result.plan.model.encoders:
+        notes.append(f"WARNING: {_IMAGES_LOST}")
+    if result.data is not None and result.plan.data is not None:
+        data, size = result.plan.data, int(np.bincount(result.data[0].step).max())
+        if size < data.packs_per_step:
+            notes.append(
+                f"the data is less than a step of {data.packs_per_step:,} packs: steps have "
+                f"{size:,}; fewer --micro-batches or lower caps would fill more"
+            )
+        if data.left_out:
+            notes.append(
+                f"{data.left_out:,} of {data.epochs * data.samples:,} samples are left out of the "
+                f"plan: they would be a last step that is not full, which {target.title} does not "
+                "train; other --micro-batches or caps may fill it"
+            )
+    return notes
+
+
+def cost_of_limits(
+    trainer: TrainerConstraints,
+    result: "PlanResult",
+    packing: "PackingMethod",
+    plan_freely: "Callable[[], tuple[PlanResult, float]]",
+) -> "CostOfLimits | None":
+    """Compare a plan with those without its limits; None where there is none without them.
+
+    Args:
+        trainer: whose limits the plan keeps to.
+        result: the plan.
+        packing: rule that it was packed by.
+        plan_freely: makes the plan without limits, with the gap of its search.
+    """
+    from omnibal.search.limit_costs import CostOfLimits, rate_of, rates_lifted, requests_lifted
+
+    try:
+        free, gap = plan_freely()
+    except UserError as error:
+        print_notes([f"not compared: without limits there is no plan of this job: {error}"])
+        return None
+    requests = requests_lifted(trainer, result, packing, free)
+    with progress("lifting limits", len(requests)) as advance:
+        lifted = rates_lifted(trainer, result, packing, requests, advance)
+    cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free), lifted, gap)
+    print_notes([cost.sentence], prefix="")
+    return cost
+
+
+def summary_of(
+    options: TrainerOptions, cost: "CostOfLimits | None", *, has_samples: bool
+) -> dict[str, Any]:
+    """Values for JSON: the trainer, and what its limits cost."""
+    made_for = None if options.made_for is None else options.made_for.value
+    if cost is None:
+        return {"made_for": made_for}
+    free_rate = cost.free_rate if has_samples else None
+    return {
+        "made_for": made_for,
+        "free_samples_per_second_per_gpu": free_rate,
+        **cost.as_dict(),
+    }

@@ -1,0 +1,63 @@
+"""Options and results of `omnibal plan` about windows: samples that are trained in their order."""
+
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.job.planner import PlanResult
+
+
+class Dispatch(StrEnum):
+    """Whether the ranks' shares of a window are made equal."""
+
+    ON = "on"
+    OFF = "off"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowFacts:
+    """How evenly ranks share the windows of a plan; imbalance is the busiest rank's time over the
+    mean, by predicted times of packs, over all steps."""
+
+    samples: int
+    dispatch: Dispatch
+    imbalance: float
+    imbalance_as_read: float
+    """Imbalance of packs by next fit, dealt round robin."""
+
+    @property
+    def note(self) -> str:
+        """One sentence on both."""
+        as_read = f"; as they are read, {self.imbalance_as_read:.3f} times"
+        return (
+            f"windows of {self.samples:,} samples: the busiest rank takes {self.imbalance:.3f} "
+            f"times as long as the mean{as_read if self.dispatch is Dispatch.ON else ''}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """Values for JSON."""
+        return asdict(self)
+
+
+def window_facts(result: "PlanResult") -> WindowFacts | None:
+    """Measure the windows of a plan beside what a plain loader makes of them; None without any."""
+    from omnibal.dispatch.windows import imbalance
+    from omnibal.job.job import JobSpec
+    from omnibal.job.plan_data import StreamData
+
+    stream = StreamData.of_plan(result.plan, result.data)
+    if stream is None or result.data is None:
+        return None
+    job = JobSpec.of_plan(result.plan, result.cost_source)
+    as_read = replace(stream, is_dispatched=False).schedule(job)[0]
+    planned, loaded = (
+        imbalance(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data)
+        for packs in (result.data[0], as_read)
+    )
+    return WindowFacts(
+        samples=stream.window,
+        dispatch=Dispatch.ON if stream.is_dispatched else Dispatch.OFF,
+        imbalance=planned,
+        imbalance_as_read=loaded,
+    )

@@ -1,0 +1,255 @@
+"""Costs of data-parallel encoders, and of the pipeline without them.
+
+A rank holds its encoders whole, so that their units cost what they cost at tensor size 1, and runs
+its share of a step's items in passes. A pass of n items takes a time that is linear in n. Of kept
+items the activations stay from forward to backward; of all others the forward runs again, frozen
+layers before a trained projector too, as nothing of it was kept.
+
+Features leave in one all-to-all of the encoding group and gradients come back in another. A rank
+takes as long as it sends or receives, whichever is more, at the rate of the slowest link between
+the group's ranks, and a message's latency for every peer. A communication library has buffers for
+each peer (`ClusterConfig.peer_bytes`), which is what makes large groups expensive.
+
+Gradients are summed over all ranks of the job, with the last backward behind them, and weights are
+gathered before the first forward: neither is hidden behind computation.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
+from omnibal.cost.links import Group, message_line, pass_line
+from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.cost.shaped_rates import Line
+from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
+
+PASS, ITEM = 0, 1
+"""Places of what a pass costs, and of what each of its items does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncoderCost:
+    """Cost of an encoder with its projector on one device; vectors are [pass, item]."""
+
+    feature: str
+    """What its items are."""
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    """0 where all of it is frozen."""
+    again_ms: np.ndarray
+    """Time of the second forward of items that are not kept; 0 where all of it is frozen."""
+    kept_bytes: np.ndarray
+    """Activations of kept items."""
+    working_bytes: np.ndarray
+    """Working memory of a pass, [moments, 2]; the largest of the moments counts. Of one that is not
+    kept, its activations come to it."""
+    input_bytes: float
+    """What an item is read as, held from its forward to its second one."""
+    feature_bytes: float
+    """Features of an item."""
+    is_trained: bool
+    """Whether any part of it is trained, so that gradients come back."""
+
+    def kept(self, items: int, items_per_pass: int) -> float:
+        """Bytes that so many kept items hold."""
+        passes = -(-items // items_per_pass)
+        return float(self.kept_bytes @ (passes, items))
+
+    def pass_bytes(self, items: int, *, is_kept: bool) -> float:
+        """Bytes that a pass of so many items takes besides what is kept."""
+        if not items:
+            return 0.0
+        again = 0.0 if is_kept else float(self.kept_bytes @ (1, items))
+        return again + float((self.working_bytes @ (1, items)).max())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodersCost:
+    """Cost of all data-parallel encoders, on one device."""
+
+    encoders: Mapping[str, EncoderCost]
+    """By name, in model order."""
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    """Optimizer state, a share of all ranks of the job."""
+    gather_ms: float
+    """Gather of new weights from all ranks, once a step."""
+    reduction_ms: float
+    """Sum of gradients over all ranks, once a step."""
+    update_ms: float
+    """Weight update of this rank's share."""
+    within_node: Line
+    """Time of a message and of a byte of the exchange, where the group is within a node."""
+    between_nodes: Line
+    """Time of a message and of a byte of the exchange, where the group is on several nodes."""
+    tensor: Line
+    """Time of a collective of tensor-parallel ranks, and of a byte of it."""
+    peer_bytes: float
+    """Buffers for each peer of the exchange."""
+    parallel: Parallel
+    gpus_per_node: int
+
+    @property
+    def state_bytes(self) -> float:
+        """Weights, gradients and optimizer state."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def ranks_of_pipeline(self) -> int:
+        """Ranks of one pipeline."""
+        return self.parallel.pipeline * self.parallel.tensor
+
+    def line(self, pipelines: int) -> Line:
+        """Time of a message and of a byte in groups of so many pipelines.
+
+        Megatron numbers ranks tensor first, then data, then pipeline: a group reaches from the
+        first rank of its first stage to the last one of its last stage.
+        """
+        sizes = self.parallel
+        consecutive = ((sizes.pipeline - 1) * sizes.data + pipelines) * sizes.tensor
+        return self.within_node if consecutive <= self.gpus_per_node else self.between_nodes
+
+    def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
+        """Forward and backward of an item by encoder, its part of a full pass included."""
+        return {
+            name: float((cost.forward_ms + cost.backward_ms) @ (1 / items_per_pass[name], 1))
+            for name, cost in self.encoders.items()
+        }
+
+
+def encoders_cost(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str] = (),
+    source: CostSource = ANALYTIC,
+) -> EncodersCost:
+    """Cost of a model's data-parallel encoders.
+
+    Raises:
+        UserError: the source has no costs of such a model at tensor size 1.
+    """
+    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
+    copies = Parallel(pipeline=1, data=parallel.world_size)
+    cost = source.costs(model, cluster, copies, precision, frozen)
+    held = [unit for name in model.encoders for unit in _held(model, cost, name)]
+    parameters = sum(number * unit.parameters for number, unit in held)
+    trained = sum(number * unit.trained_parameters for number, unit in held)
+    return EncodersCost(
+        encoders={name: _encoder_cost(model, cost, name, precision) for name in model.encoders},
+        weights_bytes=parameters * cost.weight_bytes_per_parameter,
+        gradients_bytes=trained * cost.gradient_bytes_per_parameter,
+        optimizer_bytes=trained * cost.optimizer_bytes_per_parameter,
+        gather_ms=trained * cost.weight_gather_ms_per_parameter,
+        reduction_ms=trained * cost.gradient_reduction_ms_per_parameter,
+        update_ms=trained * cost.optimizer_ms_per_parameter,
+        within_node=source.link or message_line(cluster, 1, precision),
+        between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
+        tensor=pass_line(cluster, Group(parallel.tensor), precision),
+        peer_bytes=cluster.peer_bytes,
+        parallel=parallel,
+        gpus_per_node=cluster.gpus_per_node,
+    )
+
+
+def saved_by_first_rank_bytes(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str] = (),
+) -> int:
+    """Bytes on the first rank's host that a save takes for data-parallel encoders.
+
+    It gathers their optimizer's whole state: of every trained parameter its fp32 copy and both of
+    Adam's moments.
+    """
+    cost = analytic_cost(model, cluster, parallel, precision, frozen)
+    held = [unit for name in model.encoders for unit in _held(model, cost, name)]
+    return 3 * FP32_BYTES * sum(number * unit.trained_parameters for number, unit in held)
+
+
+def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
+    """Costs of an encoder's units of every kind, each with their number."""
+    own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
+    numbers = Counter(unit for unit in unit_names(model) if unit in own)
+    return [(number, cost.units[kind]) for kind, number in numbers.items()]
+
+
+def _encoder_cost(
+    model: ModelConfig, cost: CostModel, name: str, precision: Precision
+) -> EncoderCost:
+    """Cost of one encoder: its embedding, its layers and its projector together."""
+    tower, columns = model.encoders[name], _columns(cost.features, model.encoders[name].feature)
+    held = _held(model, cost, name)
+    is_trained = any(unit.has_backward for _, unit in held)
+    assert tower.values_per_item is not None
+
+    def total(value: Callable[[UnitCost], np.ndarray]) -> np.ndarray:
+        return np.sum([number * value(unit)[columns] for number, unit in held], axis=0)
+
+    feature_bytes = tower.tokens_per_item * model.language.hidden_size * ELEMENT_BYTES[precision]
+    return EncoderCost(
+        feature=tower.feature,
+        forward_ms=total(lambda unit: unit.forward_ms),
+        backward_ms=total(lambda unit: unit.backward_ms),
+        again_ms=is_trained * total(_again_ms),
+        kept_bytes=total(lambda unit: unit.activation_bytes),
+        working_bytes=np.concatenate(
+            [unit.transient_bytes[:, columns] + unit.shared_bytes[columns] for _, unit in held]
+        ),
+        input_bytes=FP32_BYTES * tower.values_per_item,
+        feature_bytes=float(feature_bytes),
+        is_trained=is_trained,
+    )
+
+
+def _again_ms(unit: UnitCost) -> np.ndarray:
+    return unit.recompute_ms if unit.has_backward else unit.forward_ms
+
+
+def _columns(features: Sequence[str], feature: str) -> list[int]:
+    """Places of the fixed feature and of an encoder's items."""
+    return [0, features.index(feature)]
+
+
+def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
+    """Costs of the language model's units alone, where encoders are data-parallel.
+
+    Two features more are times already: what the first forward of a step waits for encoders, and
+    what comes after the last backward. The stage that embeds tokens takes that time, so that
+    whatever simulates or bounds a pipeline counts it. Features of samples stay: to put features of
+    items in their places takes time.
+
+    Args:
+        cost: of the whole model.
+    """
+    units = {
+        kind.name: _with_waits(cost.units[kind.name], is_embed=kind.name == LANGUAGE_EMBED)
+        for kind in cost.kinds
+        if kind.tower == LANGUAGE
+    }
+    return replace(
+        cost,
+        features=(*cost.features, *ENCODER_WAITS_MS),
+        kinds=tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE),
+        units=units,
+        optimizer_ms_fixed=cost.optimizer_ms_fixed + encoders.update_ms,
+    )
+
+
+def _with_waits(unit: UnitCost, *, is_embed: bool) -> UnitCost:
+    """The unit's costs with the two features more, which the language embed takes as they are."""
+    padded = with_features(unit, len(ENCODER_WAITS_MS))
+    if is_embed:
+        padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
+    return replace(unit, **padded)

@@ -1,0 +1,106 @@
+"""Features of shares: what each rank computes of the packs that it shares with others.
+
+Times and memory of a share are linear in these as those of a whole pack are
+(`omnibal.cost.model`), and there is one feature more, the tokens that attention exchanges.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omnibal.cost.model import attended, is_attended, loss_tokens, pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.units import EXCHANGED
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.cut import Pieces, cut_packs, item_bounds
+from omnibal.steps.shares import Shares, shares_of
+
+
+def share_features(
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    levels: Sequence[Level],
+    features: Sequence[str],
+    shares: Shares | None = None,
+) -> np.ndarray:
+    """Features of every share, float64 [shares, features], in the order of `shares_of`.
+
+    Args:
+        levels: of the packs; empty where each pack is one rank's.
+        features: names, as `omnibal.model.units.feature_names_at` lists them.
+        shares: of these packs, if they are known.
+    """
+    if not levels:
+        return pack_features(packs.packs, lengths, features)
+    shares = shares_of(packs, levels) if shares is None else shares
+    context = np.array([level.context for level in levels])[packs.level]
+    first = np.cumsum(context) - context
+    values = np.empty((int(context.sum()), len(features)))
+    for index, level in enumerate(levels):
+        rows = np.flatnonzero(packs.level == index)
+        of_packs = part_features(packs.packs.take(rows), lengths, level, features)
+        values[first[rows, None] + np.arange(level.context)] = of_packs
+    return values[first[shares.pack] + shares.part]
+
+
+def part_features(
+    packs: Packs, lengths: Lengths, level: Level, features: Sequence[str]
+) -> np.ndarray:
+    """Features of every rank's part of packs of one level, float64 [packs, context, features].
+
+    Loss is taken to be on the last tokens of a sample. Where heads are exchanged, every rank
+    computes an equal part of the attention of divided samples, whatever tokens it has.
+    """
+    if level.context == 1:
+        whole = pack_features(packs, lengths, [name for name in features if name != EXCHANGED])
+        nothing = np.zeros((len(packs), len(features) - whole.shape[1]))
+        return np.hstack([whole, nothing])[:, None]
+    pieces = cut_packs(lengths.tokens[packs.samples], packs.offsets, level)
+    parts = _Parts(packs, pieces, level)
+    return np.stack([parts.of(lengths, name) for name in features], axis=-1).astype(np.float64)
+
+
+class _Parts:
+    """Sums over the pieces that every rank has of packs of one level; all are [packs, context]."""
+
+    def __init__(self, packs: Packs, pieces: Pieces, level: Level) -> None:
+        self._packs = packs
+        self._pieces = pieces
+        self._level = level
+        self._shape = len(packs), level.context
+        self._divided = pieces.divided
+        self._share = pieces.pack * level.context + pieces.rank
+        self._sample = packs.samples[packs.offsets[pieces.pack] + pieces.sample]
+
+    def of(self, lengths: Lengths, feature: str) -> np.ndarray:
+        """Sum of one feature."""
+        pieces = self._pieces
+        if is_attended(feature):
+            return self._attended(feature)
+        match feature:
+            case "fixed":
+                return np.ones(self._shape)
+            case "tokens":
+                return self._sum(pieces.tokens)
+            case "loss_tokens":
+                first = (lengths.tokens - loss_tokens(lengths))[self._sample]
+                return self._sum(np.maximum(pieces.stop - np.maximum(pieces.first, first), 0))
+            case "exchanged_tokens":
+                most = self._sum(pieces.tokens * self._divided).max(axis=1, keepdims=True)
+                return np.broadcast_to(most, self._shape)
+            case _:
+                items = self._packs.sums(lengths.column(feature))
+                return np.diff(item_bounds(items, self._level.context))
+
+    def _attended(self, feature: str) -> np.ndarray:
+        pieces = self._pieces
+        each = attended(pieces.stop, feature) - attended(pieces.first, feature)
+        if self._level.exchange is ContextExchange.GATHER:
+            return self._sum(each)
+        together = self._sum(each * self._divided).mean(axis=1, keepdims=True)
+        return self._sum(each * ~self._divided) + together
+
+    def _sum(self, of_pieces: np.ndarray) -> np.ndarray:
+        size = self._shape[0] * self._shape[1]
+        return np.bincount(self._share, of_pieces, minlength=size).reshape(self._shape)

@@ -1,0 +1,261 @@
+"""Lengths counted by other programs: ms-swift's cached datasets and LoongForge's manifests.
+
+Their token counts are taken as they are, so that a plan is of what that trainer will pack. Items of
+images are counted from the headers of the images that rows name or hold; how many tokens carry loss
+is not told by either, and all are taken to.
+
+Read in ms-swift 4.6.0: swift/pipelines/export/cached_dataset.py (folders that `datasets` saves,
+with a column `lengths`), and in LoongForge 7393697: wds_pack/manifest/sqlite.py.
+"""
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import Lengths, check_positions, image_rule
+from omnibal.data.loongforge_manifest import is_manifest, read_manifest
+from omnibal.data.native_resolution import OddImage, image_segments
+from omnibal.data.scan import BadImage, image_size
+from omnibal.data.stored_files import IMAGE_SUFFIXES, HeldFile, ImageFile
+from omnibal.data.tiling import tile_count
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import SQUARED_FEATURES, squares_of
+
+Picture = ImageFile | HeldFile
+_STATE = "state.json"
+_REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
+
+
+def is_counted(path: Path) -> bool:
+    """Whether a path is a dataset that another program has counted."""
+    return cached_folder(path) is not None or (path.is_file() and is_manifest(path))
+
+
+def cached_folder(path: Path) -> Path | None:
+    """The folder of a saved dataset: this one, or the `train` in it; None where it is neither."""
+    return next((at for at in (path, path / "train") if (at / _STATE).is_file()), None)
+
+
+def counted_files(path: Path) -> list[Path]:
+    """List the files that `counted_lengths` reads, without those of images.
+
+    Raises:
+        UserError: the folder's list of files is damaged.
+    """
+    folder = cached_folder(path)
+    return [path] if folder is None else [folder / _STATE, *_arrow_files(folder)]
+
+
+def counted_tokens(path: Path) -> np.ndarray:
+    """Read the tokens of every row of a counted dataset, int64 [rows].
+
+    Raises:
+        UserError: the dataset is damaged, or has no rows.
+    """
+    folder = cached_folder(path)
+    return read_manifest(path).tokens if folder is None else _cached_tokens(folder)
+
+
+def counted_lengths(
+    path: Path, tokens: np.ndarray, model: ModelConfig, on_progress: Callable[[int], None]
+) -> Lengths:
+    """Read the lengths of a counted dataset, one row a sample, in its order.
+
+    Args:
+        path: a folder of `swift export --to_cached_dataset`, or a manifest of LoongForge.
+        tokens: of every row, as `counted_tokens` gives them.
+        model: that is to be trained, for the items of images.
+        on_progress: called with the number of rows done since the last call.
+
+    Raises:
+        UserError: the dataset is damaged, an image cannot be read or needs more tokens than its row
+            has, or a row has videos or recordings.
+    """
+    folder = cached_folder(path)
+    counter = _Items(model)
+    rows = _manifest_images(path) if folder is None else _cached_images(folder)
+    for number, images in enumerate(rows):
+        counter.add(images, f"{path}: row {number}", int(tokens[number]))
+        on_progress(1)
+    return Lengths(
+        items=counter.items,
+        squares=counter.squares,
+        tokens=tokens.astype(np.int32),
+        loss_tokens=np.zeros(len(tokens), np.int32),
+        source=np.zeros(len(tokens), np.int32),
+        source_names=(path.absolute().stem,),
+        origin=None,
+    )
+
+
+class _Items:
+    """Items of images of one row after another, as a model takes them."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._rule = image_rule(model)
+        self._counts: list[tuple[int, int]] = []
+
+    def add(self, images: Sequence[Picture], where: str, tokens: int) -> None:
+        """Count the images of a row of so many tokens."""
+        check_positions(tokens, self._model, f"{where}: the sample")
+        if not images:
+            self._counts.append((0, 0))
+            return
+        if not self._model.takes_images and self._rule is None:
+            raise UserError(
+                f"{where} has {len(images)} image(s), and {self._model.name} takes none; give "
+                "--model the model that the dataset was made with"
+            )
+        items, squares, needed = self._of([_size(image, where) for image in images], where)
+        if needed > tokens:
+            raise UserError(
+                f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
+                f"{self._model.name} takes them; give --model, --min-pixels, --max-pixels or "
+                "--max-dynamic-patch as the dataset was made with"
+            )
+        self._counts.append((items, squares))
+
+    def _of(self, sizes: list[tuple[int, int]], where: str) -> tuple[int, int, int]:
+        """Items, their squares and their tokens."""
+        if self._rule is None:
+            vision = self._model.vision
+            tiles = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
+            return tiles, 0, tiles * vision.tokens_per_item
+        try:
+            found = [image_segments(*size, self._rule) for size in sizes]
+        except OddImage as error:
+            raise UserError(f"{where}: one of its images {error}; remove the sample") from error
+        tokens = sum(each.all_tokens for each in found)
+        return tokens, sum(each.squares for each in found), tokens
+
+    @property
+    def items(self) -> dict[str, np.ndarray]:
+        """Counted items by their name."""
+        names = [name for name in self._model.item_features if name != "clips"]
+        column = np.array([items for items, _ in self._counts], np.int32)
+        return dict.fromkeys(names, column)
+
+    @property
+    def squares(self) -> dict[str, np.ndarray]:
+        """Sums of squares by their name."""
+        names = [squares_of(name) for name in self.items if squares_of(name) in SQUARED_FEATURES]
+        column = np.array([squares for _, squares in self._counts], np.int64)
+        return dict.fromkeys(names, column)
+
+
+def _size(image: Picture, where: str) -> tuple[int, int]:
+    try:
+        return image_size(image)
+    except (BadImage, IsADirectoryError) as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    try:
+        state = json.loads((folder / _STATE).read_text())
+        return [folder / each["filename"] for each in state["_data_files"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder / _STATE}: does not list its files; {_REMEDY}") from error
+
+
+def _batches(folder: Path) -> Iterator[pa.RecordBatch]:
+    for path in _arrow_files(folder):
+        try:
+            with pa.memory_map(str(path)) as file:
+                yield from pa.ipc.open_stream(file)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise UserError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
+
+
+def _cached_tokens(folder: Path) -> np.ndarray:
+    """Tokens of every row, int64; a row that is several segments has a list of them."""
+    found: list[int] = []
+    for batch in _batches(folder):
+        name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
+        if name is None:
+            raise UserError(f"{folder}: has no column lengths; {_REMEDY}")
+        rows = batch.column(name).to_pylist()
+        found += [sum(row) if isinstance(row, list) else row for row in rows]
+    if not found or not all(isinstance(count, int) and count > 0 for count in found):
+        what = "has no rows" if not found else "has a length that is no whole number above 0"
+        raise UserError(f"{folder}: {what}; {_REMEDY}")
+    return np.array(found, np.int64)
+
+
+def _cached_images(folder: Path) -> Iterator[list[Picture]]:
+    """Images of every row: where they are, or their bytes."""
+    number = 0
+    for batch in _batches(folder):
+        columns = {
+            name: batch.column(name).to_pylist()
+            for name in ("images", "videos", "audios")
+            if name in batch.schema.names
+        }
+        for row in range(len(batch)):
+            others = [
+                name for name in ("videos", "audios") if name in columns and columns[name][row]
+            ]
+            if others:
+                raise UserError(
+                    f"{folder}: row {number} has {others[0]}, whose items its lengths do not tell; "
+                    "scan the data itself with `omnibal lengths`"
+                )
+            given = columns["images"][row] if "images" in columns else None
+            yield [_cached_image(image, folder, number) for image in given or ()]
+            number += 1
+
+
+def _cached_image(image: Any, folder: Path, row: int) -> Picture:
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, str):
+        return ImageFile(Path(image))
+    if not isinstance(image, bytes):
+        raise UserError(f"{folder}: row {row} has an image without path or bytes; {_REMEDY}")
+    return HeldFile(image)
+
+
+def _manifest_images(path: Path) -> Iterable[list[Picture]]:
+    """Images of every sample: members of its shard, in the order of their names."""
+    manifest = read_manifest(path)
+    if "video" in manifest.media:
+        raise UserError(
+            f"{path}: sample {manifest.names[manifest.media.index('video')]} is a video, whose "
+            "items the manifest does not tell; scan the data itself with `omnibal lengths`"
+        )
+    images: dict[str, list[Picture]] = {name: [] for name in manifest.names}
+    if "image" in manifest.media:
+        for name, shard, part, offset, size in _members(path):
+            if Path(part).suffix.lower() in IMAGE_SUFFIXES:
+                file = ImageFile(_shard(path, shard), name=part, offset=offset, size=size)
+                images[name].append(file)
+    return images.values()
+
+
+def _members(path: Path) -> list[tuple[str, str, str, int, int]]:
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
+            return base.execute(
+                "SELECT m.sample_id, s.shard, m.member, m.offset_data, m.size FROM members m "
+                "JOIN samples s USING (sample_id) ORDER BY s.rowid, m.member"
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise UserError(
+            f"{path}: does not say where images are ({error}); make it again with LoongForge's "
+            "scan_manifest"
+        ) from error
+
+
+def _shard(manifest: Path, named: str) -> Path:
+    """A shard by the name that the manifest has: from the root, from here, or from beside it."""
+    shard = Path(named)
+    beside = manifest.parent / shard
+    return beside if not shard.is_file() and beside.is_file() else shard

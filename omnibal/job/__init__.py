@@ -1,0 +1,1 @@
+"""The job, its plan and the plan's directory."""

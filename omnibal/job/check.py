@@ -1,0 +1,549 @@
+"""Preflight of a plan directory: proves that training can follow the plan, or says why not."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from omnibal.base.errors import UserError
+from omnibal.cost.context import exchange_mistake
+from omnibal.data.lengths import Lengths
+from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
+from omnibal.job.plan_data import model_of_lengths
+from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.job.planner import prediction_of
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.layers import ExpertsConfig, LayerKind
+from omnibal.model.limits import check_limits, words
+from omnibal.model.parallel import expert_counts
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage_memory import fits_cap, stage_memories
+from omnibal.pipeline.unit_runs import check_stages
+from omnibal.steps.shares import shares_of
+from omnibal.steps.steps import steps_of
+
+_TRAINED_ENCODERS = {"vision": TilesEncoder, "audio": ClipsEncoder}
+"""Kinds of the encoders that the trainer builds, by name."""
+_ANEW = "make the plan anew with `omnibal plan`"
+_SAME = 1e-6
+"""Relative difference up to which two machines' sums are the same."""
+
+
+def check_plan(directory: Path) -> list[str]:
+    """Check everything that can be checked before a device is rented.
+
+    Returns:
+        One sentence per passed check.
+
+    Raises:
+        UserError: the first check that fails: what was given, what must hold, what to change.
+    """
+    return check_and_open(directory)[1]
+
+
+def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
+    """Read and check a plan; every command that is given a plan uses this.
+
+    Args:
+        to_train: whether it is trained and nothing more. Training takes nothing of the prediction,
+            so that one by an earlier version of the costs does not stop a run.
+
+    Raises:
+        UserError: as `check_plan`.
+    """
+    return check_and_open(directory, to_train=to_train)[0]
+
+
+def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
+    """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
+    plan = read_plan(directory)
+    job = job_of_plan(plan, directory)
+    can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
+    passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
+    shapes = plan.data or plan.shapes
+    if shapes is not None:
+        check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
+    files = PlanFiles(plan=plan, job=job, data=data_of_plan(plan, directory))
+    if files.data is None:
+        if plan.prediction is not None:
+            raise UserError(
+                "the stored prediction is of another plan: this one has neither data nor shapes, "
+                f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
+            )
+        passed.append("the plan has neither data nor shapes: memory is not checked")
+        return files, passed + _check_settings(plan)
+    packs, lengths = files.data
+    if plan.data is not None:
+        passed += _check_data(plan, plan.data, lengths, packs)
+    passed += [
+        f"costs are of {job.cost.source}",
+        _check_costs(files, lengths, packs, to_train=to_train),
+    ]
+    return files, passed + _check_settings(plan)
+
+
+def training_obstacles(plan: Plan) -> list[str]:
+    """Reasons why a valid plan cannot be trained, a sentence each; empty if it can.
+
+    What another trainer than this project's may have does not stand in the way of a plan for it.
+    """
+    obstacles = []
+    if plan.data is None:
+        obstacles.append("the plan is of shapes only, without data: it cannot be trained")
+    if plan.made_for is not None:
+        return obstacles
+    if plan.data is not None and plan.data.origin is None:
+        obstacles.append(
+            "the lengths do not say which data they are of: the plan can be studied but not "
+            "trained; to train, plan with one file of `omnibal lengths`"
+        )
+    foreign = model_obstacle(plan.model)
+    if foreign is not None:
+        obstacles.append(f"{foreign}: the plan can be studied but not trained")
+    unquantised = precision_obstacle(plan)
+    if unquantised is not None:
+        obstacles.append(f"{unquantised}: the plan can be studied but not trained")
+    if plan.has_shared_packs and plan.model.takes_audio:
+        obstacles.append(
+            f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
+            "features the trainer does not exchange among them: plan with levels of context 1"
+        )
+    return obstacles
+
+
+def precision_obstacle(plan: Plan) -> str | None:
+    """Reason why the trainer cannot train in a plan's precision, in words; None if it can."""
+    if plan.precision != "fp8":
+        return None
+    has = {
+        "experts, which the trainer multiplies in bf16 alone": bool(expert_counts(plan.model)),
+        "packs that ranks share, whose attention Transformer Engine does not have": (
+            plan.has_shared_packs
+        ),
+        "data-parallel encoders, which are not tried with Transformer Engine": (
+            plan.beside is not None
+        ),
+    }
+    given = [what for what, holds in has.items() if holds]
+    return f"precision fp8 does not go with {given[0]}" if given else None
+
+
+def model_obstacle(model: ModelConfig) -> str | None:
+    """Reason why the trainer cannot build a model, in words; None if it can."""
+    encoders = [
+        f"an encoder {name} of {tower.kind}"
+        for name, tower in model.encoders.items()
+        if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
+    ]
+    language = model.language
+    parts = {
+        "gates of attention's output": language.output_gate,
+        "norms after blocks": language.post_norms,
+        "layers of multi-token prediction": bool(language.prediction_layers),
+    }
+    foreign = encoders + _foreign_layers(model)
+    foreign += [part for part, has in parts.items() if has]
+    if not foreign:
+        return None
+    return (
+        "the trainer has an encoder vision of tiles, one audio of clips, full attention, and in "
+        "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
+        f"{model.name} has {', '.join(foreign)}"
+    )
+
+
+def _foreign_layers(model: ModelConfig) -> list[str]:
+    """Kinds of language layers that the trainer does not have, in words."""
+    kinds = list(dict.fromkeys(model.language.kinds))
+    foreign = [
+        f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
+        for kind in kinds
+        if kind != LayerKind(experts=kind.experts) or _foreign_experts(kind.experts)
+    ]
+    if not foreign and len(kinds) > 1:
+        foreign = ["layers of kinds " + " and ".join(kind.name for kind in kinds) + " together"]
+    return foreign
+
+
+def _foreign_experts(experts: ExpertsConfig | None) -> str:
+    """What of a mixture of experts the trainer does not have, in words; empty if it has all."""
+    if experts is None:
+        return ""
+    foreign = {
+        "shared_ffn_hidden_size": experts.shared_ffn_hidden_size is not None,
+        "selection_bias": experts.selection_bias,
+        # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
+        "sigmoid scores that are not normalized": experts.score == "sigmoid"
+        and not experts.normalized,
+        "one expert a token, normalized": experts.experts_per_token == 1 and experts.normalized,
+    }
+    named = [name for name, is_so in foreign.items() if is_so]
+    return f" (its experts have {', '.join(named)})" if named else ""
+
+
+def _check_partition(plan: Plan) -> str:
+    if len(plan.stages) != plan.parallel.pipeline:
+        raise UserError(
+            f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}; "
+            f"the two must be equal; correct parallel.pipeline or {_ANEW}"
+        )
+    for level in range(len(plan.levels)):
+        _check_recomputed(plan, level)
+    _check_recomputed_in_lockstep(plan)
+    check_stages(plan.pipeline_model, plan.stages)
+    what = "every layer" if plan.beside is None else "every language layer"
+    return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
+
+
+def _check_settings(plan: Plan) -> list[str]:
+    """Refuse settings that change training and none of the figures that are checked before."""
+    hashes = plan.settings_sha256
+    if hashes is None:
+        return []
+    found = SettingsHashes.of(plan.model, plan.data)
+    for part in ("model", "data"):
+        if dict(hashes)[part] != dict(found)[part]:
+            raise UserError(
+                f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
+                f"training would differ from what was asked for: restore `{part}`, {_ANEW}, or "
+                "remove settings_sha256 if the edit is meant"
+            )
+    what = "the model's settings are" if plan.data is None else "settings of model and data are"
+    return [f"{what} those that the plan was made with"]
+
+
+def _check_recomputed(plan: Plan, level: int) -> None:
+    try:
+        check_stages(plan.pipeline_model, plan.stages_at(level))
+    except UserError as error:
+        raise UserError(f"levels[{level}]: {error}") from error
+
+
+def _check_recomputed_in_lockstep(plan: Plan) -> None:
+    """Refuse levels of which ranks that run in lockstep repeat other exchanges in the backward."""
+    if plan.parallel.lockstep_ranks == 1 or len({level.recompute for level in plan.levels}) <= 1:
+        return
+    raise UserError(
+        f"levels recompute different layers with {plan.parallel.options}, whose "
+        f"{plan.parallel.lockstep_ranks} data-parallel ranks that share out experts run packs of "
+        "several levels in lockstep: one would repeat a layer's exchange of tokens and another "
+        f"not, and both wait for ever; give all levels the same recompute, or {_ANEW}, which does"
+    )
+
+
+def _check_costs(
+    files: PlanFiles, lengths: Lengths, packs: ScheduledPacks, *, to_train: bool
+) -> str:
+    plan, job = files.plan, files.job
+    workload = job.workload(packs, lengths, plan.levels)
+    if plan.prediction is None:
+        cost = job.cost_of_all(plan.levels)
+        memories = stage_memories(cost, plan.stages_at_levels, workload)
+    else:
+        anew = prediction_of(plan, job, packs, workload)
+        memories = [stage.memory for stage in anew.stages]
+    peaks = np.array([memory.peak_gib for memory in memories])
+    worst, cap_gib = int(peaks.argmax()), files.job.memory_cap_gib
+    if not fits_cap(peaks[worst], cap_gib):
+        raise UserError(
+            f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
+            f"{cap_gib:.2f} GiB of a {plan.cluster.memory_gib:g} GiB {plan.cluster.device}; "
+            "recompute more layers, raise --pp or --tp, or lower the caps"
+        )
+    if plan.prediction is not None and not to_train:
+        _check_prediction(plan.prediction, anew)
+    return f"the fullest stage is predicted to need {peaks[worst]:.2f} of {cap_gib:.2f} GiB"
+
+
+def _check_prediction(stored: Prediction, anew: Prediction) -> None:
+    """Refuse any figure that is not what the plan's own costs and packs give."""
+    given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
+    # A part of a step may be next to nothing: what it differs by is measured at the step.
+    slack = {
+        name: _SAME * (anew.step_ms if name.endswith("_ms") else _size(value))
+        for name, value in found.items()
+    }
+    for name, value in found.items():
+        if not _is_same(given.get(name), value, slack[name]):
+            raise UserError(
+                "the stored prediction is of another plan, or by another version of the costs: "
+                f"{name} is {_shown(given.get(name))}, and by costs from {anew.cost_source} it is "
+                f"{_shown(value)}; remove `prediction` from plan.json, or {_ANEW}"
+            )
+
+
+Figure = float | str | None
+
+
+def _figures(
+    name: str, value: BaseModel | tuple[BaseModel, ...] | Figure
+) -> Iterator[tuple[str, Figure]]:
+    """Yield every number and text of a prediction with its place in plan.json."""
+    if isinstance(value, BaseModel):
+        for field, inner in value:
+            yield from _figures(f"{name}.{field}", inner)
+    elif isinstance(value, tuple):
+        for index, inner in enumerate(value):
+            yield from _figures(f"{name}[{index}]", inner)
+    else:
+        yield name, value
+
+
+def _size(value: Figure) -> float:
+    """Magnitude of a number, at least a millionth, for relative comparison; 0 for text."""
+    return max(abs(value), 1e-6) if isinstance(value, float) else 0.0
+
+
+def _is_same(given: Figure, found: Figure, slack: float) -> bool:
+    if isinstance(given, float) and isinstance(found, float):
+        return abs(given - found) <= slack
+    return given == found
+
+
+def _shown(value: Figure) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _check_data(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> list[str]:
+    return [
+        "packs and lengths are those that the plan was made with",
+        _check_origin(plan, data, lengths),
+        _check_counts(data, lengths, packs),
+        _check_samples(data, lengths, packs),
+        _check_sums(lengths, packs),
+        *_check_levels(plan, packs),
+        _check_caps(plan, data, lengths, packs),
+        _check_places(plan, data, packs),
+        *_check_steps(plan, data, packs),
+    ]
+
+
+def _check_origin(plan: Plan, data: DataPlan, lengths: Lengths) -> str:
+    if data.origin != lengths.origin:
+        raise UserError(
+            "data.origin of plan.json is not that of lengths.parquet; both must say alike which "
+            f"data the lengths were scanned from: restore the file, or {_ANEW}"
+        )
+    if model_of_lengths(plan.model, lengths) != plan.model:
+        differs = "another tiling than model.tiling"
+        if plan.model.images is not None:
+            differs = "other min_pixels or max_pixels than the encoder of images"
+        raise UserError(
+            f"the lengths were scanned with {differs} of plan.json; images must be cut as they "
+            f"were counted: correct it, or {_ANEW}"
+        )
+    return "lengths, plan and model agree on where the lengths come from and how images are cut"
+
+
+def _check_counts(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    for name, given, planned in (
+        ("samples", len(lengths), data.samples),
+        ("packs", len(packs), data.packs),
+        ("steps", packs.steps, data.steps),
+        ("epochs", len(np.unique(packs.epoch)), data.epochs),
+    ):
+        if given != planned:
+            raise UserError(
+                f"plan.json says {planned:,} {name}, its files hold {given:,}; the two must be "
+                f"equal; correct data.{name} or {_ANEW}"
+            )
+    if data.curriculum_steps > packs.steps:
+        raise UserError(
+            f"data.curriculum_steps is {data.curriculum_steps:,}, and may be no more than the "
+            f"plan's {packs.steps:,} steps; correct it, or {_ANEW}"
+        )
+    return f"{len(packs):,} packs in {packs.steps:,} steps, as plan.json says"
+
+
+def _check_samples(data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    sizes = np.diff(packs.packs.offsets)
+    _refuse_rows(sizes < 1, "is empty", "every pack must hold a sample")
+    sample_epoch = np.repeat(packs.epoch, sizes)
+    left_out = 0
+    for epoch in range(data.epochs):
+        samples = packs.packs.samples[sample_epoch == epoch]
+        inside = samples[(samples >= 0) & (samples < len(lengths))]
+        times = np.bincount(inside, minlength=len(lengths))
+        left_out += int(np.count_nonzero(times == 0))
+        if len(inside) < len(samples) or (times > 1).any() or left_out > data.left_out:
+            raise UserError(
+                f"epoch {epoch} leaves out {np.count_nonzero(times == 0):,} of {len(lengths):,} "
+                f"samples, repeats {np.count_nonzero(times > 1):,}, and names "
+                f"{len(samples) - len(inside):,} that do not exist; each must come exactly once; "
+                f"{_ANEW}"
+            )
+    if left_out != data.left_out:
+        raise UserError(
+            f"plan.json says that {data.left_out:,} samples are left out, and {left_out:,} are; "
+            f"the two must be equal; correct data.left_out or {_ANEW}"
+        )
+    if left_out:
+        return f"no sample comes twice in an epoch, and {left_out:,} are left out, as planned"
+    return f"every one of {len(lengths):,} samples comes exactly once in each epoch"
+
+
+def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
+    names = [*lengths.item_names, "tokens"]
+    for name in names:
+        sums = packs.packs.sums(lengths.column(name))
+        wrong = packs.column(name) != sums
+        _refuse_rows(wrong, f"has other {name}", "they must be the sum of its samples'")
+    return f"{words(names)} of every pack are the sums of its samples'"
+
+
+def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
+    count = max(len(plan.levels), 1)
+    outside = (packs.level < 0) | (packs.level >= count)
+    _refuse_rows(outside, "has no such level", f"levels go from 0 to {count - 1}")
+    for index, level in enumerate(plan.levels):
+        mistake = exchange_mistake(plan.model, plan.parallel, level)
+        if mistake is not None:
+            raise UserError(f"levels[{index}]: {mistake}")
+    contexts = ", ".join(str(level.context) for level in plan.levels)
+    return [f"packs are of {count} levels of context size {contexts}"] if plan.levels else []
+
+
+def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
+    all_caps = [level.caps for level in plan.levels] or [data.caps]
+    caps = data.caps.words("or") if not plan.levels else "the caps of its level"
+    over = [
+        packs.packs.sums(lengths.column(name))
+        > np.array([each[name] for each in all_caps])[packs.level]
+        for name in data.caps.names
+    ]
+    _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
+    return f"no pack exceeds {caps}"
+
+
+def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
+    # An epoch's one step of another size may have half as many micro-batches more, and of every
+    # level some that are not for all ranks. Ranks of a window have unequally many.
+    ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
+    slots = slots + len(plan.levels) if data.window is None else data.micro_batches_per_step
+    _refuse_rows(step < 0, "has no such step", "steps count from 0")
+    outside = (rank < 0) | (rank >= ranks)
+    _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
+    outside = (slot < 0) | (slot >= slots)
+    _refuse_rows(outside, "has no such slot", f"slots go from 0 to {slots - 1}")
+    step_up, rank_up, slot_up = (np.diff(column, prepend=-1) for column in (step, rank, slot))
+    same_rank = (step_up == 0) & (rank_up == 0)
+    in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
+    _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
+    _check_blocks(plan, packs)
+    _refuse_rows(
+        _after_gap(plan, packs), "leaves out a slot", "slots of a rank count from 0 in each step"
+    )
+    _refuse_rows(step_up > 1, "leaves out a step", "steps count from 0")
+    epoch_change = np.diff(epoch, prepend=0)
+    mixed = (epoch_change < 0) | ((step_up == 0) & (epoch_change > 0))
+    _refuse_rows(mixed, "is of another epoch", "a step has one epoch, and epochs count up")
+    return f"steps, ranks and slots are complete for data-parallel size {ranks}"
+
+
+def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
+    """Refuse shared packs that the ranks of a (step, slot) would not run together."""
+    if not plan.levels:
+        return
+    context = _contexts(plan, packs)
+    _refuse_rows(
+        packs.dp_rank % context != 0,
+        "is shared by ranks that are no block",
+        "dp_rank must be a multiple of its level's context size",
+    )
+    place = packs.step * (int(packs.slot.max()) + 1) + packs.slot
+    _, first, of_place = np.unique(place, return_index=True, return_inverse=True)
+    _refuse_rows(
+        context != context[first][of_place],
+        "has another context size than a pack of the same step and slot",
+        "all of a step and slot must be shared by equally many ranks",
+    )
+
+
+def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
+    """Ranks that share every pack, int64 [packs]."""
+    return np.array([level.context for level in plan.levels] or [1])[packs.level]
+
+
+def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
+    """Packs before whose slot one of their ranks has a slot without a pack, bool [packs].
+
+    Ranks that share packs then wait for each other for ever: a stage runs as many forwards ahead as
+    its own micro-batches say.
+    """
+    shares = shares_of(packs, plan.levels)
+    before = np.append(-1, shares.slot[:-1])
+    same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)
+    after_gap = np.zeros(len(packs), bool)
+    after_gap[shares.pack[shares.slot != np.where(same_rank, before + 1, 0)]] = True
+    return after_gap
+
+
+def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]:
+    steps = steps_of(packs)
+    if data.window is None:
+        passed, found = _check_step_sizes(plan, data, packs), steps.sha256
+    else:
+        passed, found = _check_windows(data, data.window, packs), steps.window_sha256
+    if found != data.steps_sha256:
+        raise UserError(
+            f"data.steps_sha256 is {data.steps_sha256[:12]}, and the packs' steps have "
+            f"{found[:12]}; by it runs know which plans they can go on with: correct it, or {_ANEW}"
+        )
+    return [f"{passed}, and those that plan.json says"]
+
+
+def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
+    """Refuse steps that are not the stream's windows in its order."""
+    for name, given, found in (
+        ("packs_per_step", data.packs_per_step, int(np.bincount(packs.step).max())),
+        ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),
+    ):
+        if given != found:
+            raise UserError(
+                f"data.{name} is {given:,}, and the most of any step are {found:,}; correct it, or "
+                f"{_ANEW}"
+            )
+    windows = -(-data.samples // window)
+    sizes = np.diff(packs.packs.offsets)
+    read_at = packs.packs.samples // window + np.repeat(packs.epoch, sizes) * windows
+    moved = read_at != np.repeat(packs.step, sizes)
+    _refuse_rows(
+        np.logical_or.reduceat(moved, packs.packs.offsets[:-1]),
+        "has a sample of another window",
+        f"a step is {window:,} samples in the order of the lengths",
+    )
+    return f"steps are windows of {window:,} samples"
+
+
+def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    slots = -(-data.packs_per_step // plan.parallel.data)
+    if data.micro_batches_per_step != slots:
+        raise UserError(
+            f"data.micro_batches_per_step is {data.micro_batches_per_step}, and must be {slots}: "
+            f"{data.packs_per_step} packs_per_step over {plan.parallel.data} ranks; correct it, or "
+            f"{_ANEW}"
+        )
+    # A shared pack counts once for each rank.
+    sizes = np.bincount(packs.step, weights=_contexts(plan, packs)).astype(np.int64)
+    epoch_of_step = packs.epoch[np.searchsorted(packs.step, np.arange(len(sizes)))]
+    others = np.bincount(epoch_of_step[sizes != data.packs_per_step], minlength=1)
+    # Steps that were made for other context sizes count each pack for other numbers of ranks.
+    if data.method != "other" and not plan.levels and others.max() > 1:
+        raise UserError(
+            f"data.packs_per_step is {data.packs_per_step:,}, and {others.max():,} steps of an "
+            "epoch have another number of packs; only one may: correct data.packs_per_step, or "
+            f"{_ANEW}"
+        )
+    return f"steps are of {data.packs_per_step:,} packs"
+
+
+def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:
+    rows = np.flatnonzero(wrong)
+    if len(rows):
+        raise UserError(
+            f"{PACKS_FILE}: row {rows[0]} {what} ({len(rows):,} rows do); {must}; {_ANEW}"
+        )

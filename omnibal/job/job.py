@@ -1,0 +1,279 @@
+"""Job specification: model, devices, parallel sizes, and the costs of all units.
+
+Everything that plans, checks or replays a job is given a `JobSpec` whole. One that exists is valid
+and has its costs, so nobody checks or counts again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.cost.analytic import layer_products
+from omnibal.cost.context import ExchangeSource, costs_at
+from omnibal.cost.counts import ELEMENT_BYTES
+from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.model import CostModel, pack_features, trained_features
+from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
+from omnibal.cost.share_features import part_features, share_features
+from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.cost.transformer_engine import with_exchanged_output
+from omnibal.data.lengths import Lengths
+from omnibal.job.plan import Plan
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
+from omnibal.model.levels import Level
+from omnibal.model.limits import memory_cap_gib
+from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.targets import FREE, OWN, Sharding, TrainerConstraints, trainer_of
+from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.encoder_waits import with_encoders
+from omnibal.pipeline.filling import worth_filling
+from omnibal.pipeline.level_costs import side_by_side
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.pipeline.stage_rules import check_stage_rules
+from omnibal.pipeline.workload import Workload
+from omnibal.steps.shares import shares_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class JobSpec:
+    """A training job without its data: model, devices, parallel sizes and the costs of all units.
+
+    Raises:
+        UserError: the parallel sizes do not fit the model or the cluster, a frozen part is
+            not the model's, nothing is trained, or the source has no costs of such a job.
+    """
+
+    model: ModelConfig
+    cluster: ClusterConfig
+    parallel: Parallel
+    precision: Precision
+    """Precision of weights and activations."""
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that are not trained."""
+    cost_source: CostSource = ANALYTIC
+    """What costs are counted or measured by."""
+    placement: EncoderPlacement = EncoderPlacement.PIPELINE
+    """Where the encoders run."""
+    beside: DataParallelEncoders | None = None
+    """How data-parallel encoders run; None where there are none, or it is to be searched for."""
+    trainer: TrainerConstraints = OWN
+    """The trainer that the job is planned for: what it can be told, and how it runs a step."""
+    cost: CostModel = field(init=False, repr=False)
+    """Costs of the units that stages hold, made once from the fields above."""
+    encoders_cost: EncodersCost | None = field(init=False, repr=False)
+    """Costs of data-parallel encoders; None where there are none."""
+    exchange: ShardedExchange | None = field(init=False, repr=False)
+    """Exchange of weights and gradients in every pass; None where ranks hold them whole."""
+
+    def __post_init__(self) -> None:
+        mistake = frozen_mistake(self.model, self.frozen)
+        if mistake is not None:
+            raise UserError(mistake)
+        if self.has_data_parallel_encoders:
+            _check_encoders_beside(self.model)
+        self._check_limits()
+        self.check_sizes(self.parallel)
+        cost, encoders, exchange = self._unit_costs(), None, None
+        if self.has_data_parallel_encoders:
+            sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+            encoders = encoders_cost(*sizes, self.cost_source)
+        if self.trainer.sharding is Sharding.ALL:
+            check_sharded(self.parallel)
+            ranks = self.parallel.data
+            exchange = ShardedExchange.of(cost, self.model, self.cluster, ranks, self.precision)
+            cost = sharded_cost(cost, ranks)
+        object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
+        object.__setattr__(self, "encoders_cost", encoders)
+        object.__setattr__(self, "exchange", exchange)
+
+    def _unit_costs(self) -> CostModel:
+        """Costs of all units with whole weights, of encoders as the trainer divides them."""
+        costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
+        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
+        is_shared_out = self.model.encoders and self.parallel.tensor > 1
+        if not (is_shared_out and self.trainer.stages.encoders_whole):
+            return cost
+        # Every tensor-parallel rank computes all of them, from the same inputs, so that gradients
+        # need no exchange among these. Data-parallel ranks exchange as ever.
+        whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
+        encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
+        return replace(cost, units=cost.units | encoders)
+
+    def _check_limits(self) -> None:
+        """Refuse what goes with no limits of stages, whatever the sizes."""
+        trainer = self.trainer
+        if self.precision == "fp8" and not (
+            trainer.name is None or trainer.runtime.transformer_engine
+        ):
+            raise UserError(
+                f"--precision fp8 was given for {trainer.title}, which has no linears of "
+                "Transformer Engine: plan in bf16"
+            )
+        if self.has_data_parallel_encoders and trainer.stages != FREE:
+            raise UserError(
+                "data-parallel encoders cannot be told to a trainer that takes limited "
+                "stages: give --encoder pipeline, or leave --for out"
+            )
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the model, the cluster or the trainer does not allow.
+
+        Raises:
+            UserError: with what it allows.
+        """
+        check_parallel(self.pipeline_model, parallel, self.cluster)
+        check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
+        self.trainer.check_sizes(parallel)
+        if self.precision == "fp8":
+            layer_products(self.model, self.cluster, parallel, self.precision)
+
+    @property
+    def has_data_parallel_encoders(self) -> bool:
+        """Whether encoders are data-parallel."""
+        return self.placement is EncoderPlacement.DATA_PARALLEL
+
+    @property
+    def pipeline_model(self) -> ModelConfig:
+        """The part of the model that stages are cut from."""
+        return self.model.without_encoders() if self.has_data_parallel_encoders else self.model
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that run their micro-batches in lockstep."""
+        return self.parallel.data if self.exchange is not None else self.parallel.lockstep_ranks
+
+    def _with_exchange(self, workload: Workload) -> Workload:
+        """The workload with the exchange of weights that its micro-batches do not hide."""
+        assert self.exchange is not None
+        features, columns = workload.features.copy(), exposed_columns(self.cost.features)
+        features[:, columns] = self.exchange.exposed_ms(features[:, : -len(columns)])
+        if workload.unpadded is None:
+            return replace(workload, features=features)
+        unpadded = workload.unpadded.copy()
+        unpadded[:, columns] = features[:, columns]
+        return replace(workload, features=features, unpadded=unpadded)
+
+    def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
+        """Costs of units on packs of every level; without levels, `cost` alone.
+
+        Ranks exchange at the rates of the source, where it has any.
+
+        Raises:
+            UserError: a level exchanges heads that its context size does not divide.
+        """
+        cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
+        sizes = self.model, cluster, self.parallel, self.precision, self.frozen
+        source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
+        costs = costs_at(self.cost, *sizes, levels, source)
+        if not (runtime.accumulates_in_products and levels):
+            return costs
+        widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
+        return tuple(
+            with_exchanged_output(cost, *widths, level)
+            for cost, level in zip(costs, levels, strict=True)
+        )
+
+    def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
+        """Costs of units at every level side by side, as a plan is predicted and checked with."""
+        return side_by_side(self.costs_at(levels))
+
+    def workload(
+        self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
+    ) -> Workload:
+        """Count what every rank computes of scheduled packs of these levels, micro-batch by
+        micro-batch, and what it waits for data-parallel encoders."""
+        shares = shares_of(packs, levels)
+        names = feature_names_at(self.cost.features, levels)
+        features = share_features(packs, lengths, levels, names, shares)
+        whole_loss = self.trainer.stages.head_on_all_tokens
+        unpadded = trained_features(features, names, padded=False, whole_loss=whole_loss)
+        if self.trainer.packs.padded.applies(self.parallel.pipeline):
+            padded = trained_features(features, names, padded=True, whole_loss=whole_loss)
+            workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
+        else:
+            workload = Workload.of_shares(shares, unpadded, self.parallel.data)
+        workload = workload.in_groups_of(self.lockstep_ranks)
+        if self.exchange is not None:
+            workload = self._with_exchange(workload)
+        if self.beside is None:
+            return workload
+        assert self.encoders_cost is not None
+        return with_encoders(workload, names, self.encoders_cost, self.beside)
+
+    @classmethod
+    def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
+        """Make the job that a plan is for, with the source of costs that it was made with."""
+        return cls(
+            model=plan.model,
+            cluster=plan.cluster,
+            parallel=plan.parallel,
+            precision=plan.precision,
+            frozen=plan.frozen,
+            cost_source=cost_source,
+            placement=EncoderPlacement.DATA_PARALLEL if plan.beside else EncoderPlacement.PIPELINE,
+            beside=plan.beside,
+            trainer=trainer_of(plan.made_for),
+        )
+
+    def allows(self, parallel: Parallel) -> bool:
+        """Whether it could have these parallel sizes, and its source costs of them."""
+        if self.cost_source.tensor not in (None, parallel.tensor):
+            return False
+        try:
+            self.check_sizes(parallel)
+        except UserError:
+            return False
+        return True
+
+    def sized(self, parallel: Parallel) -> Self:
+        """Return the same job with other parallel sizes."""
+        return replace(self, parallel=parallel)
+
+    @property
+    def memory_cap_gib(self) -> float:
+        """Memory that a stage may fill of one device, in GiB."""
+        return memory_cap_gib(self.cluster)
+
+    def load_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level] = ()) -> np.ndarray:
+        """Predict the ms of every pack on all stages, by which packs are balanced. [packs]
+
+        Of a pack that ranks share it is the time of the slowest.
+        """
+        if not levels:
+            features = pack_features(packs, lengths, self.cost.features)
+            return model_ms(self.cost, self.pipeline_model, features)
+        of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
+        costs = self.costs_at(levels)
+        for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):
+            rows = np.flatnonzero(of_packs == index)
+            if len(rows):
+                parts = part_features(packs.take(rows), lengths, level, cost.features)
+                load[rows] = model_ms(cost, self.pipeline_model, parts).max(axis=1)
+        return load
+
+    def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+        """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
+        return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
+
+
+def _check_encoders_beside(model: ModelConfig) -> None:
+    """Refuse encoders whose items cannot be dealt to data-parallel ranks."""
+    if not model.encoders:
+        raise UserError(
+            f"{model.name} has no encoder to be data-parallel; give --encoder pipeline, "
+            "or a model with encoders"
+        )
+    for name, tower in model.encoders.items():
+        if tower.values_per_item is None:
+            raise UserError(
+                f"{model.name} takes {tower.feature}, which cannot be dealt to data-parallel "
+                f"encoders: a rank would have to take whole inputs of {name}, and lengths count "
+                "their parts alone; give --encoder pipeline"
+            )

@@ -1,0 +1,316 @@
+"""The plan: the planner result that training reads, as `plan.json` and `packs.parquet`.
+
+A hand-written plan and a searched plan are the same type. `prediction` is for reports and may be
+absent; everything training needs is in the other fields.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.frozen import Count, Frozen
+from omnibal.data.lengths import LengthsOrigin
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.fp8 import FP8_MULTIPLE
+from omnibal.model.levels import MAX_LEVELS, Level, largest_caps
+from omnibal.model.limits import Caps, words
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TargetName
+from omnibal.model.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage import Stage, Words
+
+SCHEMA_VERSION: Final = 2
+PLAN_FILE = "plan.json"
+PACKS_FILE = "packs.parquet"
+LENGTHS_FILE = "lengths.parquet"
+PROFILE_FILE = "profile.json"
+"""File of the measured costs that the plan was made with; absent where costs were counted."""
+MAX_EPOCHS = 1_000
+"""Most epochs, as all are packed before the first is trained."""
+MAX_SEED = 2**63 - 1  # of an int64 column
+
+PackedBy = Literal["balanced", "isf", "next_fit", "other"]
+"""Packing rule of `omnibal plan` that made the packs, or "other"; the next fit is of windows of a
+stream that are trained as they are read, or of samples that a trainer packs itself, in the order of
+the plan's packs."""
+
+
+class Shapes(Frozen):
+    """Size and number of the micro-batches of a step."""
+
+    caps: Caps
+    micro_batches_per_step: Count
+    """Most packs of one data-parallel rank in a full step; one step of an epoch may differ."""
+    image_tokens: Annotated[Count | None, Field(exclude_if=lambda tokens: tokens is None)] = None
+    """Tokens of an image at its native resolution, in packs of shapes only; None where a pack's
+    are one image."""
+
+
+class DataPlan(Shapes):
+    """Origin of the packs, so that training can refuse other data."""
+
+    method: PackedBy
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
+    epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
+    packs_per_step: Count
+    """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
+    samples: Count
+    left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
+    """Samples of all epochs that are in no pack, as the trainer that the plan is for runs full
+    steps alone."""
+    packs: Count
+    steps: Count
+    curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
+    """First steps that are made of packs of the shortest level alone."""
+    window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
+    """Consecutive samples that are a step, where the data is a stream in its order; packs and
+    micro-batches per step are then the most of any step. None where packs are matched into
+    steps."""
+    lengths_sha256: str
+    packs_sha256: str
+    steps_sha256: str
+    """SHA-256 of the packs of every step, or of a window's samples, whatever the ranks: equal
+    hashes can resume each other."""
+    origin: LengthsOrigin | None
+
+    @model_validator(mode="after")
+    def _windows_are_packed_for_themselves(self) -> "DataPlan":
+        if self.window is not None and self.method == "isf":
+            raise ValueError(
+                f"window is {self.window} and method 'isf'; a window's packs are by balanced, "
+                "next_fit or other"
+            )
+        return self
+
+
+class PlannedLevel(Level):
+    """A level of the plan's packs, and the layers that every stage recomputes on them."""
+
+    recompute: tuple[tuple[Words, ...], ...]
+    """Layers of each stage whose activations are recomputed in the backward pass of such packs."""
+
+    @property
+    def unplanned(self) -> Level:
+        """The level without its recomputed layers."""
+        return Level(**{name: getattr(self, name) for name in Level.model_fields})
+
+
+class SettingsHashes(Frozen):
+    """SHA-256 of settings that a plan was made with, so that an edit of one is noticed."""
+
+    model: str
+    data: str | None
+    """None for a plan of shapes only."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, data: DataPlan | None) -> Self:
+        """Hash a model's whole description, and of the data what no file beside it tells."""
+        chosen = None if data is None else _sha256_of(data, without=_TOLD_BY_FILES)
+        return cls(model=_sha256_of(model), data=chosen)
+
+
+_TOLD_BY_FILES = frozenset(
+    "samples left_out packs steps lengths_sha256 packs_sha256 steps_sha256 origin".split()
+)
+"""Fields of a DataPlan that its packs and lengths tell too."""
+
+
+def _sha256_of(settings: Frozen, without: frozenset[str] = frozenset()) -> str:
+    given = settings.model_dump(mode="json", exclude=set(without))
+    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
+class Plan(Frozen):
+    """Everything needed to build and feed the training job."""
+
+    schema_version: Literal[2] = SCHEMA_VERSION
+    model: ModelConfig
+    precision: Precision
+    parallel: Parallel
+    frozen: tuple[str, ...] = ()
+    """Parts of the model that are not trained."""
+    made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
+    """The trainer that the plan was limited to, and is predicted as; None for this project's."""
+    stages: tuple[Stage, ...]
+    levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
+    """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
+    caps of `data` and the recomputed layers of `stages`."""
+    beside: Annotated[
+        DataParallelEncoders | None, Field(exclude_if=lambda value: value is None)
+    ] = None
+    """How the encoders run where they are data-parallel: the pipeline's stages then hold the
+    language model alone; None where they are units of the stages."""
+    cluster: ClusterConfig
+    data: DataPlan | None
+    """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
+    shapes: Shapes | None = None
+    """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
+    settings_sha256: Annotated[
+        SettingsHashes | None, Field(exclude_if=lambda hashes: hashes is None)
+    ] = None
+    """Hashes of the model and data settings of `omnibal plan`; None in plans of other makers."""
+    prediction: Prediction | None = None
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> "Plan":
+        mistake = frozen_mistake(self.model, self.frozen)
+        if mistake is not None:
+            raise ValueError(mistake)
+        return self
+
+    def trained_towers(self, cut: int) -> frozenset[str]:
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+
+        Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
+        the language model all units there and data-parallel encoders.
+        """
+        parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
+        if self.beside is not None:
+            parts |= set(model_parts(self.model)) - {LANGUAGE}
+        trained = parts - set(self.frozen)
+        towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
+        return frozenset(towers | {LANGUAGE} if towers else ())
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that the tokens of a micro-batch are padded to a multiple of: one for each part of
+        the sequence, or what FP8 multiplies."""
+        parts = self.parallel.tensor if self.parallel.sequence_parallel else 1
+        return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
+
+    def stages_at(self, level: int) -> tuple[Stage, ...]:
+        """Stages with the layers that they recompute on packs of a level."""
+        if not self.levels:
+            return self.stages
+        again = self.levels[level].recompute
+        return tuple(
+            stage.model_copy(update={"recompute": layers})
+            for stage, layers in zip(self.stages, again, strict=True)
+        )
+
+    @property
+    def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
+        """Stages with the layers that they recompute, of every level."""
+        return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
+    @property
+    def pipeline_model(self) -> ModelConfig:
+        """The part of the model that the stages are cut from: without data-parallel encoders."""
+        return self.model if self.beside is None else self.model.without_encoders()
+
+    @property
+    def has_shared_packs(self) -> bool:
+        """Whether ranks share packs of any level."""
+        return any(level.context > 1 for level in self.levels)
+
+    def context_of(self, level: int) -> int:
+        """Data-parallel ranks that share a pack of a level."""
+        return self.levels[level].context if self.levels else 1
+
+    @model_validator(mode="after")
+    def _levels_rise(self) -> "Plan":
+        for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
+            if level.caps.names != lower.caps.names:
+                raise ValueError(
+                    f"levels[{index}] has caps of {words(level.caps.names)}, and the one before "
+                    f"of {words(lower.caps.names)}; all levels must limit the same features"
+                )
+            if level.caps["tokens"] <= lower.caps["tokens"]:
+                raise ValueError(
+                    f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must come "
+                    "in the order of rising max_tokens"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _levels_fit(self) -> "Plan":
+        for index, level in enumerate(self.levels):
+            if len(level.recompute) != len(self.stages):
+                raise ValueError(
+                    f"levels[{index}].recompute has {len(level.recompute)} entries for "
+                    f"{len(self.stages)} stages; it must list the layers of every stage"
+                )
+            if self.parallel.data % level.context:
+                raise ValueError(
+                    f"levels[{index}].context is {level.context}, and must divide the "
+                    f"{self.parallel.data} data-parallel ranks"
+                )
+        if self.levels and any(stage.recompute for stage in self.stages):
+            raise ValueError(
+                "a stage names layers to recompute beside `levels`; where a plan has levels, name "
+                "them there, in `recompute`"
+            )
+        caps = self.data.caps if self.data else None
+        if self.levels and caps is not None and caps != largest_caps(self.levels):
+            raise ValueError(
+                f"data.caps are {caps}, and the largest of `levels` are "
+                f"{largest_caps(self.levels)}; the two must be equal"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _beside_fits(self) -> "Plan":
+        beside = self.beside
+        if beside is None:
+            return self
+        names = set(self.model.encoders)
+        tables: dict[str, Collection[str]] = {
+            "items_per_pass": beside.items_per_pass,
+            "kept_items": beside.kept_items,
+            "item_ms": beside.item_ms,
+        }
+        for name, table in tables.items():
+            given = set(table)
+            if not names or given != names:
+                raise ValueError(
+                    f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
+                    f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
+                )
+        if self.parallel.data % beside.pipelines:
+            raise ValueError(
+                f"beside.pipelines is {beside.pipelines}, and must divide the "
+                f"{self.parallel.data} data-parallel ranks"
+            )
+        if self.has_shared_packs:
+            raise ValueError(
+                "ranks share packs of a level, and encoders are data-parallel; a plan may "
+                "have one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _predicts_every_stage(self) -> "Plan":
+        if self.prediction is not None and len(self.prediction.stages) != len(self.stages):
+            raise ValueError(
+                f"prediction.stages has {len(self.prediction.stages)} entries for "
+                f"{len(self.stages)} stages; the two must be equally many: remove `prediction`"
+            )
+        return self
+
+
+def plan_files(directory: Path) -> list[Path]:
+    """Every file of a plan directory, whether it exists or not."""
+    return [directory / name for name in (PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE)]
+
+
+def write_plan(plan: Plan, directory: Path) -> None:
+    """Write `plan.json`: keys in one order, no timestamps, so equal plans are equal bytes."""
+    write_json_model(plan, directory / PLAN_FILE)
+
+
+def read_plan(directory: Path) -> Plan:
+    """Read `plan.json` of a plan directory.
+
+    Raises:
+        UserError: the directory holds no plan, or one that does not follow the schema.
+    """
+    remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
+    return read_json_model(Plan, directory / PLAN_FILE, remedy)

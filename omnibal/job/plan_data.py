@@ -1,0 +1,618 @@
+"""Data of a plan's micro-batches: a dataset's samples, a stream of them, or mock ones.
+
+All kinds have the same methods, so that no caller needs to know which of them a plan has.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import (
+    Lengths,
+    LengthsOrigin,
+    check_positions,
+    clip_sizes,
+    draw_samples,
+    tile_sizes,
+)
+from omnibal.dispatch.windows import WindowRequest, schedule_windows
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImageRule, ImagesEncoder
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import (
+    Caps,
+    check_limits,
+    check_packs_per_step,
+    in_canonical_order,
+    words,
+)
+from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.full_steps import whole_steps
+from omnibal.steps.next_fit import as_formed
+from omnibal.steps.steps import (
+    DataRequest,
+    Steps,
+    deal_steps,
+    draw_steps,
+    pack_epochs,
+    size_load,
+    steps_of,
+)
+
+_IMAGE_TOKENS = "image_tokens"
+"""Items of encoders of images at their native resolution."""
+MAX_TRAINED_SAMPLES = 200_000_000
+"""Most samples of all epochs, where there are several: a plan lists each, and all are in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleData:
+    """A dataset's samples, and the settings by which they become packs and steps."""
+
+    lengths: Lengths
+    caps: Caps
+    packing: PackingMethod
+    packs_per_step: int
+    """Packs per step, of all data-parallel ranks together."""
+    epochs: int
+    seed: int
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs, of rising caps; empty where there is but one, of context size 1."""
+    fill: FillRule = FillRule.COST
+    """Rule for the short samples that fill the room of long packs."""
+    curriculum_steps: int = 0
+    """First steps that are made of packs of the shortest level alone."""
+    steps: Steps | None = None
+    """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+    rules: PackRules = ANY_PACKS
+    """What packs may be, where there is but one level."""
+    packed_by: PackedBy | None = None
+    """Rule that made the packs of given steps; None where there are none."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
+        """Take over the data of an earlier plan, step by step, whatever rules its packs follow.
+
+        Raises:
+            UserError: the plan has no data, or other packs than `omnibal plan` makes.
+        """
+        if plan.data is None or data is None:
+            raise UserError(
+                "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
+                "give a plan that was made with --lengths"
+            )
+        if plan.data.method == "other":
+            raise UserError(
+                "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
+                f"with data.method {' or '.join(PackingMethod)}"
+            )
+        packs, lengths = data
+        return cls(
+            lengths=lengths,
+            caps=plan.data.caps,
+            packing=_packing_of(plan.data),
+            packed_by=plan.data.method,
+            packs_per_step=plan.data.packs_per_step,
+            epochs=plan.data.epochs,
+            seed=plan.data.seed,
+            levels=tuple(level.unplanned for level in plan.levels),
+            curriculum_steps=plan.data.curriculum_steps,
+            steps=steps_of(packs),
+        )
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse data that cannot be planned for a job.
+
+        Raises:
+            UserError: features are limited that the model does not have, or others are not; a step
+                has too many packs, the epochs too many samples, or the lengths were scanned for
+                another model.
+        """
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
+        check_packs_per_step(job.parallel.data, self.micro_batches(job))
+        _check_epochs(self.epochs, len(self.lengths))
+        self.trained_model(job.model)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with the tiling that the lengths were scanned with."""
+        return model_of_lengths(model, self.lengths)
+
+    def micro_batches(self, job: JobSpec) -> int:
+        """Count the micro-batches of one data-parallel rank in a full step, at most."""
+        return -(-self.packs_per_step // job.parallel.data)
+
+    def draw_request(self, job: JobSpec) -> DataRequest:
+        """Describe how packs and steps are drawn from the samples."""
+        return DataRequest(
+            caps=self.caps,
+            method=self.packing,
+            seed=self.seed,
+            epochs=self.epochs,
+            packs_per_step=self.packs_per_step,
+            packs_per_row=job.parallel.data,
+            levels=self.levels,
+            curriculum_steps=self.curriculum_steps,
+            rules=self.rules,
+        )
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps.
+
+        Where there are levels, the time to exchange attention decides too, by which long packs are
+        filled.
+        """
+        if self.steps is not None:
+            return []
+        may_fill = None
+        if len(self.levels) > 1 and self.fill is FillRule.COST:
+            may_fill = job.worth_filling(self.lengths, self.levels)
+        return pack_epochs(self.lengths, self.draw_request(job), may_fill)
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Draw the steps unless they are given, from `packed` or from packs made here."""
+        if self.steps is not None:
+            return self
+        packs = self.packed(job) if packed is None else packed
+        steps = draw_steps(self.lengths, self.draw_request(job), self._load(job), packs)
+        return replace(self, steps=steps)
+
+    def _load(self, job: JobSpec) -> Callable[[Packs], np.ndarray]:
+        return lambda packs: job.load_ms(packs, self.lengths, self.levels)
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Keep the micro-batches per rank for another job, or the steps where they are given."""
+        if self.steps is not None:
+            return self
+        return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
+
+    def sampled(self, most: int) -> Self:
+        """Draw at most `most` samples at random; all are kept where steps are given."""
+        if self.steps is not None:
+            return self
+        return replace(self, lengths=draw_samples(self.lengths, most, self.seed))
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time,
+        without what no full step has where the rules ask for full ones.
+
+        Raises:
+            UserError: a sample exceeds the caps, or an epoch has fewer packs than ranks.
+        """
+        lengths, steps = self.lengths, self.drawn(job).steps
+        assert steps is not None
+        sizes = job.parallel
+        packs = deal_steps(
+            steps,
+            lengths,
+            self._load(job),
+            sizes.data,
+            self.levels,
+            lockstep_ranks=job.lockstep_ranks,
+        )
+        # Ranks that share all packs take them together; rules are of packs of one level.
+        together = self.levels[0].context if len(self.levels) == 1 else 1
+        blocks, packs_per_step = sizes.data // together, self.packs_per_step // together
+        if self.rules.next_fit:
+            load = self._load(job)(packs.packs)
+            packs = as_formed(packs, lengths, load, blocks, packs_per_step)
+            packs = replace(packs, dp_rank=packs.dp_rank * together)
+        if self.rules.full_steps:
+            packs = whole_steps(packs, packs_per_step, blocks)
+        return packs, lengths
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps that every sample fits."""
+        return least_caps(self.lengths, self.caps.names)
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        """Describe the packs for plan.json."""
+        described = describe_data(
+            packs,
+            self.lengths,
+            caps=self.caps,
+            method=self.packed_by or ("next_fit" if self.rules.next_fit else self.packing.value),
+            seed=self.seed,
+            epochs=self.epochs,
+            packs_per_step=self.packs_per_step,
+            micro_batches_per_step=self.micro_batches(job),
+        )
+        return described.model_copy(update={"curriculum_steps": self.curriculum_steps})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MockData:
+    """One step of mock samples that each fill a pack: the data of a plan of shapes only."""
+
+    caps: Caps
+    micro_batches_per_step: int
+    """Packs of one data-parallel rank."""
+    image_tokens: int | None = None
+    """Tokens of an image at its native resolution; None where all of a pack's are one image."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """No levels: all packs are at the caps, each on one rank."""
+        return ()
+
+    @property
+    def steps(self) -> None:
+        """None: mock data has no steps of an earlier plan."""
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse a step of too many packs, and limits that do not suit the model.
+
+        Raises:
+            UserError: there are too many, or features are limited that the model does not have, or
+                others are not.
+        """
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
+        check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model as it is: no lengths say how images are cut into tiles."""
+        return model
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Return no packs: there are no samples to pack."""
+        return []
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Return the same data: its only step needs no drawing."""
+        return self
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Return the same data: its micro-batches are counted per rank."""
+        return self
+
+    def sampled(self, most: int) -> Self:
+        """Return the same data: there are no samples to draw from."""
+        return self
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Schedule the only step: packs at the caps, equally many on every rank."""
+        return data_at_caps(self._shapes(), job.parallel.data)
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps there are, as mock samples fit any."""
+        return Caps.of(**dict.fromkeys(self.caps.names, 1))
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> Shapes:
+        """Describe the micro-batches for plan.json."""
+        return self._shapes()
+
+    def _shapes(self) -> Shapes:
+        return Shapes(
+            caps=self.caps,
+            micro_batches_per_step=self.micro_batches_per_step,
+            image_tokens=self.image_tokens,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StreamData:
+    """Samples whose order is kept: a step is a window of them, whatever packs and ranks it has."""
+
+    lengths: Lengths
+    caps: Caps
+    window: int
+    """Samples of a step."""
+    is_dispatched: bool
+    """Whether ranks get equal shares of a window, or its packs as they are read."""
+    epochs: int
+
+    @classmethod
+    def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self | None:
+        """Take over the windows of an earlier plan, to be packed anew; None where it has none."""
+        if plan.data is None or plan.data.window is None or data is None:
+            return None
+        return cls(
+            lengths=data[1],
+            caps=plan.data.caps,
+            window=plan.data.window,
+            is_dispatched=plan.data.method != "next_fit",
+            epochs=plan.data.epochs,
+        )
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """No levels: all packs are under the same caps, each on one rank."""
+        return ()
+
+    @property
+    def steps(self) -> None:
+        """None: windows have no packs before the ranks are known."""
+
+    def check(self, job: JobSpec) -> None:
+        """Refuse data that cannot be planned for a job.
+
+        Raises:
+            UserError: features are limited that the model does not have, or others are not; a
+                window has too few samples for the ranks or too many packs, the epochs too many
+                samples, or the lengths were scanned for another model.
+        """
+        check_limits(self.caps.names, job.model.item_features, job.model.name)
+        ranks, samples = job.parallel.data, min(self.window, len(self.lengths))
+        if samples < ranks:
+            raise UserError(
+                f"a window of {samples:,} samples was given for {ranks:,} data-parallel ranks, of "
+                f"which {ranks - samples:,} would idle in every step: give --window {ranks} or "
+                "more, more samples, or fewer ranks"
+            )
+        check_packs_per_step(ranks, -(-samples // ranks))
+        _check_epochs(self.epochs, len(self.lengths))
+        self.trained_model(job.model)
+
+    def trained_model(self, model: ModelConfig) -> ModelConfig:
+        """Return the model with the tiling that the lengths were scanned with."""
+        return model_of_lengths(model, self.lengths)
+
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Return no packs: each rank's are made when it is known what it has of a window."""
+        return []
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Return the same data: the order of the stream says what the steps are."""
+        return self
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Return the same data: a window is a step of any number of ranks."""
+        return self
+
+    def sampled(self, most: int) -> Self:
+        """Keep the windows that the stream begins with, of at most `most` samples, or the first."""
+        count = max(most // self.window, 1) * self.window
+        first = np.arange(min(count, len(self.lengths)))
+        return replace(self, lengths=self.lengths.take(first))
+
+    def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
+        """Pack all windows for the job's ranks.
+
+        Raises:
+            UserError: a sample exceeds the caps.
+        """
+        request = WindowRequest(
+            caps=self.caps,
+            samples=self.window,
+            is_dispatched=self.is_dispatched,
+            epochs=self.epochs,
+            ranks=job.parallel.data,
+            stages=job.parallel.pipeline,
+            lockstep_ranks=job.lockstep_ranks,
+        )
+        packs = schedule_windows(
+            self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)
+        )
+        return packs, self.lengths
+
+    def least_caps(self) -> Caps:
+        """Return the smallest caps that every sample fits."""
+        return least_caps(self.lengths, self.caps.names)
+
+    def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        """Describe the packs for plan.json."""
+        described = describe_data(
+            packs,
+            self.lengths,
+            caps=self.caps,
+            method="balanced",
+            seed=0,
+            epochs=self.epochs,
+            packs_per_step=int(np.bincount(packs.step).max()),
+            micro_batches_per_step=int(packs.slot.max()) + 1,
+        )
+        changes = {"window": self.window, "steps_sha256": steps_of(packs).window_sha256}
+        if not self.is_dispatched:
+            changes["method"] = "next_fit"
+        return described.model_copy(update=changes)
+
+
+PlanData = SampleData | StreamData | MockData
+
+
+def _check_epochs(epochs: int, samples: int) -> None:
+    if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
+        raise UserError(
+            f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
+            f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
+        )
+
+
+def _packing_of(data: DataPlan) -> PackingMethod:
+    """Packing rule by which samples were told to go together; `balanced` where others did that."""
+    known = data.method in list(PackingMethod)
+    return PackingMethod(data.method) if known else PackingMethod.BALANCED
+
+
+def limited_features(model: ModelConfig) -> tuple[str, ...]:
+    """Names of the features that packs for a model must limit."""
+    return tuple(in_canonical_order([*model.item_features, "tokens"]))
+
+
+def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
+    """Complete caps of a pack of shapes: of its tokens, such a share are images'.
+
+    Args:
+        given: caps of features, tokens among them.
+        image_share: from 0 to 1; rounded to whole tiles, of which there is one at least.
+    """
+    caps = dict(given)
+    for tower in model.encoders.values():
+        if tower.feature not in caps and tower.of_images:
+            wanted = image_share * given["tokens"] / tower.tokens_per_item
+            caps[tower.feature] = max(round(wanted), 1)
+    return caps
+
+
+def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
+    """Find the smallest caps of these features that every sample fits."""
+    return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
+
+
+def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
+    """Make caps of these features of which only that of tokens limits packs.
+
+    The others are the most that samples of so many tokens together could have.
+    """
+    caps = {"tokens": tokens}
+    for name in names:
+        if name != "tokens":
+            caps[name] = _most_items(lengths.column(name), lengths.tokens, tokens)
+    return Caps.of(**caps)
+
+
+def _most_items(items: np.ndarray, tokens: np.ndarray, most_tokens: int) -> int:
+    """Most items of any samples that have so many tokens together, with a part of the last one."""
+    most_first = np.argsort(-items / np.maximum(tokens, 1), kind="stable")
+    held = np.concatenate([[0], np.cumsum(tokens[most_first], dtype=np.int64)])
+    sums = np.concatenate([[0], np.cumsum(items[most_first], dtype=np.int64)])
+    within = int(np.ceil(np.interp(most_tokens, held, sums)))
+    return max(within, int(items.max()), 1)
+
+
+def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
+    """Make one step of samples that each fill a pack.
+
+    They cost the most attention that fits it, but where a size of images is given.
+
+    Raises:
+        UserError: there would be more packs than a step may have.
+    """
+    count = data_parallel * shapes.micro_batches_per_step
+    check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
+    each = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
+    tokens = each.pop("tokens")
+    loss_tokens = each.pop("loss_tokens", np.zeros(count, np.int32))
+    size, squares = shapes.image_tokens, {}
+    if size is not None and _IMAGE_TOKENS in each:
+        whole, rest = np.divmod(each[_IMAGE_TOKENS].astype(np.int64), size)
+        squares[f"squared_{_IMAGE_TOKENS}"] = whole * size**2 + rest**2
+    lengths = Lengths(
+        loss_tokens=loss_tokens,
+        items=each,
+        tokens=tokens,
+        source=np.zeros(count, np.int32),
+        source_names=("at the caps",),
+        origin=None,
+        squares=squares,
+    )
+    steps = Steps(
+        packs=Packs.from_lists([[sample] for sample in range(count)]),
+        step=np.zeros(count, np.int64),
+        epoch=np.zeros(count, np.int32),
+    )
+    return deal_steps(
+        steps, lengths, lambda packs: size_load(packs, lengths), data_parallel
+    ), lengths
+
+
+def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
+    """Return the model with the tiling of the lengths, or with their limits of images' pixels, as
+    training must make images the same way.
+
+    Raises:
+        UserError: the lengths count items that no encoder takes, or were scanned for tiles of other
+            sizes, another chat template or another system message than the model's, or a sample is
+            longer than it may be.
+    """
+    if lengths is None:
+        return model
+    taken = model.item_features
+    others = [
+        name for name in lengths.item_names if name not in taken and lengths.items[name].any()
+    ]
+    if others:
+        raise UserError(
+            f"the lengths count {words(others)}, and {model.name} has no encoder for them: it "
+            f"takes {words([*taken, 'tokens'])}; give lengths of these alone, or another model"
+        )
+    longest = int(lengths.tokens.argmax())
+    source = lengths.source_names[lengths.source[longest]]
+    check_positions(int(lengths.tokens[longest]), model, f"sample {longest} of {source}")
+    return model if lengths.origin is None else _of_origin(model, lengths.origin)
+
+
+def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
+    given = (origin.image_size, origin.tokens_per_tile)
+    needed = tile_sizes(model)
+    if given != needed:
+        raise UserError(
+            f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
+            f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
+        )
+    if (origin.images is None) != (model.images is None):
+        raise UserError(
+            "the lengths were scanned for a model "
+            f"{'with' if origin.images else 'without'} images at their native resolution, unlike "
+            f"{model.name}; scan them for this model with `omnibal lengths`"
+        )
+    clips = clip_sizes(model)
+    if origin.clips != clips:
+        raise UserError(
+            f"the lengths were scanned for {origin.clips or 'no recordings'}, but {model.name} has "
+            f"{clips or 'no recordings'}; scan them for this model with `omnibal lengths`"
+        )
+    if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
+        raise UserError(
+            f"the lengths were scanned with chat_template {origin.chat_template!r} and "
+            f"system_message {origin.system_message!r}, but {model.name} has "
+            f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
+            "`omnibal lengths`"
+        )
+    if model.images is not None and origin.images is not None:
+        return _with_pixels(model, model.images, origin.images)
+    return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
+
+
+def _with_pixels(model: ModelConfig, tower: ImagesEncoder, rule: ImageRule) -> ModelConfig:
+    """The model with the least and most pixels of the lengths' images, if all else is as it is."""
+    pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
+    if tower.image_rule.model_copy(update=pixels) != rule:
+        raise UserError(
+            f"the lengths were scanned for images in patches of {rule.patch_size} pixels, by rule "
+            f"{rule.resize!r} and text {rule.image_text.each!r}, and {model.name} differs in this "
+            "or in how it takes videos; scan them for this model with `omnibal lengths`"
+        )
+    (name,) = (name for name, each in model.encoders.items() if each is tower)
+    return model.with_tower(name, **pixels)
+
+
+def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
+    pixels, tokens = sizes
+    return "no images" if pixels is None else f"tiles of {pixels} pixels and {tokens} tokens"
+
+
+def describe_data(
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    *,
+    caps: Caps,
+    method: PackedBy,
+    seed: int,
+    epochs: int,
+    packs_per_step: int,
+    micro_batches_per_step: int,
+) -> DataPlan:
+    """Describe packs for plan.json, by which a run knows them again."""
+    return DataPlan(
+        caps=caps,
+        method=method,
+        seed=seed,
+        epochs=epochs,
+        packs_per_step=packs_per_step,
+        micro_batches_per_step=micro_batches_per_step,
+        samples=len(lengths),
+        left_out=epochs * len(lengths) - len(packs.packs.samples),
+        packs=len(packs),
+        steps=packs.steps,
+        lengths_sha256=lengths.sha256,
+        packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
+        origin=lengths.origin,
+    )

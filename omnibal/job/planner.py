@@ -1,0 +1,254 @@
+"""The planner: a job and its data in; stages, recomputed layers and a prediction out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from omnibal.base.errors import UserError
+from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
+from omnibal.job.plan_data import PlanData
+from omnibal.model.config import ClusterConfig
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names_at
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
+from omnibal.pipeline.partition import SearchResult, search_stages
+from omnibal.pipeline.predict import predict
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.reading import StageReading
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanRequest:
+    """A job and its data, and the method that divides the model over stages.
+
+    Raises:
+        UserError: a step has too many packs, the epochs too many samples, the lengths were scanned
+            for another model, or the method does not plan for levels.
+    """
+
+    job: JobSpec
+    data: PlanData
+    method: PartitionMethod = PartitionMethod.OMNIBAL
+    """Method that splits the model over pipeline stages."""
+    recompute: RecomputeRule = RecomputeRule.CHEAPEST
+    """Rule for the layers that recompute their activations."""
+
+    def __post_init__(self) -> None:
+        self.data.check(self.job)
+        joint_alone = self._joint_alone()
+        if joint_alone and not self.is_joint:
+            what, otherwise = joint_alone
+            raise UserError(
+                f"--method {self.method} with --recompute {self.recompute} was given for {what}: "
+                f"leave both options out{otherwise}"
+            )
+        if self.data.levels and not self.job.trainer.stages.is_free:
+            raise UserError(
+                "packs of several levels, each of which recomputes layers of its own, cannot be "
+                "told to a trainer that takes limited stages: give --packing-levels 1, or leave "
+                "--for out"
+            )
+        if self.job.has_data_parallel_encoders and any(
+            level.context > 1 for level in self.data.levels
+        ):
+            raise UserError(
+                "ranks share packs of a level, which data-parallel encoders do not go with: "
+                "give --packing-levels 1, or --encoder pipeline"
+            )
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether split and recomputed layers are searched for together."""
+        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
+        return (self.method, self.recompute) == joint
+
+    def _joint_alone(self) -> tuple[str, str] | None:
+        """What of the job only the joint search plans, and what else to give; None if nothing."""
+        if self.job.has_data_parallel_encoders:
+            what = "data-parallel encoders, whose memory only the joint search shares with"
+            return f"{what} its stages", ", or give --encoder pipeline"
+        if not self.job.trainer.stages.is_free:
+            what = "a plan whose stages are limited to what a trainer can be told, which only"
+            return f"{what} the joint search keeps to", ", or leave --for out"
+        if self.data.levels:
+            what = "packs of levels, each of which recomputes layers of its own, and only the"
+            # The packs of an earlier plan have its levels.
+            otherwise = ", or give --packing-levels 1" if self.data.steps is None else ""
+            return f"{what} joint search knows them", otherwise
+        return None
+
+    def sized(self, parallel: Parallel) -> Self:
+        """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
+        job = self.job.sized(parallel)
+        return replace(self, job=job, data=self.data.for_ranks(self.job, job))
+
+    def on_cluster(self, cluster: ClusterConfig) -> Self:
+        """Change the devices."""
+        return replace(self, job=replace(self.job, cluster=cluster))
+
+    def capped(self, caps: Caps) -> Self:
+        """Change the caps of packs."""
+        return replace(self, data=replace(self.data, caps=caps))
+
+    def packed(self) -> list[Packs]:
+        """Pack every epoch, for `drawn`; no packs where steps are given or made up."""
+        return self.data.packed(self.job)
+
+    def drawn(self, packed: Sequence[Packs]) -> Self:
+        """Draw the steps from packs of `packed`."""
+        return replace(self, data=self.data.drawn(self.job, packed))
+
+    def workload(self) -> Workload:
+        """Schedule the micro-batches, which the stages are searched for.
+
+        Raises:
+            UserError: an epoch has fewer packs than ranks.
+        """
+        return self.job.workload(*self.data.schedule(self.job), self.data.levels)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanResult:
+    """A plan with its packs, and the result of the search for its stages."""
+
+    plan: Plan
+    data: tuple[ScheduledPacks, Lengths] | None
+    """Packs and lengths; None for a plan of shapes only."""
+    search: SearchResult | None
+    """Result of the joint search, with its proven bound; None for another method."""
+    cost_source: CostSource = ANALYTIC
+    """What its costs were counted or measured by."""
+
+
+def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
+    """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
+
+    Args:
+        effort: of the joint search, as in `search_stages`.
+
+    Raises:
+        UserError: a sample exceeds the caps, or no partition fits into memory.
+    """
+    job = request.job
+    packs, lengths = request.data.schedule(job)
+    levels = request.data.levels
+    workload = job.workload(packs, lengths, levels)
+    search: SearchResult | None
+    if job.has_data_parallel_encoders:
+        found = search_encoders(placement_problem(job, workload, levels), effort)
+        job = replace(job, beside=found.beside)
+        stages_at, search = found.search.stages_at, found.search
+        workload = job.workload(packs, lengths, levels)
+    else:
+        stages_at, search = _stages(request, workload, effort)
+    described = request.data.described(packs, job)
+    data = described if isinstance(described, DataPlan) else None
+    model = request.data.trained_model(job.model)
+    plan = Plan(
+        model=model,
+        precision=job.precision,
+        parallel=job.parallel,
+        frozen=job.frozen,
+        made_for=job.trainer.name,
+        stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
+        levels=_planned(levels, stages_at),
+        beside=job.beside,
+        cluster=job.cluster,
+        data=data,
+        shapes=described if data is None else None,
+        settings_sha256=SettingsHashes.of(model, data),
+    )
+    prediction = prediction_of(plan, job, packs, workload)
+    return PlanResult(
+        plan=plan.model_copy(update={"prediction": prediction}),
+        data=None if data is None else (packs, lengths),
+        search=search,
+        cost_source=job.cost_source,
+    )
+
+
+def prediction_of(
+    plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
+) -> Prediction:
+    """Predict a plan of a job on its own packs, of which the workload is."""
+    cost, stages_at = job.cost_of_all(plan.levels), plan.stages_at_levels
+    prediction = predict(
+        cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload, _reading(plan, job)
+    )
+    if plan.data is not None:
+        return prediction
+    # One step of made-up samples says nothing about a dataset.
+    return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
+
+
+def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
+    """What ranks read, where the source of costs has its time."""
+    reading = job.cost_source.reading
+    if reading is None:
+        return None
+    return StageReading.of(
+        reading,
+        plan.model,
+        plan.stages,
+        feature_names_at(job.cost.features, plan.levels),
+        has_data_parallel_encoders=plan.beside is not None,
+        ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
+    )
+
+
+def _planned(
+    levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]
+) -> tuple[PlannedLevel, ...]:
+    """Levels with the layers that each stage recomputes at them."""
+    return tuple(
+        PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
+        for level, stages in zip(levels, stages_at, strict=bool(levels))
+    )
+
+
+def _without_recompute(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    return tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
+
+
+def placement_problem(
+    job: JobSpec, workload: Workload, levels: Sequence[Level] = ()
+) -> PlacementProblem:
+    """The search for how a job's data-parallel encoders run, for packs of these levels."""
+    assert job.encoders_cost is not None
+    return PlacementProblem(
+        cost=job.cost_of_all(levels),
+        features=feature_names_at(job.cost.features, levels),
+        model=job.pipeline_model,
+        encoders=job.encoders_cost,
+        workload=workload,
+        memory_cap_bytes=job.memory_cap_gib * GIB,
+    )
+
+
+def _stages(
+    request: PlanRequest, workload: Workload, effort: float
+) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
+    """Stages with the layers that they recompute at every level."""
+    job = request.job
+    cost, model = job.cost_of_all(request.data.levels), job.model
+    pipeline = job.parallel.pipeline
+    cap_bytes = job.memory_cap_gib * GIB
+    if request.is_joint:
+        found = search_stages(
+            cost, model, workload, pipeline, cap_bytes, rules=job.trainer.stages, effort=effort
+        )
+        return found.stages_at, found
+    chosen = baseline_stages(
+        request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
+    )
+    return (chosen,), None

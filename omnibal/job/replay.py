@@ -1,0 +1,286 @@
+"""Replay of a plan: measured times of single stages on one device, combined into whole steps.
+
+`tools/replay.py` builds one stage after another, feeds each the plan's packs and keeps what it
+measured, a file per stage. Here these become a step: measured times of every micro-batch in the
+plan's schedule, with links and reductions between devices from the cost model, as no other device
+was there. So a plan for many devices is tried on one.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+
+from omnibal.base.errors import UserError
+from omnibal.cost.model import CostModel
+from omnibal.job.plan import Plan
+from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
+from omnibal.model.config import Provider
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
+from omnibal.pipeline.prediction import LostTime, StageMemory
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import per_step_costs
+from omnibal.pipeline.stage_memory import bytes_in_passes, running_passes
+from omnibal.pipeline.workload import Workload
+
+INFO_FILE = "replay.json"
+_REMEDY = "replay the plan anew with tools/replay.py, into another directory"
+
+
+class ReplayInfo(ReplayIdentity):
+    """Settings of a replay, of which all stages must be."""
+
+    steps: tuple[NonNegativeInt, ...]
+    """Replayed steps of the run, each with all ranks' micro-batches."""
+    repetitions: PositiveInt
+    content: Literal["data", "random"]
+    """Content of the micro-batches; their sizes are the plan's."""
+    device: str
+    processes: PositiveInt
+    """Processes that shared the stages."""
+    provider: Provider = "local"
+    """Provider of the layers that were measured."""
+
+
+class StageReplay(FoundOfStage):
+    """Measurements of one stage on one device; times per micro-batch, medians of the
+    repetitions."""
+
+    rows: tuple[NonNegativeInt, ...]
+    """Rows of the packs, ascending; the next three fields have as many entries."""
+    forward_ms: tuple[NonNegativeFloat, ...]
+    backward_ms: tuple[NonNegativeFloat, ...]
+    """Backward time, recomputation included."""
+    recompute_ms: tuple[NonNegativeFloat, ...]
+    update_ms: NonNegativeFloat
+    """Time to zero gradients, compute their norm, clip and update the weights, once a step."""
+    state_gib: NonNegativeFloat
+    """Memory of weights, gradients and optimizer state."""
+    activations_gib: NonNegativeFloat
+    """Activation memory at the peak of the run's steps that are predicted to need most."""
+    with_working_memory: bool
+    """Whether `activations_gib` is everything beyond the state (CUDA), or what is kept for the
+    backward pass (CPU)."""
+
+    @model_validator(mode="after")
+    def _as_many(self) -> "StageReplay":
+        counts = {len(self.forward_ms), len(self.backward_ms), len(self.recompute_ms)}
+        if counts != {len(self.rows)}:
+            raise ValueError("rows, forward_ms, backward_ms and recompute_ms differ in length")
+        return self
+
+    @property
+    def peak_gib(self) -> float:
+        """Measured memory of the device."""
+        return self.state_gib + self.activations_gib
+
+    def predicted_gib(self, memory: StageMemory) -> float:
+        """Predicted value of `peak_gib`: without working memory where that is not measured."""
+        left_out = 0.0 if self.with_working_memory else memory.transient_gib
+        return memory.peak_gib - left_out
+
+
+REPLAY_FILES = StageFiles(
+    what="replay",
+    identity=ReplayInfo,
+    found=StageReplay,
+    info_file=INFO_FILE,
+    prefix="stage",
+    remedy=_REMEDY,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ReplaySummary:
+    """Whole steps of a replayed plan; times are means over the replayed steps."""
+
+    info: ReplayInfo
+    stages: tuple[StageReplay, ...]
+    """Replays of all stages of the plan, in order."""
+    each_step_ms: np.ndarray
+    """Time of every replayed step, [steps]."""
+    predicted_each_step_ms: np.ndarray
+    """Predicted time of the same steps, [steps]."""
+    forward_ms: np.ndarray
+    """Forward time of a data-parallel rank in a step; this and the next two are [stages]."""
+    backward_ms: np.ndarray
+    recompute_ms: np.ndarray
+    wait_fractions: np.ndarray
+    """Share of the step in which each stage waits, [stages]."""
+    lost: LostTime
+
+    @property
+    def step_ms(self) -> float:
+        """Mean time of the replayed steps."""
+        return float(self.each_step_ms.mean())
+
+    @property
+    def predicted_step_ms(self) -> float:
+        """Mean predicted time of the same steps, which are some of the plan's."""
+        return float(self.predicted_each_step_ms.mean())
+
+    @property
+    def idle_fraction(self) -> float:
+        """Idle share of the step, for any cause, mean over stages."""
+        return float(self.wait_fractions.mean())
+
+    @property
+    def recompute_fraction(self) -> float:
+        """Share of all computing that is done for the second time."""
+        return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
+
+
+def plan_sha256(plan: Plan) -> str:
+    """Hash of all of a plan but its prediction."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+
+
+def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
+    """Choose at most `most` steps to replay: the middle ones of equal parts of the run.
+
+    Only steps with the most frequent number of packs, or of samples if more steps have that, are
+    chosen: the step of left-over packs is not like the others.
+    """
+    sizes = np.diff(packs.packs.offsets)
+    in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
+    usual = np.flatnonzero(max((_is_most_frequent(counts) for counts in in_step), key=np.sum))
+    count = min(most, len(usual))
+    return tuple(usual[(2 * np.arange(count) + 1) * len(usual) // (2 * count)].tolist())
+
+
+def _is_most_frequent(counts: np.ndarray) -> np.ndarray:
+    """Mask of the entries that equal the most frequent count."""
+    return counts == np.bincount(counts).argmax()
+
+
+def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
+    """Rows of all ranks' packs in these steps, ascending."""
+    return np.flatnonzero(np.isin(packs.step, steps))
+
+
+def heaviest_rows(
+    cost: CostModel, plan: Plan, stage: int, workload: Workload
+) -> tuple[np.ndarray, ...]:
+    """Rows of one rank's step of the run in which the stage is predicted to need the most memory,
+    and, if it is another one, of that in which it keeps the most.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
+    """
+    features = features_of(workload, cost)
+    passes = running_passes(features, workload.slot, len(plan.stages), stage)
+    stage_at = [stages[stage] for stages in plan.stages_at_levels]
+    in_passes = bytes_in_passes(cost, passes, stage_at)
+    # Forwards in the packs' order, then backwards.
+    worst = {int(each_bytes.argmax()) % len(workload) for each_bytes in in_passes}
+    places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}
+    return tuple(
+        np.flatnonzero((workload.step == step) & (workload.dp_rank == rank))
+        for step, rank in sorted(places)
+    )
+
+
+def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
+    """Read a finished replay of the plan and combine its stages into steps.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
+
+    Raises:
+        UserError: the directory holds no replay, one of another plan, or not yet all stages.
+    """
+    info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
+    stages = REPLAY_FILES.read(directory, len(plan.stages))
+    missing = sorted(set(range(len(plan.stages))) - {replay.stage for replay in stages})
+    if missing:
+        raise UserError(
+            f"{directory}: stage {missing[0]} is not replayed yet ({len(missing)} of "
+            f"{len(plan.stages)} are not), and a step needs them all: give the same command of "
+            "tools/replay.py again, with --stages all"
+        )
+    return summarise_replay(info, stages, plan, cost, workload)
+
+
+def summarise_replay(
+    info: ReplayInfo,
+    replays: Sequence[StageReplay],
+    plan: Plan,
+    cost: CostModel,
+    workload: Workload,
+) -> ReplaySummary:
+    """Combine all stages' measured times into steps, in the plan's schedule.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        workload: of all the plan's packs.
+    """
+    rows = np.flatnonzero(np.isin(workload.step, info.steps))
+    for replay in replays:
+        if not np.array_equal(replay.rows, rows):
+            raise UserError(
+                f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
+            )
+    workload = workload.rows(rows)
+    predicted_once = per_step_costs(cost, plan.stages)
+    update_ms = np.array([replay.update_ms for replay in replays])
+    once = replace(predicted_once, update_ms=update_ms)
+    predicted = causes_of(cost, plan.stages_at_levels, workload)
+    predicted_steps = predict_steps(predicted.all, workload, predicted_once)
+    causes = measured_causes(replays, predicted)
+    steps = predict_steps(causes.all, workload, once)
+    ranks = len(steps.step_ms) * plan.parallel.data
+    return ReplaySummary(
+        info=info,
+        stages=tuple(replays),
+        each_step_ms=steps.step_ms,
+        predicted_each_step_ms=predicted_steps.step_ms,
+        forward_ms=causes.all.forward_ms.sum(axis=0) / ranks,
+        backward_ms=causes.all.backward_ms.sum(axis=0) / ranks,
+        recompute_ms=causes.all.recompute_ms.sum(axis=0) / ranks,
+        wait_fractions=steps.wait_fractions,
+        lost=lost_time_of(causes, workload, once, float(steps.step_ms.mean())),
+    )
+
+
+def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> CauseTimes:
+    """Replace predicted times by measured ones.
+
+    One device alone exchanges nothing with tensor-parallel ranks: that time is added as it is
+    predicted. What it computes on padding is the predicted share of what was measured.
+    """
+    forward_ms = np.stack([replay.forward_ms for replay in replays], axis=1)
+    backward_ms = np.stack([replay.backward_ms for replay in replays], axis=1)
+    recompute_ms = np.stack([replay.recompute_ms for replay in replays], axis=1)
+    all_, silent, needed = predicted.all, predicted.silent, predicted.needed
+    whole = replace(
+        all_,
+        forward_ms=forward_ms + (all_.forward_ms - silent.forward_ms),
+        backward_ms=backward_ms + (all_.backward_ms - silent.backward_ms),
+        recompute_ms=recompute_ms + (all_.recompute_ms - silent.recompute_ms),
+    )
+    return CauseTimes(
+        all=whole,
+        local=whole,  # nothing is shared in plans that are replayed
+        silent=replace(
+            silent, forward_ms=forward_ms, backward_ms=backward_ms, recompute_ms=recompute_ms
+        ),
+        needed=replace(
+            needed,
+            forward_ms=forward_ms * _share(needed.forward_ms, silent.forward_ms),
+            backward_ms=backward_ms * _share(needed.backward_ms, silent.backward_ms),
+            recompute_ms=recompute_ms * _share(needed.recompute_ms, silent.recompute_ms),
+        ),
+    )
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """Element-wise `part` / `whole`; 1 where `whole` is 0."""
+    return np.divide(part, whole, out=np.ones_like(whole), where=whole > 0)

@@ -1,0 +1,269 @@
+"""The run log: `run.jsonl`, one line per trained step, with `run.json` and `evaluation.json`.
+
+Training writes these types and the report reads them.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import (
+    atomic,
+    parse_json_model,
+    read_json_model,
+    read_text,
+    write_json_model,
+)
+from omnibal.base.frozen import Frozen
+from omnibal.model.config import Provider
+
+RUN_FILE = "run.jsonl"
+RUN_INFO_FILE = "run.json"
+VALIDATION_FILE = "validation.jsonl"
+EVALUATION_FILE = "evaluation.json"
+
+_MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
+"""Number that may be NaN or infinite, as in a diverged step."""
+_OfDataParallelEncoders = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms: not ms)]
+"""Time that is written only where encoders are data-parallel."""
+
+
+class RunInfo(Frozen):
+    """Identity of a run, written when it starts, so that a report can match it to its plan."""
+
+    model: str
+    packs_sha256: str
+    """SHA-256 of the plan's packs: the data, its order and the step boundaries."""
+    provider: Provider | None = None
+    """Provider of the layers since the run was started or resumed last; None where it was not
+    recorded."""
+
+
+class StageRecord(Frozen):
+    """Record of one pipeline stage in one step; times are means over its data-parallel ranks."""
+
+    forward_ms: NonNegativeFloat
+    backward_ms: NonNegativeFloat
+    """Backward time, recomputation included."""
+    wait_ms: NonNegativeFloat
+    """Idle time: waiting for the neighbours' tensors, and for other stages at the step's end."""
+    data_ms: NonNegativeFloat
+    """Time spent waiting for the next micro-batch to be loaded."""
+    optimizer_ms: NonNegativeFloat
+    """Gradient reduction, norm, clipping and weight update."""
+    encoder_ms: _OfDataParallelEncoders = 0.0
+    """Forward and backward of data-parallel encoders, what runs again included."""
+    exchange_ms: _OfDataParallelEncoders = 0.0
+    """Exchange of their features and gradients, and the wait for the ranks that encode longer."""
+    peak_gib: NonNegativeFloat
+    """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
+    CPU: resident set of the process so far."""
+    reserved_gib: NonNegativeFloat = 0.0
+    """Memory reserved by CUDA's allocator since then, the largest over the ranks; far above
+    `peak_gib`, memory is fragmented. CPU: 0."""
+    allocation_retries: NonNegativeInt = 0
+    """Times since then that CUDA's allocator had to return memory to the driver before it got any,
+    the most of any rank; each stops the device. CPU: 0."""
+
+
+class ExpertBalance(Frozen):
+    """How evenly the tokens of a step were spread over experts, 1 where evenly; means over layers.
+
+    A single micro-batch's spread is wider.
+    """
+
+    fullest_expert: NonNegativeFloat
+    """Tokens of a layer's fullest expert over the mean of its experts."""
+    fullest_rank: NonNegativeFloat
+    """Tokens of the fullest expert-parallel rank over the mean of them, all groups together: what
+    is planned for as `imbalance` of every micro-batch."""
+
+
+class StepRecord(Frozen):
+    """One trained step."""
+
+    # Otherwise NaN would be written as null, which is no number to read back.
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    step: NonNegativeInt
+    epoch: NonNegativeInt
+    loss: _MaybeDiverged
+    loss_tokens: NonNegativeInt
+    samples: NonNegativeInt
+    tiles: NonNegativeInt
+    tokens: NonNegativeInt
+    step_ms: NonNegativeFloat
+    between_ms: NonNegativeFloat = 0.0
+    """Time of logging, checkpoints and validation since the step before, on the writing rank."""
+    mfu: NonNegativeFloat = 0.0
+    """Model FLOPs utilization: needed operations over what all devices could do in the step."""
+    skipped: bool = False
+    """Whether the update was skipped, as the loss or a gradient was not finite."""
+    spike: bool = False
+    """Whether the loss is far above those before it."""
+    replaced_samples: NonNegativeInt = 0
+    """Samples that were replaced, as their images could not be read."""
+    learning_rate: NonNegativeFloat
+    grad_norm: _MaybeDiverged
+    experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
+    """Spread of the tokens; None where no layer has experts."""
+    stages: tuple[StageRecord, ...]
+
+
+class ValidationRecord(Frozen):
+    """The loss on held-out data after some steps."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+    step: NonNegativeInt
+    """Steps trained before the validation."""
+    loss: _MaybeDiverged
+    loss_tokens: NonNegativeInt
+    seconds: NonNegativeFloat
+
+
+class KindAccuracy(Frozen):
+    """Exact-match accuracy over the questions of one kind."""
+
+    kind: str
+    questions: NonNegativeInt
+    correct: NonNegativeInt
+    chance: float
+    """Accuracy of the best constant answer: the share of the most common reference."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct answers, 0 where nothing was asked."""
+        return self.correct / self.questions if self.questions else 0.0
+
+
+class EvaluatedAnswer(Frozen):
+    """One held-out question and the model's answer."""
+
+    sample: str
+    question: str
+    expected: str
+    answered: str
+    kind: str
+
+
+class Evaluation(Frozen):
+    """Greedy answers on held-out data."""
+
+    step: NonNegativeInt
+    kinds: tuple[KindAccuracy, ...]
+    """Accuracy by kind, the kind with the most questions first."""
+    examples: tuple[EvaluatedAnswer, ...]
+
+
+def run_files(directory: Path) -> list[Path]:
+    """List every file of a run that a report reads, whether it exists or not."""
+    names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
+    return [directory / name for name in names]
+
+
+R = TypeVar("R", StepRecord, ValidationRecord)
+
+
+def write_run_info(info: RunInfo, directory: Path) -> None:
+    """Write `run.json` into the run's directory."""
+    write_json_model(info, directory / RUN_INFO_FILE)
+
+
+def read_run_info(directory: Path) -> RunInfo:
+    """Read `run.json` of a run's directory.
+
+    Raises:
+        UserError: the file is missing or does not follow the schema.
+    """
+    remedy = "pretrain_vlm.py writes it into --save when it starts; give that directory"
+    return read_json_model(RunInfo, directory / RUN_INFO_FILE, remedy)
+
+
+def read_run(path: Path) -> list[StepRecord]:
+    """Read `run.jsonl`; where a resumed run wrote a step again, the last line counts.
+
+    A last line without its end is still being written, and left out.
+
+    Raises:
+        UserError: the file is missing, holds no step, or a line does not follow the schema.
+    """
+    records = _read_lines(StepRecord, path)
+    if not records:
+        raise UserError(f"{path}: holds no step yet; let the run finish at least one")
+    return records
+
+
+def read_validations(directory: Path) -> list[ValidationRecord]:
+    """Read `validation.jsonl` of a run's directory, as `read_run` does; empty where there is none.
+
+    Raises:
+        UserError: a line does not follow the schema.
+    """
+    path = directory / VALIDATION_FILE
+    return _read_lines(ValidationRecord, path) if path.exists() else []
+
+
+def _read_lines(kind: type[R], path: Path) -> list[R]:
+    """Records of a log in the order of their steps; of a step written twice, the last line."""
+    text = read_text(path, "pretrain_vlm.py writes it into --save")
+    records = {}
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        record = parse_json_model(
+            kind, line, f"{path}: line {number}", "remove the line, or train again"
+        )
+        records[record.step] = record
+    return [records[step] for step in sorted(records)]
+
+
+def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
+    """Add a line to a log; a half line that a killed process left at its end is dropped."""
+    with path.open("a+b") as log:
+        if log.tell():
+            log.seek(-1, os.SEEK_END)
+            if log.read(1) != b"\n":
+                whole = path.read_bytes().rfind(b"\n") + 1
+                log.truncate(whole)
+        log.write(record.model_dump_json().encode() + b"\n")
+
+
+def drop_records(path: Path, first_step: int) -> None:
+    """Leave out of a log what was recorded at `first_step` or later, and half lines.
+
+    A run that was killed has logged steps that its newest checkpoint does not hold; they will be
+    trained again, or never.
+    """
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            if json.loads(line)["step"] < first_step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
+            kept.append(line + b"\n")  # for whoever reads the log to complain about
+    with atomic(path) as temporary:
+        temporary.write_bytes(b"".join(kept))
+
+
+def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
+    """Write `evaluation.json` into the run's directory and return its path."""
+    path = directory / EVALUATION_FILE
+    write_json_model(evaluation, path)
+    return path
+
+
+def read_evaluation(directory: Path) -> Evaluation | None:
+    """Read the evaluation in a run's directory; None where the run was not evaluated.
+
+    Raises:
+        UserError: the file does not follow the schema.
+    """
+    path = directory / EVALUATION_FILE
+    if not path.exists():
+        return None
+    return read_json_model(Evaluation, path, "run the evaluation again")

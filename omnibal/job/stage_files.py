@@ -1,0 +1,107 @@
+"""Files of a replay: what tells it from others, and what was found of each stage, a file each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import NonNegativeInt
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.frozen import Frozen
+
+
+class ReplayIdentity(Frozen):
+    """What tells one replay from others, written before the first stage."""
+
+    plan_sha256: str
+    """SHA-256 of the plan without its prediction."""
+
+
+class FoundOfStage(Frozen):
+    """What was found of one stage."""
+
+    stage: NonNegativeInt
+
+
+Identity = TypeVar("Identity", bound=ReplayIdentity)
+Found = TypeVar("Found", bound=FoundOfStage)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageFiles(Generic[Identity, Found]):
+    """How a kind of replay names and reads its files; all methods take the replay's directory."""
+
+    what: str
+    """Name of this kind of replay."""
+    identity: type[Identity]
+    found: type[Found]
+    info_file: str
+    prefix: str
+    """Beginning of the names of stages' files, before the stage's number."""
+    remedy: str
+    """Ends the message about a bad file."""
+
+    def file_of(self, directory: Path, stage: int) -> Path:
+        """File of a stage."""
+        return directory / f"{self.prefix}_{stage}.json"
+
+    def all_files(self, directory: Path) -> list[Path]:
+        """List every file of a replay, its first one whether it exists or not."""
+        return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
+
+    def open(self, directory: Path, identity: Identity) -> None:
+        """Begin a replay in a directory, or go on with the same one.
+
+        Raises:
+            UserError: the directory holds another replay of this kind.
+        """
+        if not (directory / self.info_file).exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json_model(identity, directory / self.info_file)
+            return
+        kept = self.identity_of(directory, identity.plan_sha256)
+        if kept != identity:
+            differs = [name for name, value in identity if value != dict(kept)[name]]
+            raise UserError(
+                f"{directory}: holds a {self.what} with another {differs[0]}; only the "
+                f"same one can be gone on with: {self.remedy}"
+            )
+
+    def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
+        """Read what tells this replay from others.
+
+        Raises:
+            UserError: the directory holds no replay of this kind, or one of another plan.
+        """
+        kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
+        if kept.plan_sha256 != plan_sha256:
+            raise UserError(
+                f"{directory}: is the {self.what} of another plan (sha256 "
+                f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}); give the one of this plan, or "
+                f"{self.remedy}"
+            )
+        return kept
+
+    def write(self, found: Found, directory: Path) -> None:
+        """Write what was found of a stage."""
+        write_json_model(found, self.file_of(directory, found.stage))
+
+    def read(self, directory: Path, stages: int) -> tuple[Found, ...]:
+        """Read the stages that are there of so many, in order.
+
+        Raises:
+            UserError: a file does not follow the schema, or is of another stage than its name says.
+        """
+        kept = []
+        for stage in range(stages):
+            path = self.file_of(directory, stage)
+            if not path.exists():
+                continue
+            kept.append(read_json_model(self.found, path, self.remedy))
+            if kept[-1].stage != stage:
+                raise UserError(
+                    f"{path}: holds stage {kept[-1].stage}, and by its name stage {stage}; "
+                    f"{self.remedy}"
+                )
+        return tuple(kept)

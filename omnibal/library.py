@@ -1,0 +1,231 @@
+"""What `import omnibal` gives: functions that do what the commands do, typed and silent.
+
+Each is a few lines over the module that does the work, so that a program, a notebook and the
+command line come to the same results (docs/python.md).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import check_new_folder
+from omnibal.base.outputs import check_files
+from omnibal.cost.profile import Measured, read_profile
+from omnibal.cost.source import ANALYTIC
+from omnibal.data.annotations import Annotations
+from omnibal.data.lengths import Lengths
+from omnibal.data.lengths import read_lengths as _read_lengths
+from omnibal.export.directory import Export, check_expressible, export_input, make_export
+from omnibal.export.trainers import EXPORTS
+from omnibal.families.named import named_model
+from omnibal.job.check import check_plan
+from omnibal.job.check import open_plan as _open_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import plan_files
+from omnibal.job.plan_files import PlanFiles, save_plan
+from omnibal.lint.all_rules import findings_of
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launch import Finding, Launch
+from omnibal.model.config import Precision, load_cluster
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import TARGETS, TargetName, trainer_of
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
+from omnibal.pipeline.simulate import StepTimes, simulate_levels
+from omnibal.planning import Planned, plan
+from omnibal.report.page import write_report
+from omnibal.search.goal import Free, Goal, Samples
+
+
+def read_lengths(*paths: Path | str) -> Lengths:
+    """Read and join length files, as `omnibal lengths` writes them.
+
+    Raises:
+        UserError: a file is missing or is none of lengths.
+    """
+    return _read_lengths([Path(path) for path in paths])
+
+
+def pack(
+    lengths: Lengths, max_tokens: int, *, seed: int = 0, limits: Mapping[str, int] | None = None
+) -> Packs:
+    """Put every sample into one pack, in about the fewest packs.
+
+    Args:
+        max_tokens: most tokens of a pack.
+        limits: most of other features, such as `{"tiles": 12}`.
+
+    Raises:
+        UserError: a sample is larger than a limit.
+    """
+    caps = Caps.of(**(limits or {}), tokens=max_tokens)
+    return pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
+
+
+def training_job(
+    model: str,
+    cluster: str,
+    *,
+    parallel: Parallel | None = None,
+    precision: Precision = "bf16",
+    frozen: tuple[str, ...] = (),
+    profile: Path | str | None = None,
+    trainer: str | None = None,
+) -> JobSpec:
+    """Describe a training job without its data.
+
+    Args:
+        model: a preset, a hub id, or a model's TOML file, config.json or folder.
+        cluster: a preset or a TOML file.
+        parallel: parallel sizes; None for the smallest, where they are to be searched for.
+        frozen: parts of the model that are not trained, such as "vision".
+        profile: measured costs, in place of counted ones.
+        trainer: another trainer to plan for, such as "ms-swift"; None for this project's.
+
+    Raises:
+        UserError: one of them is not known, or they do not go together.
+    """
+    if trainer is not None and trainer not in list(TargetName):
+        known = ", ".join(TargetName)
+        raise UserError(f"trainer {trainer!r} is not known; it must be one of {known}")
+    costs = ANALYTIC if profile is None else Measured(read_profile(Path(profile)))
+    return JobSpec(
+        model=named_model(model),
+        cluster=load_cluster(cluster),
+        parallel=parallel or Parallel(tensor=costs.tensor or 1, pipeline=1),
+        precision=precision,
+        frozen=frozen,
+        cost_source=costs,
+        trainer=trainer_of(None if trainer is None else TargetName(trainer)),
+    )
+
+
+def open_plan(directory: Path | str) -> PlanFiles:
+    """Open a plan directory: the plan, its job, its packs and its lengths.
+
+    Raises:
+        UserError: it is no plan, or its files do not belong together.
+    """
+    return _open_plan(Path(directory))
+
+
+def check(directory: Path | str) -> list[str]:
+    """Prove that training can follow a plan; a sentence for everything that holds.
+
+    Raises:
+        UserError: training cannot follow it, with the reason.
+    """
+    return check_plan(Path(directory))
+
+
+def simulate(directory: Path | str) -> StepTimes:
+    """Simulate all steps of a plan on its own packs.
+
+    Raises:
+        UserError: it is no plan.
+    """
+    files = open_plan(directory)
+    packs, lengths = files.steps
+    workload = files.job.workload(packs, lengths, files.plan.levels)
+    cost = files.job.cost_of_all(files.plan.levels)
+    return simulate_levels(cost, files.plan.stages_at_levels, workload)
+
+
+def export_plan(
+    directory: Path | str,
+    to: Path | str,
+    *,
+    trainer: str | None = None,
+    data: Path | str | None = None,
+    workers: int = 0,
+) -> Export:
+    """Write a plan as the files, flags and command of another trainer.
+
+    Args:
+        directory: of the plan.
+        to: folder to make.
+        trainer: to write for; None for the one that the plan was made for.
+        data: annotation file, or meta JSON, that the lengths were scanned from.
+        workers: loader processes of every rank, where files depend on them.
+
+    Raises:
+        UserError: the trainer cannot be told the plan, or the folder is there already.
+    """
+    folder, files = Path(to), open_plan(directory)
+    check_new_folder(folder)
+    name = trainer or files.plan.made_for
+    if name is None or name not in list(TargetName):
+        raise UserError(
+            f"trainer {name!r} was given; it must be one of {', '.join(TargetName)}, or the plan "
+            "be made for one of them"
+        )
+    target = TARGETS[TargetName(name)]
+    check_expressible(files, target)
+    annotations = None if data is None else Annotations.open(Path(data))
+    given = export_input(files, target, annotations, folder.absolute(), workers)
+    made = make_export(given, EXPORTS[TargetName(name)])
+    made.write()
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Linted:
+    """A launch line as it was read, and what was found of it."""
+
+    launch: Launch
+    findings: list[Finding]
+
+    @property
+    def starts(self) -> bool:
+        """Whether the trainer would start."""
+        return not any(finding.is_refusal for finding in self.findings)
+
+
+def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None) -> Linted:
+    """Say of a launch line of a Megatron trainer whether it can start.
+
+    Args:
+        line: a command, or the text of a script.
+        model: as of `training_job`.
+        variables: values of the line's variables.
+
+    Raises:
+        UserError: the line cannot be read.
+    """
+    launch = read_launch(line, dict(variables or {}), None, None, None)
+    return Linted(launch, findings_of(launch, named_model(model)))
+
+
+def report_plan(
+    directory: Path | str, output: Path | str, *, run: Path | str | None = None
+) -> Path:
+    """Write the page of a plan, and of the run that was trained from it.
+
+    Raises:
+        UserError: a file is missing, or the output would replace an input.
+    """
+    page = Path(output)
+    check_files({"output": page}, plan_files(Path(directory)))
+    write_report(open_plan(directory), None if run is None else Path(run), page)
+    return page
+
+
+__all__ = [
+    "Free",
+    "Goal",
+    "Planned",
+    "Samples",
+    "check",
+    "export_plan",
+    "lint_line",
+    "open_plan",
+    "pack",
+    "plan",
+    "read_lengths",
+    "report_plan",
+    "save_plan",
+    "simulate",
+    "training_job",
+]

@@ -1,0 +1,53 @@
+"""All rules of launch lines, and what they find."""
+
+from omnibal.lint import (
+    rules_batch,
+    rules_grids,
+    rules_layout,
+    rules_loongforge,
+    rules_model,
+    rules_optimizer,
+    rules_recompute,
+    rules_router,
+    rules_split,
+)
+from omnibal.lint.launch import Finding, Launch, Launcher
+from omnibal.lint.line import line_of
+from omnibal.lint.rule import Rule, RuleGroup
+from omnibal.model.config import ModelConfig
+
+GROUPS: tuple[RuleGroup, ...] = (
+    rules_grids.RULES,
+    rules_batch.RULES,
+    rules_split.RULES,
+    rules_layout.RULES,
+    rules_loongforge.RULES,
+    rules_recompute.RULES,
+    rules_model.RULES,
+    rules_router.RULES,
+    rules_optimizer.RULES,
+)
+"""All rules, in the order in which they are judged."""
+_ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
+
+
+def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
+    """Find all that is wrong, or worth knowing, of a launch; refusals come first."""
+    line = line_of(launch, model)
+    found = (rule.finding(line) for group in GROUPS for rule in group.rules)
+    told = [finding for finding in found if finding is not None]
+    return sorted(told, key=lambda finding: _ORDER.index(finding.severity))
+
+
+def rules_table() -> str:
+    """All rules as tables of Markdown, a group after another."""
+    head = "| rule | what must hold | if not | of | check |\n|---|---|---|---|---|"
+    return "\n\n".join(
+        "\n".join((f"### {group.title}\n\n{head}", *map(_row, group.rules))) for group in GROUPS
+    )
+
+
+def _row(rule: Rule) -> str:
+    trainers = [launcher.value for launcher in Launcher if launcher in rule.launchers]
+    of = "all" if len(trainers) == len(Launcher) else ", ".join(trainers)
+    return f"| `{rule.name}` | {rule.holds} | {rule.severity} | {of} | {rule.source} |"

@@ -1,0 +1,119 @@
+"""Flags of a launch line that predictions do not model, each in a sentence."""
+
+from collections.abc import Iterator
+
+from omnibal.lint.launch import Launcher
+from omnibal.lint.line import ARGPARSE, Line
+from omnibal.lint.low_precision import notes_on_precision
+
+_ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
+_NAMES_OF_ADAPTERS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
+"""Flags that say what is trained: of ms-swift, of recipes and of their performance scripts."""
+
+
+def is_adapter(line: Line) -> bool:
+    """Whether the line trains adapters of a model that is frozen itself."""
+    given = (line.text(name) for name in _NAMES_OF_ADAPTERS)
+    is_named = any(text is not None and text.lower() in _ADAPTERS for text in given)
+    return is_named or any(name.startswith("peft.") for name in line.flags)
+
+
+def cuts_samples(line: Line) -> bool:
+    """Whether context-parallel ranks are predicted as if each had shorter samples of its own.
+
+    So it is where costs have no exchange: of layers of linear attention, whose state goes from
+    token to token, and of sizes that are no power of two.
+    """
+    context = line.launch.context
+    return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))
+
+
+def has_engine(line: Line) -> bool:
+    """Whether language layers are Transformer Engine's, as trainers have them where a line does not
+    say otherwise."""
+    return line.text("transformer-impl") != "local"
+
+
+def accumulates_in_products(line: Line) -> bool:
+    """Whether products of weights' gradients add them to what is there, as they do where a line
+    does not say otherwise."""
+    fusion = "gradient-accumulation-fusion"
+    return has_engine(line) and line.on(fusion, default=True) and not line.on(f"no-{fusion}")
+
+
+def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
+    """Say what of a line is counted as something else, or not at all."""
+    if line.virtual is not None and not chunks_are_simulated:
+        yield (
+            f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
+            "interleaving stages wait less and keep more"
+        )
+    yield from _on_recompute(line)
+    yield from _on_sizes(line)
+    yield from notes_on_precision(line)
+    yield from _on_state(line)
+
+
+def _on_recompute(line: Line) -> Iterator[str]:
+    launch = line.launch
+    if launch.recompute == "full" and launch.recompute_method == "uniform":
+        unit = launch.recompute_layers or 1
+        if unit > 1:
+            yield (
+                f"uniform recomputation in units of {unit} layers keeps one input a unit; the "
+                "prediction keeps one a layer, so memory is somewhat above what is needed"
+            )
+    if launch.recompute == "selective":
+        modules = [module for module in launch.recompute_modules if module != "core_attn"]
+        if modules:
+            yield (
+                f"selective recomputation of {', '.join(modules)} is not counted: memory is above "
+                "and time below what the line takes"
+            )
+    if launch.launcher is Launcher.LOONGFORGE and launch.recompute == "full":
+        yield (
+            "that LoongForge's numbers of recomputed layers are of the encoders too is read from "
+            "its scripts, and was not found in its code"
+        )
+
+
+def _on_sizes(line: Line) -> Iterator[str]:
+    launch = line.launch
+    if cuts_samples(line):
+        yield (
+            f"{launch.context} context-parallel ranks are predicted as if each had samples of its "
+            "own, so much shorter: attention and what the ranks exchange are counted too low"
+        )
+    elif launch.context > 1:
+        yield (
+            f"{launch.context} context-parallel ranks exchange as --cp-comm-type "
+            f"{' '.join(line.exchanges)} says, a2a+p2p as a ring alone. Encoders are "
+            "divided over them too, which not every trainer does"
+        )
+    if launch.launcher in ARGPARSE and not (line.on("bf16") or line.on("fp16")):
+        yield (
+            "the line has neither --bf16 nor --fp16, and is predicted in bf16; Megatron would "
+            "train it in fp32"
+        )
+
+
+def _on_state(line: Line) -> Iterator[str]:
+    if is_adapter(line):
+        yield (
+            "the line trains adapters, which are predicted beside every product of the language "
+            "model's layers, whatever the line targets, without memory of their own"
+        )
+    if line.on("overlap-moe-expert-parallel-comm"):
+        yield (
+            "--overlap-moe-expert-parallel-comm is not counted: the exchange of tokens is "
+            "predicted as waited for, and chunks without the micro-batch that it runs ahead"
+        )
+    moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
+    if moved:
+        yield f"--{moved[0]} is not counted: state and activations are predicted on the device"
+    is_default = line.launch.launcher not in ARGPARSE
+    if not line.on("use-distributed-optimizer", default=is_default):
+        yield (
+            "without --use-distributed-optimizer every rank holds all optimizer state; the "
+            "prediction divides it over data-parallel ranks"
+        )

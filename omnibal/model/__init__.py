@@ -1,0 +1,1 @@
+"""What is trained and on what: configurations, units, rates, parallel sizes."""

@@ -1,0 +1,620 @@
+"""Model and cluster descriptions, read from TOML as frozen typed values.
+
+Sizes follow the published models' own config files.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from difflib import get_close_matches
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    Field,
+    PositiveFloat,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_toml_model
+from omnibal.base.frozen import Count, Frozen, Layers, Rate, Share, Width
+from omnibal.model.encoders import (
+    ENCODER_KINDS,
+    ClipsEncoder,
+    Encoder,
+    ImagesEncoder,
+    TilesEncoder,
+    TilingConfig,
+)
+from omnibal.model.layers import LayerKind, LayerRun
+from omnibal.model.rates import Rates
+
+Precision = Literal["fp32", "bf16", "fp8"]
+"""Type of weights and activations; "fp8" is bf16 with FP8 products in layers
+(`omnibal.model.fp8`)."""
+PlainPrecision = Literal["fp32", "bf16"]
+"""Precisions without FP8, in which units are measured and questions answered."""
+Provider = Literal["local", "te"]
+"""Where the linears and the attention of layers come from: this project and Megatron-core, or
+Transformer Engine."""
+ChatTemplate = Literal[
+    "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
+]
+"""Chat templates: those of InternVL, named as `template` in its released configs, then those that
+Llama 3.1 and Qwen2.5 were tuned with; "tokenizer" is the one that comes with a tokenizer."""
+T = TypeVar("T", bound="Frozen")
+_PRESETS = Path(__file__).parents[1] / "presets"
+
+
+class RopeScaling(Frozen):
+    """Llama 3.1's scaling of RoPE: waves too long for the original training turn more slowly.
+
+    Frequencies whose wave is longer than `original_positions / low_frequency_factor` tokens are
+    divided by `factor`, those shorter than `original_positions / high_frequency_factor` stay, and
+    between the two it goes over from one to the other.
+    """
+
+    factor: PositiveFloat
+    low_frequency_factor: PositiveFloat = 1.0
+    high_frequency_factor: PositiveFloat = 4.0
+    original_positions: Count = 8192
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> "RopeScaling":
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            raise ValueError(
+                f"low_frequency_factor {self.low_frequency_factor} must be below "
+                f"high_frequency_factor {self.high_frequency_factor}"
+            )
+        return self
+
+
+_VOCABULARY_MULTIPLE = 128
+"""Padding of each tensor-parallel rank's words, as in Megatron-LM: products are faster."""
+
+
+class LanguageConfig(Frozen):
+    """Decoder of RMSNorm, RoPE, gated feed-forwards, and attention as its layers' kinds say."""
+
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    kv_heads: Width
+    head_size: Width | None = Field(
+        default=None,
+        exclude_if=lambda size: size is None,
+        description="left out: hidden_size / heads",
+    )
+    ffn_hidden_size: Width
+    vocab_size: Width
+    qkv_bias: bool = False
+    qk_norm: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)",
+    )
+    output_gate: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="gate of attention's output, made of the layer's input (Qwen3.5)",
+    )
+    post_norms: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="a norm after each block too (Gemma 3)",
+    )
+    norm_eps: PositiveFloat = 1e-5
+    rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
+    max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+        default=None,
+        description="tokens of the longest sample; left out: any number",
+    )
+    rope_factor: PositiveFloat | None = Field(
+        default=None,
+        description="of the dynamic scaling that a released model's RoPE has beyond max_positions; "
+        "kept for exports, as no sample is longer",
+    )
+    rope_scaling: RopeScaling | None = Field(
+        default=None, description="of samples of any length (Llama 3.1); left out: there is none"
+    )
+    tied_head: bool = Field(
+        default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
+    )
+    prediction_layers: Annotated[int, Field(ge=0, le=16)] = Field(
+        default=0,
+        exclude_if=lambda layers: not layers,
+        description="layers of multi-token prediction behind the last one, trained with the head "
+        "(DeepSeek-V3, arXiv 2412.19437, section 2.2)",
+    )
+    runs: tuple[LayerRun, ...] = Field(
+        default=(),
+        description="runs of layers of other kinds, repeated until there are `layers`; left out: "
+        "all have full attention and a dense feed-forward",
+    )
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.head_size or self.hidden_size // self.heads
+
+    def words_of_rank(self, tensor: int) -> int:
+        """Words of the vocabulary, with padding, that each of `tensor` parallel ranks holds."""
+        return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
+
+    @model_validator(mode="after")
+    def _sizes_divide(self) -> "LanguageConfig":
+        if self.head_size is None and self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, or "
+                "head_size given"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        return self
+
+    @model_validator(mode="after")
+    def _scales_beyond_a_limit(self) -> "LanguageConfig":
+        if self.rope_factor is not None and self.max_positions is None:
+            raise ValueError(
+                f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "
+                "given too"
+            )
+        if self.rope_factor is not None and self.rope_scaling is not None:
+            raise ValueError("rope_factor and rope_scaling scale RoPE in two ways; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _kinds_have_names_of_their_own(self) -> "LanguageConfig":
+        kinds = set(self.kinds)
+        if len({kind.name for kind in kinds}) < len(kinds):
+            raise ValueError("runs with equally many experts must have equal experts")
+        return self
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer, [layers]."""
+        pattern = [run.kind for run in self.runs for _ in range(run.layers)] or [LayerKind()]
+        return tuple(islice(cycle(pattern), self.layers))
+
+
+class ModelConfig(Frozen):
+    """A model: any number of encoders, and the language model that takes their tokens.
+
+    A model with one encoder `vision` over tiles is written as InternVL's form has it: tables
+    `vision` and `tiling`, and `downsample_ratio` beside them. Both forms are read.
+    """
+
+    name: str
+    encoders: dict[str, Encoder] = Field(default={}, description="by name, in model order")
+    language: LanguageConfig
+    chat_template: ChatTemplate = "internlm2-chat"
+    system_message: str | None = Field(
+        default=None,
+        description="of conversations without their own; empty: none, left out: the template's",
+    )
+    chat_system_message: str | None = Field(
+        default=None,
+        description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
+    )
+
+    @field_validator("encoders", mode="before")
+    @classmethod
+    def _have_kinds(cls, encoders: Any) -> Any:
+        for name, tower in encoders.items() if isinstance(encoders, dict) else ():
+            if isinstance(tower, dict) and "kind" not in tower:
+                kinds = " or ".join(f'"{kind}"' for kind in ENCODER_KINDS)
+                raise ValueError(f"{name} needs a kind, of what it takes: {kinds}")
+        return encoders
+
+    @field_validator("encoders")
+    @classmethod
+    def _names_are_words(cls, encoders: dict[str, Encoder]) -> dict[str, Encoder]:
+        for name in encoders:
+            if not re.fullmatch("[a-z][a-z0-9]*", name) or name in _TAKEN_NAMES:
+                raise ValueError(
+                    f"an encoder is named {name!r}; a name must be small letters and digits, and "
+                    f"none of {', '.join(_TAKEN_NAMES)}: choose another, such as vision or audio"
+                )
+        return encoders
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_internvl_form(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not _INTERNVL_KEYS & given.keys():
+            return given
+        if "encoders" in given:
+            raise ValueError(
+                "a model has either encoders or vision, tiling and downsample_ratio beside them; "
+                "give encoders alone"
+            )
+        rest = {name: value for name, value in given.items() if name not in _INTERNVL_KEYS}
+        tower = given.get("vision", {})
+        if isinstance(tower, TilesEncoder):
+            tower = tower.model_dump()
+        if not isinstance(tower, dict):
+            raise ValueError("vision must be a table")
+        beside = {name: given[name] for name in _BESIDE_VISION if name in given}
+        return rest | {"encoders": {"vision": {"kind": "tiles"} | tower | beside}}
+
+    @model_serializer(mode="wrap")
+    def _to_internvl_form(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = serialize(self)
+        encoders = fields.pop("encoders")
+        if list(encoders) != ["vision"] or not isinstance(self.encoders["vision"], TilesEncoder):
+            return fields | {"encoders": encoders}
+        tower = encoders["vision"]
+        del tower["kind"]
+        ratio, tiling = (tower.pop(name) for name in _BESIDE_VISION)
+        first = {"name": fields["name"], "downsample_ratio": ratio, "vision": tower}
+        return first | {"language": fields["language"], "tiling": tiling} | fields
+
+    @property
+    def vision(self) -> TilesEncoder:
+        """The encoder of image tiles that InternVL's inputs, checkpoints and trainer are of.
+
+        Raises:
+            UserError: the model has none.
+        """
+        tower = self.encoders.get("vision")
+        if not isinstance(tower, TilesEncoder):
+            raise UserError(
+                f"{self.name} has no encoder of image tiles, which this needs; it must be a model "
+                "with a vision table: choose another --model"
+            )
+        return tower
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model has `vision`, an encoder of image tiles."""
+        return isinstance(self.encoders.get("vision"), TilesEncoder)
+
+    @property
+    def images(self) -> ImagesEncoder | None:
+        """The encoder of images at their native resolution; None where the model has none."""
+        towers = self.encoders.values()
+        return next((tower for tower in towers if isinstance(tower, ImagesEncoder)), None)
+
+    @property
+    def audio(self) -> ClipsEncoder:
+        """The encoder of audio clips that the trainer's recordings are of.
+
+        Raises:
+            UserError: the model has none.
+        """
+        tower = self.encoders.get("audio")
+        if not isinstance(tower, ClipsEncoder):
+            raise UserError(
+                f"{self.name} has no encoder of audio clips, which this needs; it must be a model "
+                'with an encoder "audio" of kind "clips": choose another --model'
+            )
+        return tower
+
+    @property
+    def takes_audio(self) -> bool:
+        """Whether the model has `audio`, an encoder of clips of recordings."""
+        return isinstance(self.encoders.get("audio"), ClipsEncoder)
+
+    @property
+    def tiling(self) -> TilingConfig | None:
+        """How images are cut into tiles; None where the model takes no images."""
+        return self.vision.tiling if self.takes_images else None
+
+    @property
+    def towers(self) -> tuple[str, ...]:
+        """Names of all encoders and "language", in model order."""
+        return (*self.encoders, "language")
+
+    @property
+    def layers(self) -> int:
+        """Layers of all towers, of which every pipeline stage must hold one."""
+        return sum(tower.layers for tower in self.encoders.values()) + self.language.layers
+
+    @property
+    def item_features(self) -> tuple[str, ...]:
+        """Features that the encoders count items of, in model order."""
+        return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
+
+    def without_encoders(self) -> "ModelConfig":
+        """Return the language model alone."""
+        return self.model_copy(update={"encoders": {}})
+
+    def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
+        """Return the model with some fields of the encoder `name`, or of "language", changed."""
+        if name == "language":
+            language = self.language.model_copy(update=changes)
+            return self.model_copy(update={"language": language})
+        tower = self.encoders[name].model_copy(update=changes)
+        return self.model_copy(update={"encoders": self.encoders | {name: tower}})
+
+    def with_layers(self, **layers: int) -> "ModelConfig":
+        """Return the model with other numbers of layers in the towers that are named."""
+        model = self
+        for name, count in layers.items():
+            model = model.with_tower(name, layers=count)
+        return model
+
+
+_TAKEN_NAMES = ("language", "projector", "head")
+"""Names of other parts of a model, which no encoder may have."""
+_BESIDE_VISION = ("downsample_ratio", "tiling")
+_INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
+_OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
+
+
+_NCCL_PEER_MIB = 32 * 12.0
+"""NCCL's buffers for each peer of an all-to-all: 23.6 GiB for 63 of them (NVIDIA/Megatron-LM#6378).
+"""
+
+
+class ScaledRates(Frozen):
+    """Tables of another cluster, of which a device reaches so many times the shares of the peak."""
+
+    cluster: str
+    products: Rate = 1.0
+    grouped: Rate = 1.0
+    attention: Rate = 1.0
+
+
+class Accuracy(Frozen):
+    """How far predictions of published steps are off, of those that calibrated nothing."""
+
+    steps: Count
+    median: Annotated[float, Field(ge=0, le=10)]
+    """Median of predicted over measured time, less 1, whatever its sign."""
+    largest: Annotated[float, Field(ge=0, le=10)]
+
+    def __str__(self) -> str:
+        return f"{self.median:.1%} median, {self.largest:.1%} largest of {self.steps}"
+
+
+class ClusterConfig(Frozen):
+    """Devices and links that the analytic cost model counts with; bandwidths are per device."""
+
+    name: str
+    device: str
+    memory_gib: Rate
+    gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
+    peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
+    matmul_efficiency: Share = Field(description="share of the peak that layers reach")
+    fp8_efficiency: Share | None = Field(
+        default=None,
+        exclude_if=lambda share: share is None,
+        description="share of the fp8 peak that products in FP8 reach; left out: that of others",
+    )
+    memory_gb_per_s: Rate
+    memory_efficiency: Share = Field(
+        description="share of that rate that element-wise kernels reach"
+    )
+    kernel_us: Rate = Field(description="of each kernel, besides its work")
+    intra_node_gb_per_s: Rate
+    inter_node_gb_per_s: Rate
+    link_efficiency: Share = Field(description="share of both rates that transfers reach")
+    network_efficiency: Share | None = Field(
+        default=None,
+        exclude_if=lambda share: share is None,
+        description="share of inter_node_gb_per_s instead; left out: link_efficiency",
+    )
+    link_latency_us: Rate
+    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
+        default=None,
+        exclude_if=lambda mib: mib is None,
+        description="buffers of the communication library for each rank that a device exchanges "
+        "with in an all-to-all; left out: NCCL's 384 (32 channels of 12 MiB), 0 where device is "
+        "a CPU",
+    )
+    basis: Literal["measured", "fitted", "assumed"] | None = Field(
+        default=None,
+        exclude_if=lambda basis: basis is None,
+        description="where most of the rates come from; left out: assumed, or measured where there "
+        "is a table of rates",
+    )
+    rates: dict[PlainPrecision, Rates] = Field(
+        default={},
+        description="measured rates by precision, of shapes, which count in place of the shares",
+    )
+    accuracy: dict[Precision, Accuracy] = Field(
+        default={},
+        exclude_if=lambda accuracy: not accuracy,
+        description="error of predicted beside published steps, by precision; left out: not known",
+    )
+    rates_of: ScaledRates | None = Field(
+        default=None,
+        exclude_if=lambda scaled: scaled is None,
+        description="another cluster, whose tables count where this one has none",
+    )
+
+    @model_serializer(mode="wrap")
+    def _without_empty_rates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # As before there were any: plans are known by the hash of what is written.
+        fields: dict[str, Any] = serialize(self)
+        return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
+
+    @property
+    def network_share(self) -> float:
+        """Share of the network adapter's rate that transfers reach."""
+        return self.network_efficiency or self.link_efficiency
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether devices are cores of a CPU."""
+        return "CPU" in self.device
+
+    @property
+    def peer_bytes(self) -> float:
+        """Buffers of the communication library for each peer of an all-to-all."""
+        nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
+        return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
+
+    def measured(self, precision: Precision) -> Rates | None:
+        """Rates that were measured; under FP8, of what is not in it: in bf16."""
+        return self.rates.get("bf16" if precision == "fp8" else precision)
+
+    def tflops(self, precision: Precision) -> float:
+        """Peak of a device, dense.
+
+        Raises:
+            UserError: the description has none for this precision.
+        """
+        if precision not in self.peak_tflops:
+            known = ", ".join(self.peak_tflops) or "none"
+            raise UserError(
+                f"cluster {self.name}: peak_tflops has no rate for {precision} (it has {known}); "
+                f"add {precision} to peak_tflops, or choose a --precision that it has"
+            )
+        return self.peak_tflops[precision]
+
+
+def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
+    """The model with another `ExpertsConfig.imbalance` in all layers that have experts."""
+    runs = tuple(
+        run
+        if run.experts is None
+        else run.model_copy(
+            update={"experts": run.experts.model_copy(update={"imbalance": imbalance})}
+        )
+        for run in model.language.runs
+    )
+    language = model.language.model_copy(update={"runs": runs})
+    return model.model_copy(update={"language": language})
+
+
+def load_model(name_or_path: str) -> ModelConfig:
+    """Read the model preset of that name, or the TOML file at that path."""
+    return _load("models", name_or_path, ModelConfig)
+
+
+def model_toml(model: ModelConfig) -> str:
+    """The TOML text that `load_model` reads as this model."""
+    return _toml(model)
+
+
+def cluster_toml(cluster: ClusterConfig) -> str:
+    """The TOML text that `load_cluster` reads as this cluster."""
+    return _toml(cluster)
+
+
+def precision_rates_toml(precision: Precision, rates: Rates) -> str:
+    """The TOML text of a cluster's rates in one precision."""
+    dumped = rates.model_dump(mode="json", exclude_none=True)
+    return "\n".join(_toml_lines({"rates": {precision: dumped}}, "")).lstrip("\n") + "\n"
+
+
+def _toml(config: Frozen) -> str:
+    return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
+
+
+def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
+    """Lines of a table and, after its own values, of the tables in it; `path` ends in a dot."""
+    tables = {name: value for name, value in table.items() if isinstance(value, dict)}
+    lines = [_toml_line(name, table[name]) for name in table if name not in tables]
+    for name, inner in tables.items():
+        lines += ["", f"[{path}{name}]", *_toml_lines(inner, f"{path}{name}.")] if inner else []
+    return lines
+
+
+def _toml_line(name: str, value: Any) -> str:
+    return f"{name} = {_toml_value(value)}"
+
+
+def _toml_value(value: Any) -> str:
+    """A value in one line, or a list of tables with a line for each."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(_toml_line(*entry) for entry in value.items()) + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + "".join(f"    {_toml_value(one)},\n" for one in value) + "]"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    # JSON writes text, numbers and truth values as TOML does, but for one control character.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
+    """Describe a model's towers as JSON values, without names, data preparation and some fields.
+
+    Args:
+        without: names of fields of towers, and of their experts, to leave out.
+    """
+    fields = model.model_dump(mode="json")
+    for name in _OF_DATA:
+        fields.pop(name, None)
+    language = fields["language"]
+    tables = [language, fields.get("vision", {}), *fields.get("encoders", {}).values()]
+    tables += [run["experts"] for run in language.get("runs", ()) if run.get("experts")]
+    for table in tables:
+        for name in (*without, "tiling"):
+            table.pop(name, None)
+    for name in ("runs", "rope_scaling"):  # which older descriptions do not know
+        if not language.get(name):
+            language.pop(name, None)
+    return fields
+
+
+def load_cluster(name_or_path: str) -> ClusterConfig:
+    """Read the cluster preset of that name, or the TOML file at that path.
+
+    Tables that it takes of another cluster (`rates_of`) are its own in what is returned.
+
+    Raises:
+        UserError: there is no such cluster, or no other cluster with tables of its own.
+    """
+    cluster = _load("clusters", name_or_path, ClusterConfig)
+    scaled = cluster.rates_of
+    if scaled is None:
+        return cluster
+    other = _load("clusters", scaled.cluster, ClusterConfig)
+    if not other.rates:
+        raise UserError(
+            f"cluster {cluster.name}: rates_of names {scaled.cluster}, which has no table of rates "
+            "of its own; name a cluster that has one, such as b200-180g, or leave rates_of out"
+        )
+    taken = {
+        precision: rates.of_peak(
+            other.tflops(precision),
+            cluster.tflops(precision),
+            products=scaled.products,
+            grouped=scaled.grouped,
+            attention=scaled.attention,
+        )
+        for precision, rates in other.rates.items()
+        if precision in cluster.peak_tflops
+    }
+    return cluster.model_copy(update={"rates": taken | cluster.rates, "rates_of": None})
+
+
+def preset_names(kind: str) -> list[str]:
+    """Names of the shipped presets of `kind` ("models" or "clusters")."""
+    return sorted(path.stem for path in (_PRESETS / kind).glob("*.toml"))
+
+
+def model_file(name_or_path: str) -> Path:
+    """File that `load_model` reads."""
+    return _file("models", name_or_path)
+
+
+def cluster_file(name_or_path: str) -> Path:
+    """File that `load_cluster` reads."""
+    return _file("clusters", name_or_path)
+
+
+def _file(kind: str, name_or_path: str) -> Path:
+    preset = name_or_path in preset_names(kind)
+    return _PRESETS / kind / f"{name_or_path}.toml" if preset else Path(name_or_path)
+
+
+def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
+    names, path = preset_names(kind), _file(kind, name_or_path)
+    if not path.is_file():
+        near = get_close_matches(name_or_path, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"{name_or_path!r} is neither a file nor a preset{hint} "
+            f"(presets of omnibal/presets/{kind}: {', '.join(names)})"
+        )
+    page = "; docs/models.md describes all of a model file" if kind == "models" else ""
+    remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml{page}"
+    return read_toml_model(config_type, path, remedy)

@@ -1,0 +1,397 @@
+"""Encoders: the towers that turn images or other inputs into tokens of the language model.
+
+An encoder is of one of the kinds below, which `Encoder` lists. A sample counts its *items* (image
+tiles), and the planner asks an encoder only how many positions an item has inside it and how many
+tokens it becomes.
+"""
+
+import math
+from typing import Annotated, ClassVar, Literal, Self, get_args
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from omnibal.base.frozen import Count, Frozen, Layers, Width
+
+MAX_TILES_OF_IMAGE = 1_000
+"""Most tiles of an image: all grids of as many are tried for each image size."""
+
+
+class EncoderLayers(Frozen):
+    """Pre-norm transformer layers of an encoder, all of which are equal."""
+
+    feature: ClassVar[str]
+    """Name of the items that the encoder takes, and of their column in a lengths file."""
+    of_images: ClassVar[bool] = False
+    """Whether items are parts of images, which have a share of packs that are made up."""
+
+    layers: Layers
+    hidden_size: Width
+    heads: Width
+    ffn_hidden_size: Width
+    normalization: Literal["LayerNorm", "RMSNorm"]
+    norm_eps: PositiveFloat = 1e-6
+    qkv_bias: bool
+    qk_norm: bool
+    layer_scale_init: PositiveFloat | None = Field(
+        default=None, description="of the scale that ends each branch; left out: there is none"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "EncoderLayers":
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}"
+            )
+        return self
+
+    @property
+    def squares(self) -> str | None:
+        """Name of the feature that full attention costs, the sum over inputs of their items
+        squared; None where positions attend within their item alone."""
+        return None
+
+    @property
+    def values_per_item(self) -> int | None:
+        """Numbers that an item is read as; None where items cannot be dealt to ranks one by one,
+        so that the encoder cannot be data-parallel."""
+        return None
+
+
+class TilingConfig(Frozen):
+    """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
+
+    min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
+    max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
+    use_thumbnail: bool = True
+    max_frames_per_video: Count = 32
+
+    @model_validator(mode="after")
+    def _ordered(self) -> "TilingConfig":
+        if self.min_dynamic_patch > self.max_dynamic_patch:
+            raise ValueError(
+                f"min_dynamic_patch {self.min_dynamic_patch} must not exceed "
+                f"max_dynamic_patch {self.max_dynamic_patch}"
+            )
+        return self
+
+
+class TilesEncoder(EncoderLayers):
+    """InternViT or EVA-CLIP over square image tiles, with pixel shuffle and an MLP projector."""
+
+    feature: ClassVar[str] = "tiles"
+    of_images: ClassVar[bool] = True
+
+    kind: Literal["tiles"] = "tiles"
+    image_size: Annotated[int, Field(ge=1, le=65_536)]
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
+    downsample_ratio: Annotated[float, Field(ge=1e-3, le=1)] = 0.5
+    tiling: TilingConfig = TilingConfig()
+
+    @model_validator(mode="after")
+    def _patches_divide(self) -> "TilesEncoder":
+        if self.image_size % self.patch_size:
+            raise ValueError(
+                f"image_size {self.image_size} must be a multiple of patch_size {self.patch_size}"
+            )
+        if not math.isclose(self.pixel_shuffle_factor * self.downsample_ratio, 1, rel_tol=1e-6):
+            raise ValueError(
+                f"downsample_ratio {self.downsample_ratio} must be 1 / a whole number, such as 0.5"
+            )
+        if self.patches_per_side % self.pixel_shuffle_factor:
+            raise ValueError(
+                f"{self.patches_per_side} patches per side must be a multiple of "
+                f"1 / downsample_ratio = {self.pixel_shuffle_factor}"
+            )
+        return self
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along one side of a tile."""
+        return self.image_size // self.patch_size
+
+    @property
+    def positions_per_item(self) -> int:
+        """Sequence length of one tile inside the encoder: its patches and the class token."""
+        return self.patches_per_side**2 + 1
+
+    @property
+    def pixel_shuffle_factor(self) -> int:
+        """Patches per side that pixel shuffle folds into one token's channels."""
+        return round(1 / self.downsample_ratio)
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens that one tile becomes (256 for 448-px tiles of 14-px patches)."""
+        return (self.patches_per_side // self.pixel_shuffle_factor) ** 2
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a token before the projector's first product."""
+        return self.hidden_size * self.pixel_shuffle_factor**2
+
+    @property
+    def values_per_item(self) -> int:
+        """Colours of a tile's pixels."""
+        return 3 * self.image_size**2
+
+
+class ClipsEncoder(EncoderLayers):
+    """Whisper over clips of log-mel frames, with an MLP projector over neighbouring positions.
+
+    A clip has a fixed length, to which the last one of a recording is padded (Radford et al. 2022,
+    arXiv 2212.04356, section 2.2: 3,000 frames of 10 ms; the second convolution halves them).
+    """
+
+    feature: ClassVar[str] = "clips"
+
+    kind: Literal["clips"] = "clips"
+    frames: Annotated[int, Field(ge=2, le=2**20, multiple_of=2)] = 3_000
+    mel_bins: Annotated[int, Field(ge=1, le=4_096)] = 128
+    positions_per_token: Annotated[int, Field(ge=1, le=4_096)] = Field(
+        default=2, description="neighbouring positions that become one token of the language model"
+    )
+
+    @model_validator(mode="after")
+    def _width_has_sines_and_cosines(self) -> "ClipsEncoder":
+        if self.hidden_size % 2 or self.hidden_size < 4:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be even and at least 4: half of a position's "
+                "numbers are sines and half cosines"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _positions_divide(self) -> "ClipsEncoder":
+        if self.positions_per_item % self.positions_per_token:
+            raise ValueError(
+                f"{self.positions_per_item} positions of a clip (half its frames) must be a "
+                f"multiple of positions_per_token {self.positions_per_token}"
+            )
+        return self
+
+    @property
+    def positions_per_item(self) -> int:
+        """Sequence length of one clip inside the encoder."""
+        return self.frames // 2
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens that one clip becomes."""
+        return self.positions_per_item // self.positions_per_token
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a token before the projector's first product."""
+        return self.hidden_size * self.positions_per_token
+
+    @property
+    def values_per_item(self) -> int:
+        """Mel bins of a clip's frames."""
+        return self.frames * self.mel_bins
+
+
+class ImageText(Frozen):
+    """Text that a chat template writes for an image, or for a video: pieces around its tokens."""
+
+    before: str = "<|vision_start|>"
+    each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
+    after: str = "<|vision_end|>"
+
+
+class VideoConfig(Frozen):
+    """How a video becomes tokens: which frames, how large, and what text stands between them."""
+
+    frames_per_second: PositiveFloat = Field(
+        default=2.0, description="that are seen, and of the frames in a folder"
+    )
+    max_frames: Count = 768
+    min_pixels: Count = 128 * 28 * 28
+    max_pixels: Count = 768 * 28 * 28
+    counts_frames: bool = Field(
+        default=False,
+        description="whether pixels are of all frames together (Qwen3-VL, GLM-4.5V), or of one",
+    )
+    text: ImageText = ImageText(each="<|video_pad|>")
+    times: Literal["none", "before", "after"] = Field(
+        default="none",
+        description="none: all tokens within one text; before: one text for the frames of every "
+        "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
+        "seconds behind it (GLM-4.5V)",
+    )
+    around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
+
+
+class ImageRule(Frozen):
+    """What the number of an image's tokens depends on, and that of a video's."""
+
+    patch_size: Annotated[int, Field(ge=1, le=65_536)]
+    merge_size: Annotated[int, Field(ge=1, le=256)] = 2
+    frames_per_patch: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=1, description="neighbouring frames of a video in a patch; an image is repeated"
+    )
+    min_pixels: Count = 56 * 56
+    max_pixels: Count = 28 * 28 * 1280
+    resize: Literal["smart", "repeated", "fixed", "padded"] = Field(
+        default="smart",
+        description="smart: to whole cells, area within min_pixels and max_pixels (Qwen2-VL); "
+        "repeated: the same, of an image whose pixels count for each of frames_per_patch "
+        "(GLM-4.5V); fixed: to a square of max_pixels (Gemma 3); padded: shrunk to max_pixels and "
+        "padded to whole cells (Kimi-VL)",
+    )
+    max_side_pixels: Count | None = Field(
+        default=None, description="longest side of an image that is padded (Kimi-K2.5)"
+    )
+    image_text: ImageText = ImageText()
+    video: VideoConfig | None = Field(
+        default=None, description="left out: frames of a video are images"
+    )
+
+    @model_validator(mode="after")
+    def _images_have_whole_cells(self) -> Self:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(
+                f"min_pixels {self.min_pixels} must not exceed max_pixels {self.max_pixels}"
+            )
+        if self.resize == "fixed" and self.tokens_of_fixed_image is None:
+            raise ValueError(
+                f"max_pixels {self.max_pixels} must be a square of whole cells of "
+                f"{self.cell_pixels} pixels, as resize is fixed"
+            )
+        return self
+
+    @property
+    def cell_pixels(self) -> int:
+        """Side of a cell in pixels."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def tokens_of_fixed_image(self) -> int | None:
+        """Tokens of every image where all become squares of `max_pixels`; None if these have no
+        whole number of cells."""
+        cells = math.isqrt(self.max_pixels) // self.cell_pixels
+        return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
+
+
+class ImagesEncoder(EncoderLayers, ImageRule):
+    """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
+
+    An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
+    every cell becomes one token, which is the item. Positions attend within their image, or frames
+    of a video that share a patch; those of windowed layers within their window.
+    """
+
+    feature: ClassVar[str] = "image_tokens"
+    of_images: ClassVar[bool] = True
+
+    kind: Literal["images"] = "images"
+    head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
+    gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
+    bias: bool = Field(default=True, description="of layers' linears but q, k and v")
+    patch_bias: bool = Field(default=True, description="of the product that embeds patches")
+    class_token: bool = Field(
+        default=False,
+        description="a position more in every image, with an embedding and a rotation of its own "
+        "(LLaVA-OneVision-1.5); its time is not counted, as it is one in thousands",
+    )
+    embed_norm: bool = Field(default=False, description="a norm before the first layer")
+    final_norm: bool = Field(
+        default=False, description="a norm after the last layer, besides the projector's"
+    )
+    learned_positions: Annotated[int, Field(ge=0, le=2**24)] = Field(
+        default=0, description="learned embeddings, interpolated to an image; 0: RoPE alone"
+    )
+    window_pixels: Count | None = Field(
+        default=None, description="side of an attention window; left out: all layers attend fully"
+    )
+    full_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="layers that attend to all of their image despite window_pixels"
+    )
+    deepstack_layers: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(),
+        description="layers whose outputs a projector of their own takes to the first language "
+        "layers, one each (Qwen3-VL)",
+    )
+    projector: Literal["mlp", "pooled", "gated"] = Field(
+        default="mlp",
+        description="mlp: positions normed, cells folded, two products; pooled: cells averaged and "
+        "normed, one product without bias (Gemma 3); gated: a product that folds cells, another, a "
+        "norm and a gated MLP, without biases but the first (GLM-4.5V)",
+    )
+    projector_hidden_size: Width | None = Field(
+        default=None, description="inside the projector; left out: the width of a folded cell"
+    )
+
+    @model_validator(mode="after")
+    def _layers_are_there(self) -> "ImagesEncoder":
+        for name, layers in (
+            ("full_layers", self.full_layers),
+            ("deepstack_layers", self.deepstack_layers),
+        ):
+            if any(layer >= self.layers for layer in layers) or sorted(set(layers)) != [*layers]:
+                raise ValueError(
+                    f"{name} {layers} must be different layers below {self.layers}, in order"
+                )
+        if self.full_layers and self.window_pixels is None:
+            raise ValueError("full_layers are apart from windows; give window_pixels too")
+        return self
+
+    @model_validator(mode="after")
+    def _windows_hold_cells(self) -> "ImagesEncoder":
+        if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
+            raise ValueError(
+                f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"
+            )
+        return self
+
+    @property
+    def image_rule(self) -> ImageRule:
+        """What its images' tokens depend on, alone."""
+        return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
+
+    @property
+    def window_positions(self) -> int | None:
+        """Positions of a whole window; None where all layers attend fully."""
+        if self.window_pixels is None:
+            return None
+        return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.head_size or self.hidden_size // self.heads
+
+    @property
+    def squares(self) -> str:
+        """Feature of full attention: sum over images and frames of their tokens squared."""
+        return squares_of(self.feature)
+
+    @property
+    def positions_per_item(self) -> int:
+        """Patches of a cell."""
+        return self.merge_size**2
+
+    @property
+    def tokens_per_item(self) -> int:
+        """Language tokens of a cell: one."""
+        return 1
+
+    @property
+    def projector_input_size(self) -> int:
+        """Width of a cell before the projector's first product."""
+        return self.hidden_size * self.merge_size**2
+
+
+def squares_of(feature: str) -> str:
+    """Name of the feature that sums the squares of an image's or a frame's items."""
+    return f"squared_{feature}"
+
+
+Encoder = Annotated[TilesEncoder | ClipsEncoder | ImagesEncoder, Field(discriminator="kind")]
+"""Any kind of encoder; a new kind joins here, told apart by its `kind`."""
+_CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
+ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)
+"""Every `kind` that an encoder may be of."""
+ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
+"""Features that encoders count items of, each a column of a lengths file."""
+SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)
+"""Sums of squares that a lengths file has beside columns of items."""

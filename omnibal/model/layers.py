@@ -1,0 +1,176 @@
+"""Kinds of language layers: how one attends, and what its feed-forward is.
+
+A language model is runs of equal layers. What a layer kind leaves out is the whole model's
+(`omnibal.model.config.LanguageConfig`).
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from omnibal.base.frozen import Count, Frozen, Layers, Width
+
+MAX_IMBALANCE = 1e3
+"""Largest margin for unevenly used experts."""
+AttentionKind = Literal["full", "window", "latent", "linear"]
+
+
+class ExpertsConfig(Frozen):
+    """Mixture of experts in place of a layer's feed-forward: a router, and SwiGLU experts."""
+
+    experts: Annotated[int, Field(ge=2, le=2**16)]
+    experts_per_token: Count
+    ffn_hidden_size: Width = Field(description="of one expert")
+    shared_ffn_hidden_size: Width | None = Field(
+        default=None, description="of what every token passes besides; left out: there is none"
+    )
+    shared_gate: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="whether a learned gate scales the shared part for every token",
+    )
+    selection_bias: bool = Field(
+        default=False,
+        exclude_if=lambda has: not has,
+        description="whether a bias of each expert takes part in the choice alone (DeepSeek-V3)",
+    )
+    score: Literal["softmax", "sigmoid"] = Field(
+        default="softmax",
+        exclude_if=lambda score: score == "softmax",
+        description="of the router's logits",
+    )
+    normalized: bool = Field(
+        default=True,
+        exclude_if=lambda is_so: is_so,
+        description="whether the weights of a token's experts add up to 1",
+    )
+    weight_factor: PositiveFloat = Field(
+        default=1.0,
+        exclude_if=lambda factor: factor == 1,
+        description="of the weights of routed experts",
+    )
+    auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = Field(
+        default=0.0,
+        exclude_if=lambda weight: not weight,
+        description="coefficient of the load-balancing loss of every layer: Switch Transformer's "
+        "over experts_per_token, as Megatron's, which even experts make 1. Transformers' "
+        "router_aux_loss_coef is this x layers with experts / experts_per_token",
+    )
+    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = Field(
+        default=1.2,
+        exclude_if=lambda margin: margin == 1.2,
+        description="tokens of the fullest expert-parallel rank over the mean, which time and "
+        "memory are planned for",
+    )
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> "ExpertsConfig":
+        if self.experts_per_token > self.experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _gates_what_there_is(self) -> "ExpertsConfig":
+        if self.shared_gate and self.shared_ffn_hidden_size is None:
+            raise ValueError("shared_gate scales the shared part; give shared_ffn_hidden_size too")
+        return self
+
+
+class LatentAttention(Frozen):
+    """Multi-head latent attention: q, k and v made of vectors of low rank.
+
+    DeepSeek-V2 (arXiv 2405.04434, section 2.1). `kv_heads` of the model do not count: every head
+    has a key and a value of its own.
+    """
+
+    query_rank: Width | None = Field(
+        default=None, description="left out: q is made of the input in one product"
+    )
+    key_value_rank: Width
+    head_size: Width = Field(description="of the part of q and k that is not rotated")
+    rotary_head_size: Width = Field(
+        description="of the part that is rotated, whose key all heads share"
+    )
+    value_head_size: Width
+
+
+class LinearAttention(Frozen):
+    """Gated delta rule: attention whose cost is linear in tokens.
+
+    Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it: q, k
+    and v pass a short causal convolution, and the output a gated norm.
+    """
+
+    key_heads: Width
+    value_heads: Width
+    key_head_size: Width
+    value_head_size: Width
+    convolution_width: Count = 4
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "LinearAttention":
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads {self.value_heads} must be a multiple of key_heads {self.key_heads}"
+            )
+        return self
+
+
+class LayerKind(Frozen):
+    """Attention and feed-forward of a language layer, where they differ from the whole model's."""
+
+    window: Count | None = Field(
+        default=None, description="tokens that each attends back to; left out: all of its sample"
+    )
+    latent: LatentAttention | None = Field(
+        default=None,
+        exclude_if=lambda attention: attention is None,
+        description="left out: grouped-query attention",
+    )
+    linear: LinearAttention | None = Field(
+        default=None,
+        exclude_if=lambda attention: attention is None,
+        description="left out: attention to all tokens before",
+    )
+    experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
+
+    @model_validator(mode="after")
+    def _attends_in_one_way(self) -> "LayerKind":
+        ways = {"window": self.window, "latent": self.latent, "linear": self.linear}
+        given = [name for name, way in ways.items() if way is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are two kinds of attention; give one")
+        return self
+
+    @property
+    def attention(self) -> AttentionKind:
+        """How the layer attends."""
+        if self.window is not None:
+            return "window"
+        if self.latent is not None:
+            return "latent"
+        return "full" if self.linear is None else "linear"
+
+    @property
+    def name(self) -> str:
+        """Name of this kind of layer, such as "language_layer_window1024"."""
+        attention = {"full": "", "window": f"_window{self.window}"}.get(
+            self.attention, f"_{self.attention}"
+        )
+        experts = "" if self.experts is None else f"_experts{self.experts.experts}"
+        return f"language_layer{attention}{experts}"
+
+
+class LayerRun(LayerKind):
+    """Run of equal layers."""
+
+    layers: Layers
+
+    @property
+    def kind(self) -> LayerKind:
+        """The kind of all of its layers."""
+        return LayerKind(
+            window=self.window, latent=self.latent, linear=self.linear, experts=self.experts
+        )

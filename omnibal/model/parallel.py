@@ -1,0 +1,215 @@
+"""Sizes of the parallel groups, and their limits by model and cluster."""
+
+import math
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import Frozen
+from omnibal.model.config import ClusterConfig, ModelConfig
+
+MAX_DEVICES = 1_000_000
+"""Most devices in any one dimension of parallelism."""
+_SMALLEST_BUCKET = 40_000_000  # parameters; with the next, the default of Megatron-core
+_BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
+Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
+
+
+class Parallel(Frozen):
+    """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
+
+    tensor: Size = 1
+    pipeline: Size
+    data: Size = 1
+    sequence_parallel: bool = False
+    """Megatron sequence parallelism for the language model."""
+    expert: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
+    layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
+
+    @model_validator(mode="after")
+    def _sequence_needs_tensor(self) -> "Parallel":
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel needs a tensor size of at least 2")
+        return self
+
+    @model_validator(mode="after")
+    def _expert_divides_a_stage(self) -> "Parallel":
+        if self.tensor * self.data % self.expert:
+            raise ValueError(
+                f"expert size {self.expert} must divide the {self.tensor * self.data} ranks of a "
+                f"stage, tensor {self.tensor} x data {self.data}"
+            )
+        if self.expert % self.tensor and self.tensor % self.expert:
+            raise ValueError(
+                f"expert size {self.expert} must divide tensor size {self.tensor} or be a multiple "
+                "of it, so that expert-parallel groups hold whole tensor-parallel ones or parts"
+            )
+        return self
+
+    @property
+    def expert_data(self) -> int:
+        """Ranks of a stage that hold the same experts, and reduce their gradients."""
+        return self.tensor * self.data // self.expert
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that share out experts, so that all run in lockstep.
+
+        Tensor-parallel ranks do so anyway: it is 1 where these alone share experts out.
+        """
+        return max(self.expert // self.tensor, 1)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the job, one per device."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def bucket_parameters(self) -> int:
+        """Parameters that data-parallel ranks exchange at a time; Megatron-core's own rule."""
+        return max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * self.data)
+
+    def __str__(self) -> str:
+        sizes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
+        return sizes if self.expert == 1 else f"{sizes} (expert {self.expert})"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes by their short names: TP, PP, DP, and EP where ranks share out experts."""
+        sizes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.data}
+        return sizes if self.expert == 1 else sizes | {"EP": self.expert}
+
+    @property
+    def text(self) -> str:
+        """The sizes in short, such as "TP 2 x PP 1 x DP 4, EP 8"."""
+        divided = [f"{name} {size}" for name, size in self.sizes.items() if name != "EP"]
+        shared = [f"EP {self.expert}"] if self.expert > 1 else []
+        return ", ".join([" x ".join(divided), *shared])
+
+    @property
+    def options(self) -> str:
+        """The command-line options that give these sizes."""
+        return " ".join(f"--{name.lower()} {size}" for name, size in self.sizes.items())
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Place of a rank in every group: tensor varies fastest, then data, then pipeline.
+
+        Megatron numbers ranks in this order. Where ranks share out experts, the last entry is the
+        place among those that do.
+        """
+        order = {"tensor": self.tensor, "data": self.data, "pipeline": self.pipeline}
+        place, left = {}, rank
+        for name, size in order.items():
+            left, place[name] = divmod(left, size)
+        # A stage's ranks are a multiple of the expert size, so its groups begin with the stage's.
+        return place if self.expert == 1 else place | {"expert": rank % self.expert}
+
+    def expert_copies(self, rank: int) -> range:
+        """Ranks of the same stage that hold the same experts, `expert_data` of them."""
+        first = self.first_rank(self.place(rank)["pipeline"])
+        stop = first + self.tensor * self.data
+        return range(first + (rank - first) % self.expert, stop, self.expert)
+
+    def first_rank(self, stage: int) -> int:
+        """Lowest rank of a pipeline stage."""
+        return stage * self.tensor * self.data
+
+
+def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
+    """Refuse parallel sizes that the model cannot be cut into.
+
+    Raises:
+        UserError: there are more stages than layers, tensor-parallel ranks do not divide the
+            language model's heads or a feed-forward size, or are more than a node's devices, or
+            expert-parallel ranks do not divide the experts.
+    """
+    if parallel.pipeline > model.layers:
+        raise UserError(
+            f"pipeline size {parallel.pipeline} is more than the {model.layers} layers of "
+            f"{model.name}; every stage must hold a layer: choose a pipeline size of at most "
+            f"{model.layers}"
+        )
+    _check_tensor(model, parallel, cluster)
+    _check_expert(model, parallel)
+
+
+def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
+    if parallel.tensor > cluster.gpus_per_node:
+        raise UserError(
+            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
+            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
+        )
+    divided = _divided_sizes(model)
+    for name, size in divided.items():
+        if size % parallel.tensor:
+            divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
+            common = math.gcd(*divided.values())
+            possible = [n for n in divisors if common % n == 0]
+            raise UserError(
+                f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
+                f"for which it must be one of {_listed(divisors)}; all of this model allows "
+                f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
+            )
+
+
+def _check_expert(model: ModelConfig, parallel: Parallel) -> None:
+    numbers = expert_counts(model)
+    if not numbers:
+        if parallel.expert > 1:
+            raise UserError(
+                f"expert size {parallel.expert} was given, and {model.name} has no experts to "
+                "share out: leave --ep out, or choose a model with a mixture of experts"
+            )
+        return
+    divisor = math.gcd(*numbers)
+    if divisor % parallel.expert:
+        raise UserError(
+            f"expert size {parallel.expert} does not divide the {_listed(list(numbers))} experts "
+            f"of a layer of {model.name}, of which every rank must hold equally many: choose a "
+            f"divisor of {divisor}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise UserError(
+            f"tensor size {parallel.tensor} was given without sequence parallelism, and "
+            f"{model.name} has experts: every tensor-parallel rank must route tokens of its own; "
+            "leave --no-sequence-parallel out, or choose --tp 1"
+        )
+
+
+def expert_counts(model: ModelConfig) -> tuple[int, ...]:
+    """Numbers of experts that layers of the model have, each once; empty where all are dense."""
+    kinds = model.language.kinds
+    return tuple(dict.fromkeys(kind.experts.experts for kind in kinds if kind.experts is not None))
+
+
+def expert_sizes(model: ModelConfig, tensor: int, data: int) -> list[int]:
+    """Expert-parallel sizes that the model and a stage's tensor x data ranks allow, rising."""
+    numbers = expert_counts(model)
+    most = math.gcd(tensor * data, *numbers) if numbers else 1
+    divisors = (size for size in range(1, most + 1) if most % size == 0)
+    return [size for size in divisors if size % tensor == 0 or tensor % size == 0]
+
+
+def _divided_sizes(model: ModelConfig) -> dict[str, int]:
+    """Sizes that tensor-parallel ranks must divide, by their names in a model file.
+
+    An encoder's heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
+    Neither need an expert's width: experts are never divided, but those that every token passes.
+    """
+    language = model.language
+    towers = model.encoders.items()
+    sizes = {f"{name}.ffn_hidden_size": tower.ffn_hidden_size for name, tower in towers}
+    sizes |= {"language.heads": language.heads, "language.kv_heads": language.kv_heads}
+    for kind in dict.fromkeys(language.kinds):
+        if kind.experts is None:
+            sizes["language.ffn_hidden_size"] = language.ffn_hidden_size
+            continue
+        if kind.experts.shared_ffn_hidden_size is not None:
+            sizes[f"{kind.name}.shared_ffn_hidden_size"] = kind.experts.shared_ffn_hidden_size
+    return sizes
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

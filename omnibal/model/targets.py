@@ -1,0 +1,246 @@
+"""Trainers that a plan can be made for, and what of a plan each can be told.
+
+A trainer's constraints limit the search: which stages encoders may stand in, which layers may be
+recomputed, how samples may be packed. What it cannot be told is not planned for it. Where the
+limits are from is said in docs/trainers.md, trainer by trainer, with the version that was read.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import Frozen
+from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+
+
+class TargetName(StrEnum):
+    """Name of a trainer on the command line and in plan.json."""
+
+    MS_SWIFT = "ms-swift"
+    MS_SWIFT_DEEPSPEED = "ms-swift-deepspeed"
+    XTUNER = "xtuner"
+    LOONGFORGE = "loongforge"
+    MEGATRON_LM = "megatron-lm"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    MINDSPEED_MM = "mindspeed-mm"
+
+
+class RecomputeFreedom(StrEnum):
+    """What the choice of recomputed layers is free in, from most to least."""
+
+    LAYERS = "layers"
+    """Any layers of any stage."""
+    STAGES = "stages"
+    """One number a stage: of every tower the stage recomputes so many of its first layers, or all
+    where it holds fewer."""
+    TOWERS = "towers"
+    """One number a tower, the same for all stages: each recomputes so many of the first layers that
+    it holds of the tower, or all where it holds fewer."""
+    LANGUAGE = "language"
+    """One number for the language model, as of `TOWERS`; of an encoder all layers or none."""
+    ALL = "all"
+    """All layers of the language model or none; of an encoder all or none."""
+
+
+class StageRules(Frozen):
+    """What stages may hold and recompute, and how a trainer divides encoders."""
+
+    encoders_on_first: bool = False
+    """Whether the first stage must hold all encoders and the language embed."""
+    encoders_whole: bool = False
+    """Whether every tensor-parallel rank computes all of the encoders, instead of a share."""
+    head_on_all_tokens: bool = False
+    """Whether the head computes logits of tokens without loss too, as Megatron's and Transformers'
+    models do."""
+    language_everywhere: bool = False
+    """Whether every stage must hold a layer of the language model."""
+    recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the search for stages is not limited by them; the division of encoders and the
+        head's tokens are matters of cost."""
+        costs = {"encoders_whole": False, "head_on_all_tokens": False}
+        return self.model_copy(update=costs) == FREE
+
+
+FREE = StageRules()
+"""No limits: what this project's trainer can be told."""
+
+
+class Padding(StrEnum):
+    """Where a trainer pads every pack to the tokens of the longest, and computes the padding."""
+
+    NOWHERE = "nowhere"
+    PIPELINES = "pipelines"
+    """Where there are several stages, which then exchange micro-batches of one length."""
+    EVERYWHERE = "everywhere"
+
+    def applies(self, pipeline: int) -> bool:
+        """Whether packs are padded on so many stages."""
+        return self is Padding.EVERYWHERE or (self is Padding.PIPELINES and pipeline > 1)
+
+
+class PackRules(Frozen):
+    """What packs may be."""
+
+    tokens_alone: bool = False
+    """Whether packs are limited by their tokens alone, and not by items of encoders."""
+    next_fit: bool = False
+    """Whether the trainer packs samples itself, one after another: a pack ends where the next
+    sample would not fit. A plan's packs are then what that makes of the plan's order."""
+    one_medium: bool = False
+    """Whether samples of text alone and samples with images (or other items) must not share one."""
+    padded: Padding = Padding.NOWHERE
+    full_steps: bool = False
+    """Whether every step has as many packs as any other: the trainer leaves out what is over."""
+
+
+ANY_PACKS = PackRules()
+"""No limits: packs as this project's trainer takes them."""
+
+
+class Sharding(StrEnum):
+    """What data-parallel ranks divide among them."""
+
+    OPTIMIZER = "optimizer"
+    """Optimizer state, as Megatron's distributed optimizer and ZeRO-1 do."""
+    ALL = "all"
+    """Weights and gradients too, gathered layer by layer for every pass, as FSDP and ZeRO-3 do."""
+
+
+class TrainerConstraints(Frozen):
+    """What a trainer can be told of a plan, and how it runs a step; defaults are this project's."""
+
+    name: TargetName | None = None
+    """None for this project's own."""
+    title: str = "OmniBal"
+    """Name as its users write it."""
+    version: str = ""
+    """Version, or commit, whose files and flags were read; of this project's own, none."""
+    stages: StageRules = StageRules()
+    packs: PackRules = PackRules()
+    sharding: Sharding = Sharding.OPTIMIZER
+    runtime: RuntimeOptions = OWN_RUNTIME
+    """How it runs a step where an export says nothing of it."""
+    most_pipeline: Annotated[int | None, Field(ge=1)] = None
+    """Most pipeline stages; None where there is no limit."""
+    most_tensor: Annotated[int | None, Field(ge=1)] = None
+    has_experts: bool = True
+    """Whether ranks can share out experts."""
+
+    @property
+    def has_data_parallelism_alone(self) -> bool:
+        """Whether all ranks hold whole models."""
+        return self.most_pipeline == self.most_tensor == 1
+
+    def check_sizes(self, parallel: Parallel) -> None:
+        """Refuse parallel sizes that the trainer does not have.
+
+        Raises:
+            UserError: with the option that it does not take.
+        """
+        most_expert = None if self.has_experts else 1
+        for option, name, size, most in (
+            ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
+            ("--tp", "tensor-parallel", parallel.tensor, self.most_tensor),
+            ("--ep", "expert-parallel", parallel.expert, most_expert),
+        ):
+            if most is not None and size > most:
+                raise UserError(
+                    f"{option} {size} was given for {self.title}, whose {name} size is at most "
+                    f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
+                )
+
+
+OWN = TrainerConstraints()
+"""This project's trainer, which takes any plan."""
+
+_MEGATRON = StageRules(
+    encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
+)
+_SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
+_ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
+_MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
+"""As Megatron-LM runs exports, which ask for hidden exchanges and a loss per token."""
+_GIVEN = PackRules(full_steps=True)
+_NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
+
+TARGETS = {
+    each.name: each
+    for each in (
+        TrainerConstraints(
+            name=TargetName.MS_SWIFT,
+            title="ms-swift (Megatron)",
+            version="4.6.0",
+            stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
+            packs=_NEXT_FIT,
+            runtime=_MEGATRON_RUNTIME,
+        ),
+        TrainerConstraints(
+            name=TargetName.MS_SWIFT_DEEPSPEED,
+            title="ms-swift (DeepSpeed)",
+            version="4.6.0",
+            stages=_SHARDED,
+            packs=_NEXT_FIT,
+            sharding=Sharding.ALL,
+            most_pipeline=1,
+            most_tensor=1,
+            has_experts=False,
+        ),
+        TrainerConstraints(
+            name=TargetName.XTUNER,
+            title="XTuner v1",
+            version="5cda4fb",
+            stages=_SHARDED,
+            packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
+            sharding=Sharding.ALL,
+            most_pipeline=1,
+            most_tensor=1,
+            has_experts=False,
+        ),
+        TrainerConstraints(
+            name=TargetName.LOONGFORGE,
+            title="LoongForge",
+            version="130ff79",
+            stages=_MEGATRON.model_copy(
+                update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
+            ),
+            packs=_GIVEN.model_copy(update={"one_medium": True}),
+            runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
+        ),
+        TrainerConstraints(
+            name=TargetName.MEGATRON_LM,
+            title="Megatron-LM",
+            version="core 0.16.1",
+            stages=_MEGATRON,
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            runtime=_MEGATRON_RUNTIME,
+        ),
+        TrainerConstraints(
+            name=TargetName.MEGATRON_BRIDGE,
+            title="Megatron-Bridge",
+            version="003e863",
+            stages=_MEGATRON,
+            runtime=_ENGINE.model_copy(update={"fused_routing": True}),
+            packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+        ),
+        TrainerConstraints(
+            name=TargetName.MINDSPEED_MM,
+            title="MindSpeed-MM",
+            version="2026-10",
+            stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
+            packs=_GIVEN.model_copy(update={"tokens_alone": True}),
+        ),
+    )
+    if each.name is not None
+}
+"""Every other trainer, by its name."""
+
+
+def trainer_of(name: TargetName | None) -> TrainerConstraints:
+    """The constraints of a trainer, given by `made_for` of a plan; None is this project's."""
+    return OWN if name is None else TARGETS[name]

@@ -1,0 +1,1 @@
+"""Samples into packs under several limits, and bounds on how few can do."""

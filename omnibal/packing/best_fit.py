@@ -1,0 +1,221 @@
+"""Best fit decreasing on exact sizes: the largest sample opens a pack, best-fitting ones follow.
+
+Used for what patterns leave over, and for data whose packs hold two or three samples, where a
+sample's partner must have the one size that is missing and types of similar sizes are too coarse.
+
+Samples are kept in shelves by items, each sorted by tokens, the last feature. The most tokens that
+still fit are found by bisection, and samples that are gone are jumped over by a union-find
+structure (predecessors under deletions), so a placement costs a few microseconds however many
+samples there are. Item counts are compared all at once, as fields of one number (`_Fields`).
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.packing.fit import size_keys
+
+_MAX_SHELVES = 32  # that open packs are sorted on by their room for items
+_TRIES = 12
+"""Most samples tried for one that fits by items, on a shelf of several item counts."""
+
+
+def pack_best_fit(
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
+) -> list[list[int]]:
+    """Packs as lists of indices into the arguments; every sample fits alone.
+
+    Args:
+        sizes: int64 [features, samples].
+        values: float64 [samples], positive; of what fits, the most valuable is taken. Within a
+            shelf more tokens come before more value.
+        first: float64 [samples]; the sample with the highest opens the next pack.
+        caps: of every pack, int64 [features].
+    """
+    samples = sizes.shape[1]
+    if not samples:
+        return []
+    fields = _Fields(caps[:-1])
+    items, tokens = fields.numbers(sizes[:-1]), sizes[-1].tolist()
+    shelves = _shelves(sizes, values, fields)
+    place = np.empty((2, samples), np.int64)
+    for number, shelf in enumerate(shelves):
+        place[0, shelf.samples], place[1, shelf.samples] = number, np.arange(1, len(shelf) + 1)
+    shelf_of, rank_of = place.tolist()
+    whole = fields.numbers(caps[:-1, None])[0] + fields.spare
+    packs: list[list[int]] = []
+    for sample in np.argsort(-first, kind="stable").tolist():
+        shelf = shelves[shelf_of[sample]]
+        if shelf.below[rank_of[sample]] != rank_of[sample]:
+            continue  # it is in a pack already
+        pack: list[int] = []
+        items_left, tokens_left = whole, int(caps[-1])
+        chosen: int | None = sample
+        while chosen is not None:
+            shelves[shelf_of[chosen]].remove(rank_of[chosen])
+            pack.append(chosen)
+            items_left -= items[chosen]
+            tokens_left -= tokens[chosen]
+            chosen = _most_valuable(shelves, items_left, tokens_left, fields.spare)
+        packs.append(pack)
+    return packs
+
+
+class _Fields:
+    """Item counts of several features as one number: a field for each, and a spare bit above it.
+
+    The spare bits are set in what is left of the caps. It holds a sample if none of them is
+    borrowed from when the sample's number is subtracted.
+    """
+
+    def __init__(self, caps: np.ndarray):
+        """Lay out fields for counts up to the caps, int64 [features]."""
+        self._widths = [int(cap).bit_length() + 1 for cap in caps]
+        self.spare = sum(1 << sum(self._widths[i:]) - 1 for i in range(len(self._widths)))
+        """A number of the spare bits alone."""
+
+    def numbers(self, counts: np.ndarray) -> list[int]:
+        """Numbers of counts, int64 [features, samples], each at most its cap."""
+        wide = sum(self._widths) >= 63
+        numbers = np.zeros(counts.shape[1], object if wide else np.int64)
+        for row, width in zip(counts, self._widths, strict=True):
+            numbers = numbers << width | row.astype(numbers.dtype)
+        return numbers.tolist()
+
+
+def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
+    """First fit decreasing: each sample goes into the first pack that has room, or opens one.
+
+    Args:
+        sizes: int64 [features, samples]; every sample fits alone.
+        first: float64 [samples]; samples are placed from the highest to the lowest.
+        caps: of every pack, int64 [features].
+    """
+    packs: list[list[int]] = []
+    room = np.zeros_like(sizes)
+    for sample in np.argsort(-first, kind="stable").tolist():
+        size = sizes[:, sample]
+        fits = (room[:, : len(packs)] >= size[:, None]).all(axis=0)
+        pack = int(fits.argmax()) if fits.any() else len(packs)
+        if pack == len(packs):
+            packs.append([])
+            room[:, pack] = caps
+        packs[pack].append(sample)
+        room[:, pack] -= size
+    return packs
+
+
+def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
+    """Packs filled one by one, each time with the sample whose size is nearest to the room left.
+
+    Distances are squares of shares of the caps, weighed by what the samples take of each cap in
+    all (norm-based greedy: Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
+    2011). Samples of many tiles so meet samples of many tokens.
+
+    Args:
+        sizes: int64 [features, samples]; every sample fits alone.
+        caps: of every pack, int64 [features].
+    """
+    shares = sizes / caps[:, None]
+    weights = shares.sum(axis=1, keepdims=True)
+    left = np.arange(sizes.shape[1])
+    packs: list[list[int]] = []
+    while len(left):
+        pack: list[int] = []
+        room = caps.copy()
+        fits = left
+        while len(fits):
+            missing = (room / caps)[:, None] - shares.take(fits, axis=1)
+            chosen = int(fits[(weights * missing**2).sum(axis=0).argmin()])
+            pack.append(chosen)
+            room -= sizes[:, chosen]
+            fits = fits[(fits != chosen) & (sizes.take(fits, axis=1) <= room[:, None]).all(axis=0)]
+        packs.append(pack)
+        left = np.setdiff1d(left, pack, assume_unique=True)
+    return packs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Shelf:
+    """Samples of equal items, or of a few neighbouring counts, sorted by tokens."""
+
+    first: int
+    """Number of the sample that comes first in the order of items, and the spare bits."""
+    most: int
+    """Number of the most items of every feature."""
+    samples: list[int]
+    items: list[int]
+    tokens: list[int]
+    values: list[float]
+    below: list[int]
+    """Union-find links: below[k] leads to the last remaining sample at or before the k-th; 0 is
+    none."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def remove(self, rank: int) -> None:
+        """Remove the sample of this rank, counted from 1."""
+        self.below[rank] = rank - 1
+
+    def last_of(self, rank: int) -> int:
+        """Rank of the last remaining sample at or before `rank`."""
+        below = self.below
+        root = rank
+        while below[root] != root:
+            root = below[root]
+        while below[rank] != root:
+            below[rank], rank = root, below[rank]
+        return root
+
+    def best(self, items_left: int, tokens_left: int, spare: int) -> int:
+        """Rank of the sample with the most tokens that fits; 0 where none was found."""
+        rank = self.last_of(bisect_right(self.tokens, tokens_left))
+        if (items_left - self.most) & spare == spare:
+            return rank
+        for _ in range(_TRIES):
+            if rank == 0 or (items_left - self.items[rank - 1]) & spare == spare:
+                return rank
+            rank = self.last_of(rank - 1)
+        return 0
+
+
+def _most_valuable(
+    shelves: list[_Shelf], items_left: int, tokens_left: int, spare: int
+) -> int | None:
+    """Most valuable of the samples that the shelves offer; None where nothing fits."""
+    most, chosen = 0.0, None
+    for shelf in shelves:
+        if shelf.first > items_left:
+            break  # All that follow have more items of some feature than are left.
+        rank = shelf.best(items_left, tokens_left, spare)
+        if rank and shelf.values[rank - 1] > most:
+            most, chosen = shelf.values[rank - 1], shelf.samples[rank - 1]
+    return chosen
+
+
+def _shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:
+    """Make shelves in the order of items: one for equal items, up to a limit."""
+    keys, tokens = size_keys(sizes[:-1]), sizes[-1]
+    distinct = np.unique(keys)
+    groups = np.array_split(distinct, min(len(distinct), _MAX_SHELVES))
+    shelf_of = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    by_sample = shelf_of[np.searchsorted(distinct, keys)]
+    order = np.lexsort((values, tokens, by_sample))
+    shelves = []
+    for members in np.split(order, np.flatnonzero(np.diff(by_sample[order])) + 1):
+        items = sizes[:-1].take(members, axis=1)
+        numbers = fields.numbers(items)
+        shelves.append(
+            _Shelf(
+                first=min(numbers) + fields.spare,
+                most=fields.numbers(items.max(axis=1, keepdims=True))[0],
+                samples=members.tolist(),
+                items=numbers,
+                tokens=tokens[members].tolist(),
+                values=values[members].tolist(),
+                below=list(range(len(members) + 1)),
+            )
+        )
+    return shelves

@@ -1,0 +1,166 @@
+"""Packs by level: samples packed to the limit of their length, long packs filled with short ones.
+
+HBP's packing (arXiv 2503.07680, section 4): a sample belongs to the smallest level that holds it,
+levels are packed from the longest down, and the room that is left in a long pack goes to samples of
+shorter levels. Here a rule says which samples may be given away, as what joins a shared pack may
+have to be exchanged between ranks.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.levels import Level, largest_caps
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
+
+_LOOKED_AT = 1024
+"""Samples of a level that are looked at to fill one pack, which keeps the work linear."""
+
+
+def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+    """Find the smallest level whose caps hold each sample, int32 [samples].
+
+    Raises:
+        UserError: a sample fits no level.
+    """
+    check_samples_fit(lengths, largest_caps(levels))
+    return _smallest_that_hold(levels, len(lengths), lengths.column)
+
+
+def levels_of_packs(packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+    """Find the smallest level whose caps hold each pack, int32 [packs].
+
+    It is the level that `pack_by_level` made the pack for, as each pack has a sample that no
+    smaller level holds. Without levels, all packs are of level 0.
+    """
+    sums: dict[str, np.ndarray] = {}
+
+    def of_packs(name: str) -> np.ndarray:
+        if name not in sums:
+            sums[name] = packs.sums(lengths.column(name))
+        return sums[name]
+
+    return _smallest_that_hold(levels, len(packs), of_packs)
+
+
+def _smallest_that_hold(
+    levels: Sequence[Level], count: int, sizes: Callable[[str], np.ndarray]
+) -> np.ndarray:
+    level = np.zeros(count, np.int32)
+    for lower in levels[:-1]:
+        caps = lower.caps
+        level += np.any([sizes(name) > caps[name] for name in caps.names], axis=0)
+    return level
+
+
+def pack_by_level(
+    lengths: Lengths,
+    levels: Sequence[Level],
+    method: PackingMethod,
+    seed: np.random.SeedSequence,
+    *,
+    may_fill: np.ndarray | None = None,
+    thorough: bool = True,
+) -> Packs:
+    """Put every sample into a pack of its level, or into room of a longer level's pack.
+
+    Args:
+        lengths: of all samples.
+        levels: of rising caps, the last of which hold every sample.
+        method: rule by which the samples of one level are packed.
+        seed: decides which samples go together where the rules leave that open.
+        may_fill: whether a sample may go into a pack of a level above its own, bool [levels,
+            samples]; None where all may, as in the paper.
+        thorough: as `pack_samples` has it.
+
+    Raises:
+        UserError: a sample fits no level.
+    """
+    own_level = levels_of_samples(lengths, levels)
+    order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
+    order = np.random.default_rng(order_seed).permutation(len(lengths))
+    left = [order[own_level[order] == level] for level in range(len(levels))]
+    sizes = lengths.sizes(levels[-1].caps.names)
+    packed: list[Packs] = []
+    for level in reversed(range(len(levels))):
+        own = np.sort(left[level])
+        if not len(own):
+            continue
+        caps = levels[level].caps
+        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level], thorough=thorough)
+        packs = Packs(samples=own[packs.samples], offsets=packs.offsets)
+        allowed = None if may_fill is None else may_fill[level]
+        filled, left[:level] = fill_packs(packs, caps.values, left[:level], sizes, allowed)
+        packed.append(filled)
+    return Packs.join(packed)
+
+
+def fill_packs(
+    packs: Packs,
+    caps: np.ndarray,
+    queues: Sequence[np.ndarray],
+    sizes: np.ndarray,
+    allowed: np.ndarray | None,
+) -> tuple[Packs, list[np.ndarray]]:
+    """Fill the room of packs with the first samples that fit, of the longest level first.
+
+    Args:
+        packs: whose room is filled, one after another.
+        caps: of these packs, int64 [features].
+        queues: samples of every shorter level, in the order in which they are tried.
+        sizes: of all samples, int64 [features, samples].
+        allowed: whether a sample may be taken, bool [samples]; None where all may.
+
+    Returns:
+        The packs, and what is left of every queue.
+    """
+    waiting = [_Queue(queue, sizes, allowed) for queue in queues]
+    room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])
+    members = []
+    for pack in range(len(packs)):
+        taken = [packs[pack]]
+        for queue in reversed(waiting):
+            found = queue.take_first_fits(room[:, pack])
+            room[:, pack] -= sizes[:, found].sum(axis=1)
+            taken.append(found)
+        members.append(np.concatenate(taken))
+    return Packs.from_lists(members), [queue.left() for queue in waiting]
+
+
+class _Queue:
+    """Samples in line to fill packs, of which a bounded number is looked at at a time."""
+
+    def __init__(self, samples: np.ndarray, sizes: np.ndarray, allowed: np.ndarray | None):
+        self._sizes = sizes
+        mask = np.ones(len(samples), bool) if allowed is None else allowed[samples]
+        self._refused, self._rest = samples[~mask], samples[mask]
+        self._next = 0
+        self._window = self._rest[:0]
+
+    def take_first_fits(self, room: np.ndarray) -> np.ndarray:
+        """Take each sample in line that still fits when its turn comes. Room is [features]"""
+        wanted = _LOOKED_AT - len(self._window)
+        self._window = np.concatenate([self._window, self._rest[self._next : self._next + wanted]])
+        self._next = min(self._next + wanted, len(self._rest))
+        place = np.arange(len(self._window))
+        sizes = self._sizes[:, self._window]
+        taken: list[np.ndarray] = []
+        room = room.copy()
+        while len(place := place[(sizes[:, place] <= room[:, None]).all(axis=0)]):
+            sums = np.cumsum(sizes[:, place], axis=1)
+            fit = (sums <= room[:, None]).all(axis=0)
+            count = len(place) if fit.all() else int(fit.argmin())
+            taken.append(place[:count])
+            room -= sums[:, count - 1]
+            place = place[count:]
+        chosen = np.concatenate([*taken, place[:0]])
+        found = self._window[chosen]
+        self._window = np.delete(self._window, chosen)
+        return found
+
+    def left(self) -> np.ndarray:
+        """Samples that were not taken."""
+        return np.concatenate([self._window, self._rest[self._next :], self._refused])

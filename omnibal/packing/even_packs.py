@@ -1,0 +1,171 @@
+"""Level packing: for packs of many samples, whose number the sums of sizes decide.
+
+With dozens of samples a pack, hardly any combination of sizes is wasteful; what counts is that no
+pack has more than its share. So a number of packs is given, the samples are dealt to them longest
+first (Graham, SIAM Journal on Applied Mathematics 17, 1969), and exchanges even out what is left.
+All packs are then mixtures of the same lengths.
+"""
+
+import heapq
+from collections.abc import Callable
+from enum import StrEnum
+from operator import add, itemgetter
+
+import numpy as np
+
+from omnibal.packing.fit import size_keys
+from omnibal.packing.packs import Packs
+
+_MIN_ROUNDS = 5  # least, of samples trading places
+_MAX_ROUNDS = 15  # most, while some pack is above its cap
+_MOST_KINDS = 256
+"""Kinds of samples that trade places; of more, as with image tokens, most are of few samples."""
+
+_Load = tuple[float, float, tuple[float, ...], int]
+"""Sort key of a pack: its load, the sum of its shares of all caps, these shares, pack."""
+
+
+class Leading(StrEnum):
+    """Quantity that samples are dealt by; exchanges then level the tokens."""
+
+    ITEMS = "items"
+    """Items come out level to the last one. Best where all caps are nearly reached."""
+    LARGER = "larger"
+    """Items or tokens, whichever is the larger part of its cap. Best with a few giants."""
+
+
+def deal_level(
+    sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
+) -> Packs:
+    """Deal all samples to a number of packs, level in all features; a few may exceed a cap.
+
+    Args:
+        sizes: int64 [features, samples].
+        packs: at most as many as there are samples.
+        caps: of every pack, int64 [features].
+        leading: what the samples are dealt by.
+        rng: decides between equals, and which samples are exchanged.
+    """
+    samples = sizes.shape[1]
+    shares = sizes / caps[:, None]
+    shuffled = rng.permutation(samples)
+    *items, tokens = range(len(caps))
+    if leading is Leading.ITEMS:
+        # Texts take no items, and are dealt by their tokens after all others.
+        has_items = np.any(sizes[:-1] > 0, axis=0)[shuffled]
+        parts = [(shuffled[has_items], items), (shuffled[~has_items], [tokens])]
+    else:
+        parts = [(shuffled, [*items, tokens])]
+    pack_of = np.empty(samples, np.int64)
+    heap: list[_Load] = [(0.0, 0.0, (0.0,) * len(caps), pack) for pack in range(packs)]
+    for part, features in parts:
+        if len(part):
+            heap = _deal_longest_first(part, shares, features, heap, pack_of)
+    by_pack = np.argsort(pack_of, kind="stable")
+    counts = np.bincount(pack_of, minlength=packs)
+    dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(counts[counts > 0])]))
+    # Only samples of equal items trade places, so items stay as they were dealt.
+    return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
+
+
+def _deal_longest_first(
+    samples: np.ndarray,
+    shares: np.ndarray,
+    features: list[int],
+    heap: list[_Load],
+    pack_of: np.ndarray,
+) -> list[_Load]:
+    """Give each sample to the least loaded pack, in `pack_of`; returns the packs' new loads.
+
+    A load is the largest share among the features.
+    """
+    dealt = shares.take(samples, axis=1)
+    longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
+    load = _largest_of(features, len(shares))
+    heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
+    heapq.heapify(heap)
+    taken_by = []
+    for size in zip(*dealt[:, longest_first].tolist(), strict=True):
+        _, _, held, pack = heap[0]
+        held = tuple(map(add, held, size))
+        heapq.heapreplace(heap, (load(held), sum(held), held, pack))
+        taken_by.append(pack)
+    pack_of[samples[longest_first]] = taken_by
+    return heap
+
+
+def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:
+    """Largest of the shares of all features."""
+    if len(features) == of:
+        return max
+    if len(features) == 1:
+        return itemgetter(features[0])
+    return lambda held: max(held[feature] for feature in features)
+
+
+def even_out(
+    packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
+) -> Packs:
+    """Exchange samples of one kind between packs until hardly any pack exceeds the token cap.
+
+    In every round each pack offers one sample of a kind, and the largest offer goes where the rest
+    is smallest. No other exchange of the offers has a smaller maximum. Of more than 256 kinds, the
+    most frequent trade places.
+
+    Args:
+        packs: of indices into `kind` and `tokens`.
+        kind: int64 [samples]; only samples of equal kind trade places.
+        tokens: int64 [samples].
+        max_tokens: of a pack.
+        rng: decides what is offered.
+    """
+    if not len(packs):
+        return packs
+    sample = packs.samples.copy()
+    pack_of_slot = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    pack_tokens = packs.sums(tokens)
+    by_kind = np.argsort(kind[sample], kind="stable")
+    borders = np.flatnonzero(np.diff(kind[sample][by_kind])) + 1
+    slots_of_kinds = np.split(by_kind, borders)
+    if len(slots_of_kinds) > _MOST_KINDS:
+        slots_of_kinds = sorted(slots_of_kinds, key=len, reverse=True)[:_MOST_KINDS]
+    offers = [_Offers.of(slots, pack_of_slot) for slots in slots_of_kinds]
+    for number in range(_MAX_ROUNDS):
+        for offer in offers:
+            slot, pack = offer.draw(rng), offer.packs
+            given = tokens[sample[slot]]
+            rest = pack_tokens[pack] - given
+            smallest_rest_first, largest_given_first = _ascending(rest), _ascending(given)[::-1]
+            source, target = slot[largest_given_first], slot[smallest_rest_first]
+            sample[target] = sample[source]
+            pack_tokens[pack[smallest_rest_first]] = (
+                rest[smallest_rest_first] + given[largest_given_first]
+            )
+        if number + 1 >= _MIN_ROUNDS and pack_tokens.max() <= max_tokens:
+            break
+    return Packs(samples=sample, offsets=packs.offsets)
+
+
+class _Offers:
+    """Slots of one kind, from which each pack that has any offers one at random."""
+
+    def __init__(self, slots: np.ndarray, first: np.ndarray, packs: np.ndarray):
+        self.packs = packs
+        self._slots = slots
+        self._first = first
+        self._counts = np.diff(first, append=len(slots))
+
+    @classmethod
+    def of(cls, slots: np.ndarray, pack_of_slot: np.ndarray) -> "_Offers":
+        packs = pack_of_slot[slots]
+        first = np.flatnonzero(np.diff(packs, prepend=-1))
+        return cls(slots, first, packs[first])
+
+    def draw(self, rng: np.random.Generator) -> np.ndarray:
+        """Draw a slot of each of `packs`."""
+        return self._slots[self._first + rng.integers(self._counts)]
+
+
+def _ascending(values: np.ndarray) -> np.ndarray:
+    """Order from small to large; equal values keep theirs, on any processor."""
+    return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF

@@ -1,0 +1,137 @@
+"""Packs filled one by one, each with the most valuable samples that fit.
+
+For up to some hundred packs: either a knapsack is solved for each, in units that sizes are rounded
+up to, or all pairs of samples are looked at in turn, by exact sizes.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from omnibal.packing.fit import size_keys
+from omnibal.packing.patterns import Grid, no_more_items
+
+_MAX_CELLS = 1 << 14  # most of a knapsack table
+_MAX_PAIRED = 160
+"""Most samples whose pairs are all tried: half of them the largest, half the smallest."""
+
+
+def fill_one_by_one(
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Packs [samples] of indices into the arguments, each as valuable as what is left allows.
+
+    Args:
+        sizes: int64 [features, samples].
+        values: float64 [samples], positive.
+        first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
+            Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
+            Operations Research 29, 2002). Where it is None, no sample must be in a pack.
+        caps: of every pack, int64 [features].
+    """
+    grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
+    units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
+    # Samples of equal units and about equal value are copies of one item.
+    order = np.lexsort((-values, *units[::-1]))
+    starts = np.flatnonzero(np.diff(size_keys(units)[order], prepend=-1))
+    queues = np.split(order, starts[1:]) if len(order) else []
+    while queues:
+        opened = np.zeros(0, np.int64)
+        if first is not None:
+            largest = int(np.argmax([first[queue[0]] for queue in queues]))
+            opened, queues[largest] = np.split(queues[largest], [1])
+        bundles = [(index, n) for index, queue in enumerate(queues) for n in _doubling(len(queue))]
+        item = np.array([index for index, _ in bundles], np.int64)
+        copies = np.array([n for _, n in bundles], np.int64)
+        head = np.array([queue[0] if len(queue) else -1 for queue in queues])[item]
+        taken = _best_bundles(
+            copies * values[head],
+            copies * units[:, head],
+            grid.cells - units[:, opened].sum(axis=1),
+        )
+        counts = np.bincount(item[taken], weights=copies[taken], minlength=len(queues)).astype(int)
+        chosen = [queue[:n] for queue, n in zip(queues, counts, strict=True)]
+        yield np.concatenate([opened, *chosen])
+        queues = [queue[n:] for queue, n in zip(queues, counts, strict=True) if n < len(queue)]
+
+
+def fill_by_pairs(
+    sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
+) -> Iterator[np.ndarray]:
+    """Packs [samples] of indices, each opened by one sample and filled by the best pairs.
+
+    Where packs hold two or three samples, this is the best that can go with the first.
+
+    Args:
+        sizes: int64 [features, samples].
+        values: float64 [samples], positive.
+        first: float64 [samples]; the sample with the highest opens the next pack.
+        caps: of every pack, int64 [features].
+    """
+    left = np.argsort(-first, kind="stable")
+    while len(left):
+        pack, left = [left[:1]], left[1:]
+        room = caps - sizes[:, pack[0][0]]
+        while True:
+            fits = left[(sizes.take(left, axis=1) <= room[:, None]).all(axis=0)]
+            if not len(fits):
+                break
+            if len(fits) > _MAX_PAIRED:
+                fits = np.concatenate([fits[: _MAX_PAIRED // 2], fits[-_MAX_PAIRED // 2 :]])
+            chosen = fits[_best_pair(sizes.take(fits, axis=1), values[fits], room)]
+            pack.append(chosen)
+            room -= sizes[:, chosen].sum(axis=1)
+            left = left[~np.isin(left, chosen)]
+        yield np.concatenate(pack)
+
+
+def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[int]:
+    """The most valuable one or two samples that fit together; each fits alone."""
+    alone = np.eye(len(values), dtype=bool)
+
+    def pairs(sizes: np.ndarray) -> np.ndarray:
+        return np.where(alone, sizes, sizes[:, None] + sizes)
+
+    fits = np.all([pairs(row) <= most for row, most in zip(sizes, room, strict=True)], axis=0)
+    best = int(np.where(fits, pairs(values), -1.0).argmax())
+    return sorted(set(divmod(best, len(values))))
+
+
+def _doubling(count: int) -> list[int]:
+    """Bundles 1, 2, 4, ... and a rest, whose subsets give every number up to `count`.
+
+    Example:
+        >>> _doubling(10)
+        [1, 2, 4, 3]
+    """
+    bundles: list[int] = []
+    while count > 0:
+        bundles.append(min(1 << len(bundles), count))
+        count -= bundles[-1]
+    return bundles
+
+
+def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
+    """The most valuable set of bundles within the room, as indices; each is taken once.
+
+    Args:
+        values: float64 [bundles].
+        sizes: int64 [features, bundles].
+        room: int64 [features].
+    """
+    table = np.zeros(room + 1, np.float32)
+    fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
+    taken = np.zeros((len(fits), *table.shape), bool)
+    for row, bundle in enumerate(fits):
+        held = tuple(slice(size, None) for size in sizes[:, bundle].tolist())
+        below = table[held]
+        with_it = table[tuple(map(slice, below.shape))] + np.float32(values[bundle])
+        np.greater(with_it, below, out=taken[row][held])
+        np.maximum(below, with_it, out=below)
+    chosen = []
+    left = room.copy()
+    for row in range(len(fits) - 1, -1, -1):
+        if taken[row][tuple(left)]:
+            chosen.append(int(fits[row]))
+            left -= sizes[:, fits[row]]
+    return chosen

@@ -1,0 +1,64 @@
+"""What every packing rule does with its input: check it, and make plain sizes of it."""
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import Lengths
+from omnibal.model.limits import Caps, words
+
+Seed = int | np.random.SeedSequence
+
+_LISTED_SAMPLES = 5
+_MAX_KEY = 1 << 62
+
+
+def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
+    """Refuse samples that no pack can hold.
+
+    Raises:
+        UserError: names the first few of them and the ways out.
+    """
+    over = [lengths.column(name) > caps[name] for name in caps.names]
+    large = np.flatnonzero(np.any(over, axis=0))
+    if not len(large):
+        return
+    listed = "; ".join(
+        f"sample {i} of {lengths.source_names[lengths.source[i]]} has "
+        + words([f"{lengths.column(name)[i]} {name}" for name in caps.names])
+        for i in large[:_LISTED_SAMPLES]
+    )
+    more = f"; and {len(large) - _LISTED_SAMPLES} more" if len(large) > _LISTED_SAMPLES else ""
+    enough = {name: max(int(lengths.column(name).max()), caps[name]) for name in caps.names}
+    options = " ".join(Caps.of(**enough).options)
+    raise UserError(
+        f"{len(large)} of {len(lengths)} samples exceed the caps of {caps} ({listed}{more}); every "
+        f"sample must fit into one pack: raise the caps ({options} would do), split the samples, "
+        "or drop them from the dataset"
+    )
+
+
+def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
+    """Sizes of all samples and caps, each feature in its greatest common divisor.
+
+    Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple is
+    no room. Both are int64, [features, samples] and [features], in the order of the caps: what is
+    packed comes without names, and the last feature, `tokens`, is the finest.
+    """
+    sizes = lengths.sizes(caps.names)
+    units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
+    return sizes // units[:, None], np.maximum(caps.values // units, 1)
+
+
+def size_keys(sizes: np.ndarray) -> np.ndarray:
+    """Numbers that are equal and ordered as sizes are, the first feature first. int64 [samples]
+
+    Args:
+        sizes: int64 [features, samples], not negative; there may be no feature.
+    """
+    keys = np.zeros(sizes.shape[1], np.int64)
+    for row in sizes:
+        span = int(row.max(initial=0)) + 1
+        if (int(keys.max(initial=0)) + 1) * span > _MAX_KEY:
+            _, keys = np.unique(keys, return_inverse=True)
+        keys = keys * span + row
+    return keys

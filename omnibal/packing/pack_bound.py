@@ -1,0 +1,228 @@
+"""A proven lower bound on the number of packs: no packing under the caps, by any rule, needs fewer.
+
+If every sample is given a value such that no pack can be worth more than 1, then there are at least
+as many packs as the samples are worth together. Good values come from column generation, where
+they are the dual solution. Two things keep it fast and tight with thousands of distinct sizes:
+
+- Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
+  A straight line is what tokens are worth where the token cap alone decides; pieces, and jumps
+  between them, are for the rest.
+- Values are fitted to the knots alone, then to all sizes in a coarse grid, then in a fine one.
+
+What makes the bound valid is only this: the most valuable pack under the fitted values is found
+over all distinct sizes, rounded down to the grid, and the values are divided by its worth (Farley
+1990). Rounding down can only overstate that worth.
+
+Limits of several kinds of items are looked at one kind at a time, beside that of tokens: leaving
+limits out can only need fewer packs.
+
+Of few distinct sizes, and where that leaves a gap to packs at hand, every size has a value of its
+own instead (`omnibal.packing.all_sizes`), which is exact and takes longer where sizes are
+thousands.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.limits import Caps
+from omnibal.packing.all_sizes import SizeMix, Sizes
+from omnibal.packing.fit import check_samples_fit, in_common_units, size_keys
+from omnibal.packing.packs import Packs
+from omnibal.packing.patterns import (
+    Grid,
+    Items,
+    SizeTypes,
+    first_guesses,
+    generate_mix,
+    group_sizes,
+    most_copies,
+)
+from omnibal.packing.rest import Rest
+
+_TYPES = 112
+"""Number of sample types, with two knots each."""
+_FEW_SIZES, _MANY_SIZES = 400, 6000
+"""Most distinct sizes for a separate value each: always, and where a gap remains."""
+_GAP = 0.005
+"""Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
+_MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8
+_SIZES_TIMES_ROUNDS = 60_000
+"""Distinct sizes times rounds of new columns, which keeps the bound of thousands to a minute."""
+_EXACT_WORK = 4e8  # table cells times sizes, where each size has a value of its own
+_KNOT_ROUNDS = 40  # with values at the knots alone
+_COARSE_ROUNDS = 30  # on a coarse grid
+_FINE_ROUNDS = 3  # on the fine grid
+_COARSE_WORK = 1.5e8  # as below, on the coarse grid
+_FINE_WORK = 1.5e9
+"""Table cells times sizes in one pricing, which decide how coarse the grid is."""
+_MAX_CELLS = 1 << 19  # most of a table
+_TOLERANCE = 2e-4  # relative gap at which column generation ends
+_CLOSE = 1e-3
+"""Relative distance to the fit on the knots alone at which no more is asked for."""
+_NEW_COLUMNS = 128  # most in a round
+_ROUNDING = 1e-9
+"""Relative; the float sums are good to more than that."""
+
+
+def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
+    """Lower bound on the packs needed: the larger of the naive bound and column generation's.
+
+    Args:
+        lengths: of all samples.
+        caps: of every pack.
+        found: packs of a packing that is at hand; where the naive bound is as many, nothing is
+            left to prove, and where the usual bound is far below, a finer one is tried.
+
+    Raises:
+        UserError: a sample is larger than a cap.
+    """
+    check_samples_fit(lengths, caps)
+    sizes, units = in_common_units(lengths, caps)
+    naive = packs_of_sums(sizes, units)
+    if found is not None and found <= naive:
+        return naive
+    distinct = Sizes.of(sizes)
+    if len(distinct) <= _FEW_SIZES:
+        return max(naive, _whole(_exact_bound(distinct, sizes, units, found)))
+    pairs = [[kind, -1] for kind in range(len(units) - 1)] or [[-1]]
+    bound = max(naive, *(_whole(_fractional_bound(sizes[pair], units[pair])) for pair in pairs))
+    if found is not None and found > bound + max(1, _GAP * bound) and len(distinct) <= _MANY_SIZES:
+        bound = max(bound, _whole(_exact_bound(distinct, sizes, units, found)))
+    return bound
+
+
+def _whole(packs: float) -> int:
+    return int(np.ceil(packs * (1 - _ROUNDING)))
+
+
+def _exact_bound(distinct: Sizes, sizes: np.ndarray, caps: np.ndarray, found: int | None) -> float:
+    packs = Packs.from_lists(Rest(sizes, caps).best_fit(np.random.default_rng(0)))
+    naive = packs_of_sums(sizes, caps)
+    if len(packs) <= naive:
+        return naive
+    cells = min(max(_EXACT_WORK / len(distinct), _EXACT_WORK**0.5), _MAX_CELLS)
+    mix = SizeMix(distinct, caps, packs, int(cells))
+    rounds = max(_SIZES_TIMES_ROUNDS // len(distinct), _MIN_EXACT_ROUNDS)
+    rounds = min(rounds, _MAX_EXACT_ROUNDS)
+    return mix.bound(max_rounds=rounds, wanted=min(found or len(packs), len(packs)))
+
+
+def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
+    """Lower bound on the packs needed, from the total of every limited feature."""
+    return packs_of_sums(*in_common_units(lengths, caps))
+
+
+def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
+    """Lower bound on the packs of samples of these sizes [features, samples], by their sums."""
+    return int((-(-sizes.sum(axis=1) // caps)).max())
+
+
+def _fractional_bound(sizes: np.ndarray, caps: np.ndarray) -> float:
+    """Lower bound by fitted values, with a limit of tokens and at most one more."""
+    distinct = Sizes.of(sizes)
+    knots = _Knots.of(group_sizes(sizes, _TYPES), sizes)
+    cover = knots.weights(distinct.amounts)
+    used = np.minimum(caps, sizes.sum(axis=1))
+    # One pack for a knot's worth is more than enough, so the master always has a solution.
+    alone = np.eye(len(knots))
+    # The knots as if they were all sizes: good enough to fit values, and no proof.
+    few = Items.with_own_rows(Grid.of(used), knots.points[:-1], knots.points[-1])
+    fitted = generate_mix(
+        few,
+        distinct.counts @ cover,
+        np.diag(most_copies(few.sizes, few.grid)).astype(np.float64),
+        first_guesses(knots.points, caps),
+        _as_it_is,
+        max_rounds=_KNOT_ROUNDS,
+        max_new_columns=len(knots),
+        tolerance=_TOLERANCE,
+    )
+    bound, values = 0.0, fitted.values
+    for work, rounds in ((_COARSE_WORK, _COARSE_ROUNDS), (_FINE_WORK, _FINE_ROUNDS)):
+        proven = generate_mix(
+            *_all_items(distinct, cover, used, work),
+            np.concatenate([alone, fitted.columns]),
+            values[None],
+            _as_it_is,
+            max_rounds=rounds,
+            max_new_columns=_NEW_COLUMNS,
+            tolerance=_TOLERANCE,
+        )
+        bound, values = max(bound, proven.bound), proven.values
+        if bound >= fitted.packs * (1 - _CLOSE):
+            break
+    return bound
+
+
+def _as_it_is(patterns: np.ndarray) -> np.ndarray:
+    return patterns
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Knots:
+    """Points between which values are interpolated, sorted by the first feature, then the next."""
+
+    points: np.ndarray
+    """Size of every knot, int64 [features, knots]."""
+
+    def __len__(self) -> int:
+        return self.points.shape[1]
+
+    @classmethod
+    def of(cls, types: SizeTypes, sizes: np.ndarray) -> "_Knots":
+        """Knots at the fewest and the most tokens of every type; sizes are [features, samples].
+
+        Neighbouring types have knots at neighbouring sizes, so values may jump in between.
+        """
+        ends = types.members[np.concatenate([types.bounds[:-1], types.bounds[1:] - 1])]
+        return cls(points=np.unique(sizes[:, ends], axis=1))
+
+    def weights(self, sizes: np.ndarray) -> sparse.csr_array:
+        """Interpolation weights, float64 [sizes, knots]; rows sum to 1, over two knots.
+
+        Args:
+            sizes: int64 [features, sizes], whose items are those of some knots.
+        """
+        # The largest size of all with equal items is a knot.
+        keys = size_keys(np.concatenate([self.points, sizes], axis=1))
+        upper = np.searchsorted(keys[: len(self)], keys[len(self) :])
+        lower = np.maximum(upper - 1, 0)
+        is_alike = (self.points[:-1, lower] == sizes[:-1]).all(axis=0)
+        lower = np.where(is_alike, lower, upper)
+        first, tokens = self.points[-1, lower], sizes[-1]
+        width = self.points[-1, upper] - first
+        share = np.divide(tokens - first, width, out=np.ones(len(tokens)), where=width > 0)
+        index = np.arange(len(tokens))
+        return sparse.csr_array(
+            (
+                np.concatenate([share, 1 - share]),
+                (np.concatenate([index, index]), np.concatenate([upper, lower])),
+            ),
+            shape=(len(tokens), len(self)),
+        )
+
+
+def _all_items(
+    distinct: Sizes, cover: sparse.csr_array, caps: np.ndarray, work: float
+) -> tuple[Items, np.ndarray]:
+    """All sizes, rounded down to a grid, and their demand [rows].
+
+    Sizes that become the same are worth their mean, and what rounds down to nothing is left out.
+    """
+    cells = min(max(work / len(distinct), work**0.5), _MAX_CELLS)
+    grid = Grid.of(caps, int(cells))
+    rounded = Sizes.of(distinct.amounts // grid.units[:, None])
+    of_item = sparse.csr_array((distinct.counts, (rounded.of_sample, np.arange(len(distinct)))))
+    something = rounded.amounts.any(axis=0)
+    of_item = of_item[something]
+    total_cover = of_item @ cover
+    items = Items(
+        grid=grid,
+        sizes=rounded.amounts[:, something],
+        cover=sparse.csr_array(sparse.diags_array(1 / of_item.sum(axis=1)) @ total_cover),
+        row=total_cover.argmax(axis=1),
+    )
+    return items, total_cover.sum(axis=0)

@@ -1,0 +1,51 @@
+"""Packing: samples into packs under two caps at once, image tiles and language tokens."""
+
+from enum import StrEnum
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.limits import Caps
+from omnibal.packing.fit import Seed
+from omnibal.packing.isf import pack_isf
+from omnibal.packing.packs import Packs
+
+
+class PackingMethod(StrEnum):
+    """Rules by which samples are put into packs."""
+
+    BALANCED = "balanced"
+    ISF = "isf"
+
+
+def pack_samples(
+    lengths: Lengths,
+    caps: Caps,
+    method: PackingMethod,
+    seed: Seed,
+    *,
+    thorough: bool = True,
+    most_types: int | None = None,
+) -> Packs:
+    """Put every sample into one pack by `method`, with that method's default settings.
+
+    Args:
+        lengths: of all samples.
+        caps: of every pack.
+        method: rule.
+        seed: decides which samples go together where the rule leaves that open.
+        thorough: where `balanced` needs more packs than must be for some hundred samples, search
+            for the fewest; it may take half a minute.
+        most_types: sizes that `balanced` tells apart, if not as many as it does by itself; with
+            fewer it is faster, and packs are slightly more.
+
+    Raises:
+        UserError: a sample is larger than a cap.
+    """
+    # Here, as it imports scipy, for which a command that only names a method should not wait.
+    from omnibal.packing.balanced import MAX_TYPES, pack_balanced
+
+    match method:
+        case PackingMethod.BALANCED:
+            most = MAX_TYPES if most_types is None else most_types
+            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most)
+        case PackingMethod.ISF:
+            return pack_isf(lengths, caps, seed)

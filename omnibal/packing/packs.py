@@ -1,0 +1,210 @@
+"""Packs: samples that share one micro-batch, and the step, rank and slot where each one runs.
+
+Stored as `packs.parquet`, one row per micro-batch. Samples are concatenated in the order given.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
+from omnibal.data.columns import Columns, no_items
+from omnibal.data.lengths import Lengths
+
+_PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
+_LEVEL = "level"
+_SAMPLES = "samples"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Packs:
+    """Ragged lists of sample indices: pack i holds `samples[offsets[i]:offsets[i + 1]]`."""
+
+    samples: np.ndarray
+    """Indices into the lengths, int64."""
+    offsets: np.ndarray
+    """Bounds of the packs, int64 [packs + 1], from 0 to len(samples)."""
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def sums(self, per_sample: np.ndarray) -> np.ndarray:
+        """Sum of a per-sample quantity over every pack, int64 [packs]; no pack may be empty."""
+        return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
+
+    def take(self, order: np.ndarray) -> "Packs":
+        """Select the packs at `order`, in that order."""
+        counts = np.diff(self.offsets)[order]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        return Packs(
+            samples=self.samples[np.repeat(self.offsets[order], counts) + within], offsets=offsets
+        )
+
+    @staticmethod
+    def join(parts: Sequence["Packs"]) -> "Packs":
+        """Concatenate the packs of all parts."""
+        sizes = np.concatenate([np.diff(part.offsets) for part in parts])
+        return Packs(
+            samples=np.concatenate([part.samples for part in parts]),
+            offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        )
+
+    @staticmethod
+    def from_lists(lists: list) -> "Packs":
+        """Build from a list of non-empty lists of sample indices."""
+        counts = np.array([len(members) for members in lists], np.int64)
+        flat = np.concatenate(lists) if lists else np.zeros(0)
+        return Packs(
+            samples=flat.astype(np.int64),
+            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScheduledPacks:
+    """Every micro-batch of a run, sorted by (step, dp_rank, slot); arrays have one entry a pack."""
+
+    packs: Packs
+    step: np.ndarray
+    """Step of every pack, int64, counted through all epochs."""
+    dp_rank: np.ndarray
+    """Data-parallel rank that trains the pack, int32."""
+    slot: np.ndarray
+    """Position among that rank's micro-batches of the step, int32, from 0 without gaps."""
+    epoch: np.ndarray
+    """Epoch of every pack, int32."""
+    items: dict[str, np.ndarray]
+    """Items of the pack that an encoder takes, int32, by the items' name, such as `tiles`."""
+    tokens: np.ndarray
+    """Language tokens of the pack, int32."""
+    level: np.ndarray
+    """Level of the pack, int32: an index into the plan's levels, 0 where it has but one. A pack
+    that several ranks share has one entry, of the first of them, and the same slot on all."""
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def column(self, name: str) -> np.ndarray:
+        """`tokens`, or the items of this name in every pack, int32 [packs].
+
+        There are none where the lengths do not count them.
+        """
+        columns = {**self.items, "tokens": self.tokens}
+        return columns[name] if name in columns else no_items(len(self))
+
+    def take(self, rows: np.ndarray) -> "ScheduledPacks":
+        """Select the packs of these rows, in that order, and keep their places as they are."""
+        return ScheduledPacks(
+            packs=self.packs.take(rows),
+            step=self.step[rows],
+            dp_rank=self.dp_rank[rows],
+            slot=self.slot[rows],
+            epoch=self.epoch[rows],
+            items={name: items[rows] for name, items in self.items.items()},
+            tokens=self.tokens[rows],
+            level=self.level[rows],
+        )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of all epochs."""
+        return int(self.step[-1]) + 1 if len(self) else 0
+
+    @property
+    def sha256(self) -> str:
+        """Hash of everything: what is trained, when and where."""
+        level = [(self.level, "<i4")] if self.level.any() else []
+        return sha256_of_columns(
+            (self.step, "<i8"),
+            (self.dp_rank, "<i4"),
+            (self.slot, "<i4"),
+            (self.epoch, "<i4"),
+            *level,
+            (self.packs.offsets, "<i8"),
+            (self.packs.samples, "<i8"),
+        )
+
+
+def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
+    """Hash of arrays, each converted to the type that is named beside it."""
+    digest = hashlib.sha256()
+    for column, kind in columns:
+        digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
+    return digest.hexdigest()
+
+
+def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Sum over a pack's samples of tokens squared: what block-diagonal attention costs. [packs]"""
+    return packs.sums(lengths.tokens.astype(np.int64) ** 2)
+
+
+def item_sums(packs: Packs, lengths: Lengths) -> dict[str, np.ndarray]:
+    """Items of every pack, int32 [packs], by the items' name."""
+    return {name: packs.sums(lengths.items[name]).astype(np.int32) for name in lengths.item_names}
+
+
+def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
+    """Write `packs.parquet`; equal packs give equal bytes.
+
+    There is a column of levels where any pack is of another level than the first.
+    """
+    counts = {name: pa.int32() for name in (*sorted(scheduled.items), "tokens")}
+    level = {_LEVEL: scheduled.level} if scheduled.level.any() else {}
+    table = pa.table(
+        {
+            "step": scheduled.step,
+            "dp_rank": scheduled.dp_rank,
+            "slot": scheduled.slot,
+            "epoch": scheduled.epoch,
+            **level,
+            **{name: scheduled.column(name) for name in counts},
+            _SAMPLES: pa.LargeListArray.from_arrays(
+                scheduled.packs.offsets, scheduled.packs.samples
+            ),
+        },
+        schema=pa.schema(
+            {
+                **_PLACE,
+                **dict.fromkeys(level, pa.int32()),
+                **counts,
+                _SAMPLES: pa.large_list(pa.int64()),
+            }
+        ),
+    )
+    with atomic(path) as temporary:
+        pq.write_table(table, temporary)
+
+
+def read_packs(path: Path) -> ScheduledPacks:
+    """Read `packs.parquet`.
+
+    Raises:
+        UserError: the file is missing, is not Parquet, or lacks a column, or a column has another
+            type, nulls, or (samples) an empty list.
+    """
+    remedy = "make it anew with `omnibal plan` or `omnibal pack`"
+    columns = Columns.read(path, [*_PLACE, "tokens", _SAMPLES], remedy)
+    samples, sizes = columns.integer_lists(_SAMPLES)
+    if not sizes.all():
+        raise UserError(
+            f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
+        )
+    has_levels = _LEVEL in columns.table.column_names
+    level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
+    return ScheduledPacks(
+        packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
+        **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
+        items={name: columns.integers(name, pa.int32()) for name in columns.item_names()},
+        tokens=columns.integers("tokens", pa.int32()),
+        level=level,
+    )

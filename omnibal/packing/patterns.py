@@ -1,0 +1,450 @@
+"""Patterns: which sizes of samples go together in a pack, found by column generation.
+
+Shared by the `balanced` packing and by the proven lower bound. A pattern says how many samples of
+each size a pack holds; the master problem chooses how often each pattern is used so that all
+samples are covered by the fewest packs, and the knapsack finds patterns that would help it (Gilmore
+and Gomory, Operations Research 9, 1961, and 11, 1963; here with several capacities). Any values of
+the rows prove a bound (Farley, Operations Research 38, 1990). The cost depends on the number of
+sizes and not of samples.
+
+Items are the sizes that patterns are made of, rows are what the master covers; an item may count
+for several rows in parts. Sizes and caps have features: items, which are coarse, like tiles, and
+last the tokens, which are fine. A knapsack's table has an axis a feature, of its cells + 1.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+from scipy import sparse
+from scipy.optimize import linprog
+
+from omnibal.packing.fit import size_keys
+
+_MAX_CELLS = 1 << 17
+"""Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
+_MAX_ITEM_CELLS = 512
+"""Most units of all items together."""
+_MAX_ITEM_LEVELS = 40  # of item counts that are told apart
+_MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
+_EMPTY = 1e-12
+_UNLIMITED = np.iinfo(np.int64).max
+_MORE_PACKS = 2e-4
+"""Share of packs that being mixed may cost."""
+_MAX_RANDOM = 1200  # packs of random samples that mixtures are made of besides
+_FOLLOWING = 0.1
+"""Share of all features but one in most first guesses of what samples are worth."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Grid:
+    """Capacities of the knapsack in whole units, so that its table stays small."""
+
+    units: np.ndarray
+    """Amount of each feature that is one unit, int64 [features]."""
+    cells: np.ndarray
+    """Capacity for each feature in units, int64 [features]."""
+
+    @classmethod
+    def of(cls, caps: np.ndarray, max_cells: int = _MAX_CELLS) -> "Grid":
+        """The finest grid of at most about `max_cells` cells, for caps [features]."""
+        units = np.ones_like(caps)
+        coarse_cells = 1
+        smallest_first = np.argsort(caps[:-1], kind="stable").tolist()
+        for rank, feature in enumerate(smallest_first):
+            share = (_MAX_ITEM_CELLS / coarse_cells) ** (1 / (len(smallest_first) - rank))
+            units[feature] = max(-(-int(caps[feature]) // max(int(share), 1)), 1)
+            coarse_cells *= int(caps[feature] // units[feature]) + 1
+        units[-1] = max(1, -(-int(caps[-1]) * coarse_cells // max_cells))
+        return cls(units=units, cells=caps // units)
+
+    def places(self, amounts: np.ndarray) -> np.ndarray:
+        """Indices into a flattened table, of amounts in units, int64 [features, ...]."""
+        index = amounts[0]
+        for cells, amount in zip(self.cells[1:].tolist(), amounts[1:], strict=True):
+            index = index * (cells + 1) + amount
+        return index
+
+
+def no_more_items(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Caps [features], those of items at most the totals [features] of all samples."""
+    return np.append(np.minimum(caps, totals)[:-1], caps[-1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SizeTypes:
+    """Samples grouped by size: equal items and similar tokens, sorted by size."""
+
+    members: np.ndarray
+    """Sample indices, type by type, int64 [samples]."""
+    bounds: np.ndarray
+    """Bounds of the types, int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
+    items: np.ndarray
+    """Size of every type in all features but tokens, int64 [features - 1, types]."""
+    mean_tokens: np.ndarray
+    """Mean tokens of every type, float64 [types]."""
+
+    def __len__(self) -> int:
+        return len(self.mean_tokens)
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Samples of every type, int64 [types]."""
+        return np.diff(self.bounds)
+
+
+def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
+    """Group samples into at most `max_types` types (or as many as there are counts of items).
+
+    Starting from one type for equal items, the type whose tokens spread most is split at their
+    mean, again and again. The spread is the count times the standard deviation to the power 1.5,
+    which is between what matters for many samples (1) and for a few long ones (2).
+
+    Args:
+        sizes: int64 [features, samples].
+        max_types: at which no type is split any more.
+    """
+    order = np.argsort(size_keys(sizes), kind="stable")
+    *items, sorted_tokens = sizes.take(order, axis=1)
+    sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
+    # Floats, as squares of a million tokens overflow int64 with some millions of samples.
+    squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
+
+    def candidate(first: int, last: int) -> tuple[float, int, int, int]:
+        count = last - first
+        mean = (sums[last] - sums[first]) / count
+        middle = first + int(np.searchsorted(sorted_tokens[first:last], mean, side="right"))
+        variance = max((squares[last] - squares[first]) / count - mean**2, 0.0)
+        return -count * variance**0.75, first, last, middle
+
+    changes = [np.flatnonzero(np.diff(row)) + 1 for row in items]
+    edges = np.unique(np.concatenate([[0], *changes, [len(order)]])).astype(int).tolist()
+    heap = [candidate(first, last) for first, last in pairwise(edges)]
+    heapq.heapify(heap)
+    while len(heap) < max_types and sorted_tokens[heap[0][1]] < sorted_tokens[heap[0][2] - 1]:
+        _, first, last, middle = heapq.heappop(heap)
+        heapq.heappush(heap, candidate(first, middle))
+        heapq.heappush(heap, candidate(middle, last))
+    bounds = np.array([*sorted(first for _, first, _, _ in heap), len(order)])
+    return SizeTypes(
+        members=order,
+        bounds=bounds,
+        items=sizes[:-1].take(order[bounds[:-1]], axis=1),
+        mean_tokens=np.diff(sums[bounds]) / np.diff(bounds),
+    )
+
+
+def item_levels(items: np.ndarray) -> np.ndarray:
+    """Counts of items, rounded up to a limited number of levels. int64 [features - 1, samples]
+
+    With several features, each has fewer levels, so that few combinations are left.
+    """
+    most = _MAX_ITEM_LEVELS
+    leveled = _rounded_up(items, most)
+    while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
+        most -= most // 4
+        leveled = _rounded_up(items, most)
+    return leveled
+
+
+def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
+    rounded = items.copy()
+    for row in rounded:
+        if len(np.unique(row)) > most:
+            levels = np.unique(np.quantile(row, np.linspace(0, 1, most), method="higher"))
+            row[:] = levels[np.searchsorted(levels, row)]
+    return rounded
+
+
+def knapsack_table(
+    values: np.ndarray, sizes: np.ndarray, grid: Grid, counts: np.ndarray | None = None
+) -> np.ndarray:
+    """Highest value that fits within every combination of capacities.
+
+    Args:
+        values: float64 [items]; items of no value are never taken.
+        sizes: int64 [features, items], in units of the grid; no item may be of no size at all.
+        counts: int64 [items], copies that there are of each item; without it, any number.
+
+    Returns:
+        float64, an axis a feature, of the grid's cells + 1.
+    """
+    table = np.zeros(grid.cells + 1)
+    available = np.full(len(values), _UNLIMITED) if counts is None else counts
+    columns = (values, sizes.T, available, most_copies(sizes, grid))
+    for value, size, left, fitting in zip(*(column.tolist() for column in columns), strict=True):
+        copies = 1
+        # Doubling: after trying 1, 2, 4, ... copies and the last few, any number was tried.
+        while value > 0 and left > 0 and copies <= fitting:
+            below = table[tuple(slice(copies * amount, None) for amount in size)]
+            kept = table[tuple(map(slice, below.shape))] + copies * value
+            np.maximum(below, kept, out=below)
+            left -= copies
+            copies = min(2 * copies, left)
+    return table
+
+
+def most_copies(sizes: np.ndarray, grid: Grid) -> np.ndarray:
+    """Number of copies of every size [features, sizes], in grid units, that fit a pack [sizes]."""
+    by_feature = grid.cells[:, None] // np.maximum(sizes, 1)
+    return np.where(sizes > 0, by_feature, _UNLIMITED).min(axis=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Items:
+    """Sizes that patterns are made of, in units of a grid, and what they count for."""
+
+    grid: Grid
+    sizes: np.ndarray
+    """Size of every item in grid units, int64 [features, items]; none is 0 in all features, each
+    fits alone."""
+    cover: sparse.csr_array
+    """Amount that one sample of each item covers of every row, float64 [items, rows]."""
+    row: np.ndarray
+    """Row that each item mainly covers, int64 [items]."""
+
+    @classmethod
+    def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
+        """Items that cover a row each, of sizes that others are like.
+
+        Args:
+            grid: of their units.
+            items: int64 [features - 1, items], rounded up to units.
+            tokens: float64 or int64 [items], rounded to the nearest unit.
+        """
+        coarse = -(-items // grid.units[:-1, None])
+        fine = np.rint(tokens / grid.units[-1]).astype(np.int64)
+        sizes = np.minimum(np.vstack([coarse, np.maximum(fine, 1)]), grid.cells[:, None])
+        row = np.arange(len(tokens))
+        return cls(grid=grid, sizes=sizes, cover=sparse.eye_array(len(row), format="csr"), row=row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Mix:
+    """Columns that together cover a demand, fractionally."""
+
+    columns: np.ndarray
+    """Amount that one pack of each column covers, float64 [columns, rows]."""
+    times: np.ndarray
+    """Number of times that each column is used, float64 [columns]."""
+    values: np.ndarray
+    """Value of each row in packs, float64 [rows]: no pack of items is worth more than 1."""
+    packs: float
+    """Sum of the times."""
+    bound: float
+    """No fractional covering by such items has fewer packs (Farley 1990)."""
+
+
+def generate_mix(
+    items: Items,
+    demand: np.ndarray,
+    columns: np.ndarray,
+    guesses: np.ndarray,
+    trim: Callable[[np.ndarray], np.ndarray],
+    *,
+    max_rounds: int,
+    max_new_columns: int,
+    tolerance: float,
+) -> Mix:
+    """Cover a demand by the least number of packs, by column generation.
+
+    Args:
+        items: of which new columns are made.
+        demand: float64 [rows].
+        columns: float64 [columns, rows], which can already cover the demand.
+        guesses: float64 [guesses, rows], values to start from.
+        trim: makes new patterns [patterns, items] what packs can hold.
+        max_rounds: of pricing, after the guesses.
+        max_new_columns: in each round.
+        tolerance: relative distance between packs and bound at which to stop.
+    """
+    bound, best_values = 0.0, np.zeros(len(demand))
+
+    def price(values: np.ndarray) -> np.ndarray:
+        nonlocal bound, best_values
+        most, patterns = _price(items, values, max_new_columns)
+        if values @ demand > bound * most:
+            bound, best_values = float(values @ demand / most), values / most
+        return trim(patterns) @ items.cover
+
+    for guess in guesses:
+        columns = _with_new(columns, price(guess))
+    master = solve_master(columns, demand)
+    for _ in range(max_rounds):
+        # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
+        if bound >= master.packs * (1 - tolerance) or np.ceil(bound) >= master.packs:
+            break
+        found = price(master.values)
+        improved = _with_new(columns, found[found @ master.values > 1 + _MIN_IMPROVEMENT])
+        if len(improved) == len(columns):
+            break
+        columns = improved
+        master = solve_master(columns, demand)
+    used = master.times > _EMPTY
+    return Mix(
+        columns=columns[used],
+        times=master.times[used],
+        values=best_values,
+        packs=master.packs,
+        bound=bound,
+    )
+
+
+def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
+    """Replace patterns by ones that are as mixed as possible, for hardly more packs.
+
+    The patterns of a master's solution are extreme: some packs hold samples of one kind alone. Of
+    the patterns that are worth a whole pack, those are used that deviate least from the mean of all
+    packs, by the sum over the kinds of squared deviation over mean (chi-squared).
+
+    Args:
+        mix: of the fewest packs.
+        demand: float64 [rows].
+        random: float64 [columns, rows], more columns, as random packs have them.
+        kind: int64 [rows], from 0 without gaps.
+    """
+    worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
+    columns = _with_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
+    of_kind = sparse.csr_array((np.ones(len(kind)), (np.arange(len(kind)), kind)))
+    mean = demand @ of_kind / mix.packs
+    solution = linprog(
+        ((columns @ of_kind - mean) ** 2 / mean).sum(axis=1),
+        A_ub=sparse.csr_array(np.vstack([-columns.T, np.ones(len(columns))])),
+        b_ub=np.append(-demand, mix.packs * (1 + _MORE_PACKS)),
+        method="highs-ds",
+    )
+    if not solution.success:  # the mix itself is a solution, but tolerances may hide it
+        return mix
+    used = solution.x > _EMPTY
+    return replace(mix, columns=columns[used], times=solution.x[used])
+
+
+def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """The columns, and those found that are not among them."""
+    new = {row.tobytes(): row for row in found}
+    for row in columns:
+        new.pop(row.tobytes(), None)
+    return np.concatenate([columns, np.array(list(new.values())).reshape(-1, columns.shape[1])])
+
+
+def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, np.ndarray]:
+    """The most that a pack can be worth, and for the rows where it is most the best patterns.
+
+    Args:
+        values: of the rows.
+
+    Returns:
+        The worth, and int64 [patterns, items].
+    """
+    item_values = items.cover @ values
+    table = knapsack_table(item_values, items.sizes, items.grid)
+    left = items.grid.cells[:, None] - items.sizes
+    worth = item_values + table.ravel()[items.grid.places(left)]
+    by_row = np.lexsort((-worth, items.row))
+    best_of_row = by_row[np.diff(items.row[by_row], prepend=-1) > 0]
+    most_first = np.argsort(-worth[best_of_row], kind="stable")[:max_patterns]
+    forced = best_of_row[most_first]
+    return float(table.flat[-1]), best_patterns(table, item_values, items, forced)
+
+
+def best_patterns(
+    table: np.ndarray, values: np.ndarray, items: Items, forced: np.ndarray
+) -> np.ndarray:
+    """The most valuable pattern that holds item forced[i], for every i: int64 [forced, items].
+
+    Args:
+        table: of `knapsack_table` for the same values and items.
+        values: float64 [items].
+        forced: int64, items.
+    """
+    counts = np.zeros((len(forced), len(values)), np.int64)
+    counts[np.arange(len(forced)), forced] = 1
+    left = items.grid.cells[:, None] - items.sizes[:, forced]
+    useful = np.flatnonzero(values > 0)
+    best = table.ravel()
+    sizes, places = items.sizes[:, useful], items.grid.places(items.sizes[:, useful])
+    rows = np.flatnonzero(best[items.grid.places(left)] > _EMPTY)
+    while len(rows):
+        room = left.take(rows, axis=1)
+        fits = np.ones((len(rows), len(useful)), bool)
+        for has, needed in zip(room, sizes, strict=True):
+            fits &= has[:, None] >= needed
+        after = np.where(fits, items.grid.places(room)[:, None] - places, 0)
+        worth = np.where(fits, best[after] + values[useful], -1.0)
+        item = useful[worth.argmax(axis=1)]
+        copies = _copies(best, values, items, item, room)
+        counts[rows, item] += copies
+        left[:, rows] -= copies * items.sizes[:, item]
+        rows = rows[best[items.grid.places(left.take(rows, axis=1))] > _EMPTY]
+    return counts
+
+
+def _copies(
+    best: np.ndarray, values: np.ndarray, items: Items, item: np.ndarray, room: np.ndarray
+) -> np.ndarray:
+    """Number of copies of item[i] to take at once, a power of two: int64 [rows].
+
+    One is known to be in a best pattern. As many are taken as lose no value, since a pack of
+    thousands of small samples would take as many rounds of one.
+
+    Args:
+        best: the table, flattened.
+        values: float64 [items].
+        items: of the table.
+        item: int64 [rows].
+        room: int64 [features, rows], in units.
+    """
+    all_of_it = best[items.grid.places(room)]
+    size = items.sizes[:, item]
+    copies = np.ones(len(item), np.int64)
+    grows = np.ones(len(item), bool)
+    while grows.any():
+        tried = 2 * copies
+        after = room - tried * size
+        grows &= (after >= 0).all(axis=0)
+        rest = best[items.grid.places(np.maximum(after, 0))]
+        grows &= tried * values[item] + rest >= all_of_it - _EMPTY
+        copies[grows] = tried[grows]
+    return copies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Master:
+    """Solution of the covering problem: least sum of x with columns.T @ x >= demand, x >= 0."""
+
+    times: np.ndarray
+    """Solution x: number of times that each column is used, float64 [columns]."""
+    values: np.ndarray
+    """Dual value of every row, float64 [rows]."""
+    packs: float
+
+
+def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
+    """Solve the master problem for columns [columns, rows] and demand [rows]."""
+    solution = linprog(
+        np.ones(len(columns)),
+        A_ub=sparse.csr_array(-columns.T),
+        b_ub=-demand,
+        method="highs-ds",
+    )
+    if not solution.success:
+        raise RuntimeError(f"the master problem was not solved: {solution.message}")
+    return Master(
+        times=solution.x, values=np.maximum(-solution.ineqlin.marginals, 0), packs=solution.fun
+    )
+
+
+def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Values [guesses, sizes] that blend what part of each cap a size [features, sizes] takes.
+
+    Tokens lead in the first guess, all parts are equal in the next, and then each of the other
+    features leads.
+    """
+    features = len(caps)
+    weights = np.full((features + 1, features), _FOLLOWING / max(features - 1, 1))
+    weights[1] = 1 / features
+    np.fill_diagonal(weights[2:], 1 - _FOLLOWING)
+    weights[:, -1] = 1 - weights[:, :-1].sum(axis=1)
+    return (weights[:, :, None] * (sizes / caps[:, None])).sum(axis=1)

@@ -1,0 +1,336 @@
+"""Search for how data-parallel encoders run, together with the pipeline's stages.
+
+Choices are the size of encoding groups (every divisor of the data-parallel size), the items of a
+pass (powers of two) and the items whose activations are kept (a grid from none to all). A choice
+decides what every pipeline waits for, and the memory that is left to its stages, for which
+`omnibal.pipeline.partition` then finds the best split and recomputation. Of several encoders, items
+that save most time for their memory are kept first.
+
+The more memory a choice takes the slower the pipeline can only be. So a pipeline's bound beside one
+choice holds beside all that leave no more memory, and with a choice's own waits it bounds the step.
+Choices are searched in the order of these bounds until none is left that may be faster. What is
+proven is of the choices on the grid: a number of kept items between two of them may be faster.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from omnibal.base.errors import DoesNotFit
+from omnibal.cost.encoder_phase import EncodersCost
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.units import ENCODER_WAITS_MS
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
+from omnibal.pipeline.encoding import EncoderMemory
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import SearchResult, sampled_steps, search_stages
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.workload import Workload
+
+_KEPT_CHOICES = 12
+"""Most numbers of kept items that are tried between none and all."""
+_MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
+_MAX_SEARCHES = 48
+"""Most choices for which stages are searched."""
+_TOLERANCE = 1e-9  # relative, by which a choice must be better
+_DIGITS = 6
+"""Decimals of an item's time in a plan."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlacementProblem:
+    """A pipeline without encoders, and what data-parallel encoders cost."""
+
+    cost: CostModel
+    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels."""
+    features: tuple[str, ...]
+    """Names of the workload's features."""
+    model: ModelConfig
+    """The model whose units the pipeline runs, without encoders."""
+    encoders: EncodersCost
+    workload: Workload
+    """Without encoders."""
+    memory_cap_bytes: float
+
+    @property
+    def stages(self) -> int:
+        """Pipeline size."""
+        return self.encoders.parallel.pipeline
+
+    def with_encoders(
+        self, beside: DataParallelEncoders, shares: ItemShares | None = None
+    ) -> Workload:
+        """The workload with data-parallel encoders."""
+        return with_encoders(self.workload, self.features, self.encoders, beside, shares)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncoderSearch:
+    """The best choice that was found, with the search for its stages."""
+
+    beside: DataParallelEncoders
+    search: SearchResult
+    """Its bound is over all choices that are tried, and all their stages: of the items that are
+    kept, over `_KEPT_CHOICES` + 1 numbers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Choice:
+    """A way to run encoders."""
+
+    beside: DataParallelEncoders
+    encoder_memory: EncoderMemory
+    waits_ms: np.ndarray
+    """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Bound:
+    """What is proven of all stages beside encoders that take this memory and wait so long."""
+
+    encoder_memory: EncoderMemory
+    waits_ms: np.ndarray
+    step_ms: float
+    """Lower bound on the step; infinite where no stages fit."""
+
+    def of(self, choice: _Choice) -> float:
+        """Lower bound on the step of a choice; 0 where nothing follows for it.
+
+        A step is shortened by no more than what its pipelines wait less.
+        """
+        if not self.encoder_memory.is_within(choice.encoder_memory):
+            return 0.0
+        less_ms = np.maximum(self.waits_ms - choice.waits_ms, 0).sum(axis=2).max(axis=1)
+        return self.step_ms - float(less_ms.mean())
+
+
+def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
+    """The choice and stages of least simulated step time, and what is proven of them.
+
+    Args:
+        effort: share of the usual choices that are searched, and of the search for their stages.
+
+    Raises:
+        DoesNotFit: no choice fits the memory cap.
+    """
+    choices = list(_choices(problem))
+    if not choices:
+        raise _too_large(problem)
+    best: EncoderSearch | None = None
+    of_all, simulated = _bound_of_all(problem, choices, effort), 0
+    proven_ms = np.array([of_all.of(choice) for choice in choices])
+    is_open = np.ones(len(choices), bool)
+    for searches in range(_MAX_SEARCHES):
+        if best is not None and searches >= effort * _MAX_SEARCHES:
+            break
+        best_ms = np.inf if best is None else best.search.step_ms
+        number = int(np.where(is_open, proven_ms, np.inf).argmin())
+        if not is_open[number] or proven_ms[number] >= best_ms * (1 - _TOLERANCE):
+            break
+        choice, is_open[number] = choices[number], False
+        found = _searched(problem, choice, effort)
+        if found is not None:
+            simulated += found.search.simulated
+            best = found if found.search.step_ms < best_ms else best
+        proven_ms[number] = np.inf if found is None else found.search.lower_bound_ms
+        bound = _Bound(
+            encoder_memory=choice.encoder_memory,
+            waits_ms=choice.waits_ms,
+            step_ms=proven_ms[number],
+        )
+        for other in np.flatnonzero(is_open):
+            proven_ms[other] = max(proven_ms[other], bound.of(choices[other]))
+    if best is None:
+        raise _too_large(problem)
+    search = replace(
+        best.search,
+        lower_bound_ms=min(float(proven_ms.min()), best.search.step_ms),
+        simulated=simulated,
+    )
+    return replace(best, search=search)
+
+
+def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> EncoderSearch | None:
+    """The best stages beside a choice; None if none fit."""
+    workload = problem.with_encoders(choice.beside)
+    try:
+        search = search_stages(
+            problem.cost,
+            problem.model,
+            workload,
+            problem.stages,
+            problem.memory_cap_bytes,
+            effort=effort,
+        )
+    except DoesNotFit:
+        return None
+    return EncoderSearch(beside=choice.beside, search=search)
+
+
+def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
+    """A bound for all choices: the pipeline beside one that takes as little memory as any, and
+    waits as long as any.
+    """
+    names = [each.name for each in fields(EncoderMemory)]
+    encoder_memory = EncoderMemory(
+        **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
+    )
+    waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)
+    search = search_stages(
+        problem.cost,
+        problem.model,
+        _with_waits(problem, encoder_memory, waits_ms),
+        problem.stages,
+        problem.memory_cap_bytes,
+        effort=effort,
+    )
+    return _Bound(encoder_memory=encoder_memory, waits_ms=waits_ms, step_ms=search.lower_bound_ms)
+
+
+def _with_waits(
+    problem: PlacementProblem, encoder_memory: EncoderMemory, waits_ms: np.ndarray
+) -> Workload:
+    """The workload with waits of its sampled steps, [S, ranks, 2], and memory that is taken."""
+    workload = problem.workload
+    step, is_first, is_last = _ends(workload)
+    sampled = np.isin(workload.step, sampled_steps(workload).step)
+    place = np.cumsum(sampled & (np.diff(step, prepend=-1) > 0)) - 1
+    values, rank = workload.features.copy(), workload.dp_rank
+    for column, (is_end, feature) in enumerate(
+        zip((is_first, is_last), ENCODER_WAITS_MS, strict=True)
+    ):
+        rows = np.flatnonzero(sampled & is_end)
+        index = problem.features.index(feature)
+        values[rows, index] = waits_ms[place[rows], rank[rows], column]
+    encoding = problem.with_encoders(next(_smallest(problem))).encoding
+    assert encoding is not None
+    return replace(
+        workload, features=values, encoding=replace(encoding, encoder_memory=encoder_memory)
+    )
+
+
+def _ends(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Number of every row's step from 0, and whether it is its rank's first or last of it."""
+    _, step = np.unique(workload.step, return_inverse=True)
+    is_first = workload.slot == 0
+    return step, is_first, np.append(is_first[1:], True)
+
+
+def _too_large(problem: PlacementProblem) -> DoesNotFit:
+    need, cap = least_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
+    return DoesNotFit(
+        f"{problem.model.name} on {problem.stages} pipeline stages with data-parallel encoders "
+        f"needs {need:.2f} GiB per device at best, with recomputation where it helps: "
+        f"{need - cap:.2f} GiB more than the memory cap of {cap:.2f} GiB, which must hold every "
+        "stage and a whole copy of the encoders",
+        "raise the memory cap, use more pipeline stages or tensor parallelism, pack to smaller "
+        "caps, or give --encoder pipeline",
+    )
+
+
+def least_peak_with_encoders(problem: PlacementProblem) -> float:
+    """Bytes of the smallest memory cap that some choice and split fit."""
+    least = [
+        least_peak_of_splits(
+            problem.cost, problem.model, problem.with_encoders(beside), problem.stages
+        )
+        for beside in _smallest(problem)
+    ]
+    return min(least)
+
+
+def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
+    """For every size of groups, the choice that takes least memory."""
+    one = dict.fromkeys(problem.encoders.encoders, 1)
+    for pipelines in _group_sizes(problem):
+        yield _beside(problem, pipelines, one, dict.fromkeys(one, 0))
+
+
+def _group_sizes(problem: PlacementProblem) -> list[int]:
+    size = problem.workload.data_parallel_size
+    return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
+
+
+def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
+    """All choices that are not over the memory cap by themselves."""
+    sample = sampled_steps(problem.workload)
+    for pipelines in _group_sizes(problem):
+        for largest in _passes(problem, pipelines):
+            sizes = dict.fromkeys(problem.encoders.encoders, largest)
+            item_ms = _item_ms(problem, sizes)
+            shares = ItemShares.of(
+                problem.workload, problem.features, problem.encoders, pipelines, item_ms
+            )
+            of_sample = ItemShares.of(
+                sample, problem.features, problem.encoders, pipelines, item_ms
+            )
+            for kept in kept_choices(problem.encoders, shares.most()):
+                beside = _beside(problem, pipelines, sizes, kept)
+                encoder_memory = memory_of_encoders(shares, problem.encoders, beside)
+                if encoder_memory.held + encoder_memory.phase <= problem.memory_cap_bytes:
+                    waiting = with_encoders(
+                        sample, problem.features, problem.encoders, beside, of_sample
+                    )
+                    waits_ms = _waits_of(waiting, problem.features)
+                    yield _Choice(beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms)
+
+
+def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
+    """Items of a pass that are tried, from 1 up to what any rank has."""
+    one = dict.fromkeys(problem.encoders.encoders, 1)
+    shares = ItemShares.of(
+        problem.workload, problem.features, problem.encoders, pipelines, _item_ms(problem, one)
+    )
+    most = max([1, *shares.most().values()])
+    sizes = [1]
+    while sizes[-1] < min(most, _MOST_ITEMS_OF_PASS):
+        sizes.append(2 * sizes[-1])
+    return sizes
+
+
+def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, int]]:
+    """Numbers of kept items by encoder that are tried: from none to all that a rank may have.
+
+    Items that save the most time for their memory come first.
+    """
+    trained = [name for name, one in cost.encoders.items() if one.is_trained]
+    saved = {
+        name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
+        for name in trained
+    }
+    path = [
+        name for name in sorted(trained, key=lambda name: -saved[name]) for _ in range(most[name])
+    ]
+    ends = np.unique(np.linspace(0, len(path), _KEPT_CHOICES + 1).round().astype(int)).tolist()
+    return [{name: path[:end].count(name) for name in cost.encoders} for end in ends]
+
+
+def _item_ms(problem: PlacementProblem, items_per_pass: Mapping[str, int]) -> dict[str, float]:
+    times = problem.encoders.item_ms(items_per_pass)
+    return {name: round(ms, _DIGITS) for name, ms in times.items()}
+
+
+def _beside(
+    problem: PlacementProblem,
+    pipelines: int,
+    items_per_pass: Mapping[str, int],
+    kept_items: Mapping[str, int],
+) -> DataParallelEncoders:
+    return DataParallelEncoders(
+        pipelines=pipelines,
+        items_per_pass=dict(items_per_pass),
+        kept_items=dict(kept_items),
+        item_ms=_item_ms(problem, items_per_pass),
+    )
+
+
+def _waits_of(workload: Workload, features: Sequence[str]) -> np.ndarray:
+    """Waits of every pipeline before and after it, [S, ranks, 2]."""
+    columns = [features.index(name) for name in ENCODER_WAITS_MS]
+    step, _, _ = _ends(workload)
+    waits_ms = np.zeros((int(step[-1]) + 1, workload.data_parallel_size, len(columns)))
+    np.add.at(waits_ms, (step, workload.dp_rank), workload.features[:, columns])
+    return waits_ms

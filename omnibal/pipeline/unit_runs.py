@@ -1,0 +1,215 @@
+"""The model as one ordered list of units, and pipeline stages as cuts in that list.
+
+A cut at position c lies between units c - 1 and c. Counts are int64 vectors [kinds], over the kinds
+of unit of a model in the order of `omnibal.model.units.unit_kinds`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, groupby, pairwise
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import HEAD, LANGUAGE_EMBED, UnitKind, unit_kinds, unit_names
+from omnibal.pipeline.stage import Span, Stage, joined
+
+
+def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:
+    """Indices of the kinds that are layers."""
+    return [index for index, kind in enumerate(kinds) if kind.is_layer]
+
+
+def unit_words(model: ModelConfig) -> tuple[Span, ...]:
+    """List every unit of the model as stages name it, in model order."""
+    kinds = {kind.name: kind for kind in unit_kinds(model)}
+    numbers: defaultdict[str, count[int]] = defaultdict(count)
+    words = []
+    for name in unit_names(model):
+        kind = kinds[name]
+        if kind.is_layer:
+            layer = next(numbers[kind.tower])
+            words.append(Span(kind.tower, range(layer, layer + 1)))
+        else:
+            words.append(Span(kind.words))
+    return tuple(words)
+
+
+def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
+    """Number of units of each kind that the stage holds. [kinds]"""
+    return np.array(
+        [
+            sum(map(kind.has_layer, stage.layers(kind.tower)))
+            if kind.is_layer
+            else stage.holds(kind.words)
+            for kind in kinds
+        ],
+        np.int64,
+    )
+
+
+def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
+    """Number of units of each kind that the stage recomputes. [kinds]"""
+    layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
+    return np.array([*layers], np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRun:
+    """Units of one kind in a row, that are recomputed at the same levels."""
+
+    kind: int
+    """Index of the kind."""
+    number: int
+    recomputed: tuple[bool, ...]
+    """At each level."""
+
+
+def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
+    """A stage's units in model order, those of one kind together as long as they are alike.
+
+    Args:
+        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+    """
+    names = [kind.name for kind in kinds]
+    again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
+    alike = groupby(
+        (names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again))
+        for span in stage_at[0].units
+        for unit in span.units
+    )
+    return tuple(
+        UnitRun(kind=kind, number=len(list(same)), recomputed=recomputed)
+        for (kind, recomputed), same in alike
+    )
+
+
+def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:
+    """Number of units of each of `kinds`, [kinds], and of recomputed ones, [levels * kinds]."""
+    counts = np.zeros(kinds, np.int64)
+    recomputed = np.zeros((len(runs[0].recomputed), kinds), np.int64)
+    for run in runs:
+        counts[run.kind] += run.number
+        recomputed[:, run.kind] += run.number * np.array(run.recomputed)
+    return counts, recomputed.ravel()
+
+
+def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
+    """Name of every unit's kind, in model order."""
+    return tuple(_kind_of(kinds, unit).name for span in stage.units for unit in span.units)
+
+
+def last_unit(kinds: Sequence[UnitKind], stage: Stage) -> str:
+    """Name of the kind of the stage's last unit."""
+    return _kind_of(kinds, stage.units[-1].units[-1]).name
+
+
+def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
+    if unit.layers is None:
+        return next(kind for kind in kinds if kind.words == unit.name)
+    (layer,) = unit.layers
+    return next(kind for kind in kinds if kind.tower == unit.name and kind.has_layer(layer))
+
+
+def holds_both_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold both language embed and head. [...]"""
+    embed, head = _ends(kinds, counts)
+    return embed & head
+
+
+def holds_one_end(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
+    """Whether stages of unit counts [..., kinds] hold one of language embed and head. [...]"""
+    embed, head = _ends(kinds, counts)
+    return embed != head
+
+
+def _ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    names = [kind.name for kind in kinds]
+    return counts[..., names.index(LANGUAGE_EMBED)] > 0, counts[..., names.index(HEAD)] > 0
+
+
+def stages_from_cuts(
+    model: ModelConfig,
+    cuts: Sequence[int],
+    recomputed: Sequence[Sequence[int]] | None = None,
+) -> tuple[Stage, ...]:
+    """Stages between the cuts; cuts must rise strictly within the model.
+
+    `recomputed` gives each stage's number of recomputed layers of every kind of layer of the model;
+    they are the earliest of the stage, so that equal searches give equal plans.
+    """
+    words, names = unit_words(model), unit_names(model)
+    layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
+    edges = (0, *cuts, len(words))
+    recomputed = recomputed or [[0] * len(layers)] * (len(edges) - 1)
+    stages = []
+    for (start, end), counts in zip(pairwise(edges), recomputed, strict=True):
+        left = dict(zip(layers, counts, strict=True))
+        again = []
+        for word, name in zip(words[start:end], names[start:end], strict=True):
+            if left.get(name, 0) > 0:
+                left[name] -= 1
+                again.append(word)
+        stages.append(Stage(units=joined(words[start:end]), recompute=joined(again)))
+    return tuple(stages)
+
+
+def encoders_stage(model: ModelConfig) -> Stage:
+    """All units of a model's encoders, as a stage."""
+    units = len(unit_words(model)) - len(unit_words(model.without_encoders()))
+    return stages_from_cuts(model, (units,))[0]
+
+
+def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
+    """Refuse stages that are not the model, cut into runs.
+
+    Raises:
+        UserError: a stage is empty, the stages' units are not the model's in order, or a stage
+            recomputes a layer that it does not hold.
+    """
+    position, words = 0, unit_words(model)
+    for index, stage in enumerate(stages):
+        if not stage.units:
+            raise UserError(
+                f"stage {index} of {len(stages)} is empty; every stage must hold at least one "
+                "unit: move a layer to it or plan fewer pipeline stages"
+            )
+        held = [unit for span in stage.units for unit in span.units]
+        unknown = [unit for unit in held if unit not in words]
+        if unknown:
+            raise UserError(
+                f"stage {index} holds {unknown[0]}, which {model.name} does not have; its units "
+                f"are {_listed(words)}: correct the stages' units in plan.json, or plan anew"
+            )
+        expected = words[position : position + len(held)]
+        if tuple(held) != expected:
+            raise UserError(
+                f"stage {index} holds {_listed(held)}, but after the stages before it "
+                f"{model.name} has {_listed(words[position:]) or 'nothing'}; stages must hold all "
+                "units in model order: correct the stages' units in plan.json, or plan anew"
+            )
+        _check_recomputed(index, stage)
+        position += len(held)
+    if position != len(words):
+        raise UserError(
+            f"the {len(stages)} stages end before {_listed(words[position:])} of the model "
+            f"{model.name}; together they must hold all of it: add the rest to the last stage, "
+            "or plan anew"
+        )
+
+
+def _check_recomputed(index: int, stage: Stage) -> None:
+    held = {unit for span in stage.units if span.layers for unit in span.units}
+    again = [unit for span in stage.recompute for unit in span.units]
+    if len(set(again)) != len(again) or not held.issuperset(again):
+        layers = _listed([span for span in stage.units if span.layers]) or "no layer"
+        raise UserError(
+            f"stage {index} recomputes {_listed(stage.recompute)} but holds {layers}; recompute "
+            "must name layers of the stage, each once: correct it in plan.json"
+        )
+
+
+def _listed(units: Sequence[Span]) -> str:
+    return ", ".join(map(str, joined(units)))

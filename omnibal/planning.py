@@ -1,0 +1,628 @@
+"""Planning: a goal in; the best plan that is found, the alternatives and what is proven out.
+
+    from omnibal import Goal
+    from omnibal.job import plan
+    planned = plan(Goal(job=job, data=Samples(lengths=lengths), free=Free.everything(gpus=64)))
+
+Where sizes are free, they are searched for together with caps, levels and the placement of encoders
+(`omnibal.search.parallel_sizes`, `omnibal.search.sizes_with_levels`); with given sizes, levels
+(`omnibal.search.level_sets`) or caps (`omnibal.search.caps`) are, and of several placements of
+encoders the faster plan is taken.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.worker_pool import map_unordered, usable_cores
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN, PackRules, Sharding
+from omnibal.packing.packing import PackingMethod
+from omnibal.pipeline.baselines import SplitRule
+from omnibal.pipeline.prediction import Prediction
+from omnibal.search import caps as cap_search
+from omnibal.search import level_sets as level_search
+from omnibal.search.encoder_placement import (
+    PlacementChoice,
+    PredictedStep,
+    fastest,
+    neither,
+    relative_ms,
+)
+from omnibal.search.feasible import does_not_fit_message, find_changes
+from omnibal.search.goal import (
+    DEFAULT_MICRO_BATCHES,
+    Earlier,
+    Goal,
+    GoalData,
+    Listener,
+    Samples,
+    ShapesAlone,
+    Silence,
+    Stream,
+)
+from omnibal.search.level_estimates import LevelRule, top_caps
+from omnibal.search.level_trial import LevelTrial, as_data_has, levels_in_use
+from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
+from omnibal.search.parallel_sizes import (
+    StrategySearch,
+    progress_total,
+    strategy_samples_per_step,
+    without_best,
+)
+from omnibal.search.sizes_with_levels import (
+    LEAST_GAIN,
+    levels_total,
+    need_levels,
+    search_with_levels,
+)
+from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
+from omnibal.search.trial import micro_batches_at
+
+SEARCH_SAMPLES = 20_000
+"""Samples drawn to try caps and sizes on: a search takes about as long for any more."""
+IMAGE_TOKENS = 1_024
+"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
+token is of 32 x 32, as in Qwen3-VL."""
+_ABOUT_AS_FAST, _FINALISTS = 1.02, 3
+"""Strategies of at most so many times the best time on drawn samples are planned on all data, and
+most of them: packs of 20,000 samples and of all differ by about a percent."""
+_ROOM_OF_CAPS = 1.25
+"""Tokens of the smallest packs that are compared, of the longest sample's, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Planned:
+    """The plan for a goal, what it was chosen from, and what is proven of it."""
+
+    result: PlanResult
+    placement: PlacementChoice
+    """The placement of encoders, and what is predicted of the other one."""
+    strategies: StrategySearch | None = None
+    """Parallel sizes that were compared, with the reason why each is slower; None where they were
+    given."""
+
+    @property
+    def prediction(self) -> Prediction:
+        """What is predicted of the plan."""
+        assert self.result.plan.prediction is not None
+        return self.result.plan.prediction
+
+    @property
+    def gap(self) -> float:
+        """Share by which a plan may be faster that was not found, by what is proven."""
+        searched = 0.0 if self.result.search is None else self.result.search.gap
+        return max(searched, 0.0 if self.strategies is None else self.strategies.gap)
+
+
+def plan(goal: Goal, listener: Listener | None = None) -> Planned:
+    """Find the best plan for a goal. Equal goals give equal plans.
+
+    Args:
+        listener: told of notes and progress; None to stay silent.
+
+    Raises:
+        UserError: nothing that is asked for can be planned, with what would fit where memory is
+            short.
+    """
+    search = _Search(goal=goal, listener=listener or Silence())
+    search.note_uncounted()
+    if goal.free.sizes is None:
+        return search.at_given_sizes()
+    return search.at_free_sizes(goal.free.sizes)
+
+
+def without_trainer(goal: Goal, result: PlanResult) -> Goal:
+    """The goal of a plan for another trainer without that trainer's limits, to compare with.
+
+    A trainer that divides weights over all ranks has no other sizes; without that limit any sizes
+    on as many devices are searched for, at as many samples per step.
+    """
+    job = replace(goal.job, trainer=OWN)
+    if goal.job.trainer.sharding is Sharding.OPTIMIZER or goal.free.sizes is not None:
+        return replace(goal, job=job)
+    data: GoalData = goal.data
+    if isinstance(data, Samples):
+        data = replace(data, micro_batches=None, samples_per_step=mean_samples_per_step(result))
+    elif isinstance(data, ShapesAlone):
+        data = replace(data, micro_batches=None, packs_per_step=mean_samples_per_step(result))
+    sizes = FreeSizes(gpus=result.plan.parallel.world_size)
+    tensor = job.cost_source.tensor or 1
+    free = replace(goal.free, sizes=sizes, levels=LevelRule(count=1))
+    return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Search:
+    """The search for a goal's plan."""
+
+    goal: Goal
+    listener: Listener
+
+    @property
+    def rules(self) -> PackRules:
+        """What the trainer's packs may be."""
+        return self.goal.job.trainer.packs
+
+    def note_uncounted(self) -> None:
+        """Note items of the model that lengths have no column for; there are none of them; and
+        images whose squares were not counted."""
+        data, model = self.goal.data, self.goal.job.model
+        if not isinstance(data, Samples | Stream):
+            return
+        for name in sorted(set(model.item_features) - set(data.lengths.item_names)):
+            self.listener.note(f"the lengths do not count {name}: no sample has any")
+        for name in data.lengths.without_squares:
+            if name in model.item_features:
+                self.listener.note(
+                    f"the lengths do not say how many {name} an image has: those of a sample count "
+                    "as one image, the most that attention may cost; scan them with `omnibal "
+                    "lengths`"
+                )
+
+    # Given sizes: every placement of encoders is planned by itself.
+
+    def at_given_sizes(self) -> Planned:
+        """The plan of the fastest placement of encoders, at the job's sizes."""
+        placements = self.goal.free.placements
+        results: dict[EncoderPlacement, PlanResult] = {}
+        refused: dict[EncoderPlacement, UserError] = {}
+        for placement in placements:
+            try:
+                job = replace(self.goal.job, placement=placement)
+                results[placement] = self._make_plan_of_levels(self._request(job))
+            except UserError as error:
+                if len(placements) == 1:
+                    raise
+                refused[placement] = error
+        if not results:
+            raise neither(refused)
+        predicted = {placement: _prediction(result) for placement, result in results.items()}
+        chosen = fastest(predicted)
+        pipeline = results.get(EncoderPlacement.PIPELINE)
+        choice = PlacementChoice(
+            chosen=chosen,
+            predicted=predicted,
+            refused={placement: str(error) for placement, error in refused.items()},
+            has_shared_packs=len(placements) > 1
+            and pipeline is not None
+            and pipeline.plan.has_shared_packs,
+        )
+        return Planned(result=results[chosen], placement=choice)
+
+    def _request(self, job: JobSpec) -> PlanRequest:
+        split = self.goal.free.split
+        return PlanRequest(
+            job=job, data=self._data(job), method=split.method, recompute=split.recompute
+        )
+
+    def _data(self, job: JobSpec) -> PlanData:
+        """Data of the plan's micro-batches, with caps and levels searched for where free."""
+        data = self.goal.data
+        if isinstance(data, Earlier):
+            stream = StreamData.of_plan(data.plan, data.data)
+            if stream is not None:
+                return stream
+            return level_search.shared_anew(job, SampleData.of_plan(data.plan, data.data))
+        if isinstance(data, ShapesAlone):
+            packs = data.packs_per_step
+            usual = data.micro_batches or DEFAULT_MICRO_BATCHES
+            return _shapes(job, data.caps, max(packs // job.parallel.data, 1) if packs else usual)
+        if isinstance(data, Stream):
+            caps = data.caps or self._find_caps(
+                job, data.lengths, data.window, PackingMethod.BALANCED, 0
+            )
+            return _streamed(data, caps)
+        return self._sample_data(job, data)
+
+    def _sample_data(self, job: JobSpec, data: Samples) -> SampleData:
+        caps = data.caps
+        if job.trainer.name is None:
+            top = caps or top_caps(data.lengths, limited_features(job.model))
+            whole = self._at_step(job, data, top)
+            leveled = self._leveled(job, data, whole)
+            if leveled is not None:
+                return leveled
+        if caps is None:
+            samples = self._step_samples(job, data)
+            caps = self._find_caps(job, data.lengths, samples, data.packing, data.seed)
+        return self._at_step(job, data, caps)
+
+    def _step_samples(self, job: JobSpec, data: Samples) -> int:
+        """Samples of a step, at which caps are compared."""
+        micro_batches = data.micro_batches or DEFAULT_MICRO_BATCHES
+        usual = cap_search.usual_samples_per_step(job.parallel.data, micro_batches)
+        return data.samples_per_step or usual
+
+    def _at_step(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
+        """The samples at these caps, in steps of so many packs, or of so many samples."""
+        ranks = job.parallel.data
+        packed = self._packed(data, caps, ranks * (data.micro_batches or DEFAULT_MICRO_BATCHES))
+        if data.samples_per_step is None:
+            return packed
+        some = packed.sampled(SEARCH_SAMPLES)
+        (packs, *_) = replace(some, epochs=1).packed(job)
+        exact = micro_batches_at(data.samples_per_step, len(some.lengths), len(packs), ranks)
+        return replace(packed, packs_per_step=ranks * max(round(exact), 1))
+
+    def _packed(self, data: Samples, caps: Caps, packs_per_step: int) -> SampleData:
+        return SampleData(
+            lengths=data.lengths,
+            caps=caps,
+            packing=data.packing,
+            packs_per_step=packs_per_step,
+            epochs=data.epochs,
+            seed=data.seed,
+            rules=self.rules,
+        )
+
+    def _caps_of_stream(self, job: JobSpec, data: Stream) -> Caps:
+        balanced = PackingMethod.BALANCED
+        return data.caps or self._find_caps(job, data.lengths, data.window, balanced, 0)
+
+    def _find_caps(
+        self,
+        job: JobSpec,
+        lengths: Lengths,
+        samples_per_step: int,
+        packing: PackingMethod,
+        seed: int,
+    ) -> Caps:
+        """The caps of least predicted time per sample, as `omnibal caps` finds them."""
+        request = cap_search.CapSearchRequest(
+            job=job,
+            lengths=lengths,
+            packing=packing,
+            samples_per_step=samples_per_step,
+            samples=SEARCH_SAMPLES,
+            seed=seed,
+            rules=self.rules,
+            rule=cap_search.CapRule.TIME,
+        )
+        total = cap_search.max_candidates(request)
+        with self.listener.progress("trying caps", total) as advance:
+            found = cap_search.search_caps(request, advance, usable_cores())
+        options = found.best.options[-1:] if self.rules.tokens_alone else found.best.options
+        self.listener.note(f"found {' '.join(options)}")
+        for note in cap_search.notes(request, found):
+            self.listener.note(note)
+        return found.best
+
+    def _leveled(self, job: JobSpec, data: Samples, whole: SampleData) -> SampleData | None:
+        """The samples with the levels that are best; None where every pack is one rank's, at caps
+        that are to be found."""
+        rule, free = self.goal.free.levels, self.goal.free
+        whole = replace(whole, curriculum_steps=data.curriculum_steps)
+        is_searched = rule.is_forced or (rule.count is None and free.split.is_joint)
+        found = self._found_levels(job, data, whole) if is_searched else None
+        if data.curriculum_steps and (found is None or len(found.levels) < 2):
+            raise UserError(
+                f"--curriculum-steps {data.curriculum_steps} was given, and packs are of one "
+                "level, which none is shorter than: leave it out, or give --packing-levels 2"
+            )
+        if found is None or not found.levels:
+            return None
+        if len(found.levels) == 1 and found.levels[0].context == 1:
+            return None if data.caps is None else replace(whole, caps=found.levels[0].caps)
+        return replace(
+            whole,
+            levels=found.levels,
+            caps=found.levels[-1].caps,
+            packs_per_step=found.micro_batches * job.parallel.data,
+            fill=FillRule.GREEDY if rule.is_hbp else FillRule.COST,
+        )
+
+    def _found_levels(self, job: JobSpec, data: Samples, whole: SampleData) -> LevelTrial | None:
+        """The levels to plan with; None where one level is best without a search."""
+        rule = self.goal.free.levels
+        tokens_per_step = None
+        if data.samples_per_step is not None:
+            mean_tokens = float(data.lengths.tokens.mean())
+            tokens_per_step = data.samples_per_step * mean_tokens / job.parallel.data
+        request = level_search.LevelRequest(
+            job=job,
+            data=whole,
+            may_lower=data.caps is None,
+            exactly=rule.count,
+            tokens_per_step=tokens_per_step,
+        )
+        if rule.is_hbp:
+            with self.listener.status("estimating packs of every length"):
+                return level_search.hbp_search(request).ranking[0]
+        if level_search.is_one_level(request):
+            return None
+        with self.listener.progress("trying levels", level_search.max_trials()) as advance:
+            found = level_search.search_levels(request, advance, usable_cores())
+        for note in level_search.notes(found):
+            self.listener.note(note)
+        return found.ranking[0]
+
+    # Free sizes: one search over sizes, placements, caps and levels.
+
+    def at_free_sizes(self, sizes: FreeSizes) -> Planned:
+        """The plan of the fastest sizes, placement and packs."""
+        request = self._strategy_request(sizes)
+        rule = self.goal.free.levels
+        may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
+        total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
+        with self.listener.progress("trying strategies", total) as advance:
+            found = search_with_levels(
+                request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
+            )
+        result, found = self._plan_of_strategies(request, found)
+        placement = _placement_of(request, found, _prediction(result))
+        return Planned(result=result, placement=placement, strategies=found)
+
+    def _strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
+        goal, data, job = self.goal, self.goal.data, self.goal.job
+        given: StreamData | SampleData | None = None
+        of_samples: Samples
+        caps: Caps | None
+        # Only the joint search shares memory between stages and data-parallel encoders.
+        is_ours = job.trainer.name is None and goal.free.split.is_joint
+        has_choice = bool(job.model.encoders) and is_ours
+        if isinstance(data, Stream):
+            caps = self._caps_of_stream(job, data)
+            given, samples_per_step = _streamed(data, caps), data.window
+            of_samples = Samples(lengths=data.lengths)
+        elif isinstance(data, Earlier):
+            earlier = self._data(job)
+            assert isinstance(earlier, StreamData | SampleData)
+            given, caps = earlier, earlier.caps
+            samples_per_step = _samples_of_step(earlier)
+            of_samples = Samples(lengths=earlier.lengths)
+        elif isinstance(data, ShapesAlone):
+            packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
+            single = job.sized(Parallel(pipeline=1, tensor=job.parallel.tensor))
+            _, alike = _shapes(single, data.caps, packs).schedule(single)
+            of_samples = Samples(lengths=alike)
+            caps, samples_per_step = data.caps, packs
+        else:
+            of_samples, caps = data, data.caps
+            samples_per_step = data.samples_per_step or self._usual_samples(sizes.gpus, data)
+        return StrategyRequest(
+            job=job,
+            sizes=sizes,
+            placements=goal.free.placements if has_choice else (EncoderPlacement.PIPELINE,),
+            lengths=of_samples.lengths,
+            packing=of_samples.packing,
+            samples_per_step=samples_per_step,
+            samples=SEARCH_SAMPLES,
+            seed=of_samples.seed,
+            rules=self.rules,
+            split=goal.free.split,
+            caps=caps,
+            fill=FillRule.GREEDY if goal.free.levels.is_hbp else FillRule.COST,
+            curriculum_steps=of_samples.curriculum_steps,
+            given=given,
+        )
+
+    def _usual_samples(self, gpus: int, data: Samples) -> int:
+        """Samples per step where none are given; a pack a device at least where all ranks are
+        data-parallel, so that each has one."""
+        usual = strategy_samples_per_step(gpus, self.goal.job.cluster)
+        if not self.goal.job.trainer.has_data_parallelism_alone:
+            return usual
+        tokens = data.lengths.tokens
+        if data.caps is None:
+            # A pack has room for the longest sample at least, and so for many of the mean length.
+            # Caps are compared on samples that are drawn, of another mean.
+            of_mean = float(tokens.max() / tokens.mean())
+            fill = math.ceil(_ROOM_OF_CAPS * gpus * of_mean)
+            return max(usual, cap_search.usual_samples_per_step(gpus, 1), fill)
+        return max(usual, math.ceil(gpus * data.caps["tokens"] / tokens.mean()))
+
+    def _plan_of_strategies(
+        self, request: StrategyRequest, found: StrategySearch
+    ) -> tuple[PlanResult, StrategySearch]:
+        """The fastest plan on all data of the strategies that are about as fast as the best, and
+        the strategies from it on.
+
+        Strategies were compared on samples that were drawn, and all may need slightly more memory.
+        """
+        left, first_error, first = found, None, None
+        while True:
+            finalists = _finalists(left)
+            requests = [self._request_of(request, strategy) for strategy in finalists]
+            first = first or requests[0]
+            results = _planned_each(requests)
+            fitting = [
+                (strategy, planned, result)
+                for strategy, planned, result in zip(finalists, requests, results, strict=True)
+                if isinstance(result, PlanResult)
+            ]
+            if fitting:
+                best, planned, result = min(fitting, key=lambda each: _final_ms(each[2]))
+                return self._in_use(result, planned), left.led_by(best)
+            first_error = first_error or results[0]
+            for _ in finalists:
+                if len(left.ranking) == 1:
+                    assert isinstance(first_error, DoesNotFit)
+                    raise self._with_advice(first, first_error) from first_error
+                old, left = left.best, without_best(left, "does not fit all data")
+                self.listener.note(
+                    f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
+                    f"{left.best.sizing.options}"
+                )
+
+    def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
+        """The request of a strategy's plan on all data."""
+        data, split = self.goal.data, self.goal.free.split
+        job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
+        planned: PlanData
+        if isinstance(data, ShapesAlone):
+            planned = _shapes(job, data.caps, best.micro_batches)
+        elif isinstance(data, Samples):
+            packs_per_step = best.micro_batches * best.parallel.data
+            planned = replace(
+                self._packed(data, best.caps, packs_per_step),
+                levels=as_data_has(best.levels, best.caps),
+                fill=request.fill,
+                curriculum_steps=data.curriculum_steps,
+            )
+        else:
+            assert request.given is not None
+            given = self._data(job) if isinstance(data, Earlier) else request.given
+            planned = given.for_ranks(request.job, job)
+        return PlanRequest(job=job, data=planned, method=split.method, recompute=split.recompute)
+
+    # Plans, and what would fit.
+
+    def _make_plan(self, request: PlanRequest) -> PlanResult:
+        """Make the plan, or raise an error that says what would fit."""
+        try:
+            return make_plan(request)
+        except DoesNotFit as error:
+            shared = _shared(request)
+            if shared is None:
+                raise self._with_advice(request, error) from error
+        context = shared.data.levels[0].context
+        self.listener.note(
+            f"packs of the earlier plan do not fit one rank: {context} ranks share each"
+        )
+        return self._make_plan(shared)
+
+    def _make_plan_of_levels(self, request: PlanRequest) -> PlanResult:
+        return self._in_use(self._make_plan(request), request)
+
+    def _in_use(self, result: PlanResult, request: PlanRequest) -> PlanResult:
+        """The plan, made again without levels of no packs: levels are chosen by other packs.
+
+        The steps of an earlier plan keep their levels.
+        """
+        while True:
+            data = request.data
+            if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
+                return result
+            used = levels_in_use(data.levels, result.data[0].level, data.least_caps())
+            if used == data.levels:
+                return result
+            for level in data.levels:
+                if level not in used:
+                    self.listener.note(
+                        f"no pack is of the level of {level.caps['tokens']:,} tokens: it is left "
+                        "out"
+                    )
+            if data.curriculum_steps and len(used) == 1:
+                raise UserError(
+                    f"--curriculum-steps {data.curriculum_steps} was given, and all packs are of "
+                    "one level: leave it out, or give other --packing-levels"
+                )
+            caps = used[-1].caps
+            changed = replace(data, levels=as_data_has(used, caps), caps=caps)
+            request = replace(request, data=changed)
+            result = self._make_plan(request)
+
+    def _with_advice(self, request: PlanRequest, error: DoesNotFit) -> UserError:
+        """Add to an error what would fit."""
+        with self.listener.status("looking for what would fit"):
+            advice = find_changes(request)
+        return UserError(does_not_fit_message(error, advice))
+
+
+def _finalists(found: StrategySearch) -> list[Strategy]:
+    """The best strategy, and those so near that all data may rank them otherwise."""
+    limit_ms = _ABOUT_AS_FAST * found.best.ms_per_sample
+    near = [each for each in found.ranking if each.ms_per_sample <= limit_ms]
+    return near[:_FINALISTS]
+
+
+def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
+    """Plan every request, in as many processes as are of use."""
+    tasks = list(enumerate(requests))
+    if len(tasks) == 1:
+        return [_planned_or_not(tasks[0])[1]]
+    found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
+    return [found[number] for number, _ in tasks]
+
+
+def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | DoesNotFit]:
+    number, request = task
+    try:
+        return number, make_plan(request)
+    except DoesNotFit as error:
+        return number, error
+
+
+def _final_ms(result: PlanResult) -> float:
+    """Time per sample of a plan; levels must save a share of it to be taken."""
+    return relative_ms(_prediction(result)) * (1 + LEAST_GAIN * bool(result.plan.levels))
+
+
+def _prediction(result: PlanResult) -> Prediction:
+    assert result.plan.prediction is not None
+    return result.plan.prediction
+
+
+def _placement_of(
+    request: StrategyRequest, found: StrategySearch, planned: Prediction
+) -> PlacementChoice:
+    """The placement of the fastest strategy, beside the fastest one of the other: both in steps of
+    the samples that are drawn, where there are both."""
+    best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
+    for strategy in found.ranking:
+        step = PredictedStep.of(strategy, request.samples_per_step)
+        best.setdefault(strategy.placement, step)
+    if len(best) == 1:
+        best = {found.best.placement: planned}
+    return PlacementChoice(
+        chosen=found.best.placement,
+        predicted=best,
+        refused={
+            placement: "no parallel sizes were found with it that are as fast and fit"
+            for placement in request.placements
+            if placement not in best
+        },
+        has_shared_packs=False,
+    )
+
+
+def _shapes(job: JobSpec, caps: Caps, micro_batches: int) -> MockData:
+    """Packs at the caps, and nothing else."""
+    has_sizes = job.model.images is not None
+    return MockData(
+        caps=caps,
+        micro_batches_per_step=micro_batches,
+        image_tokens=IMAGE_TOKENS if has_sizes else None,
+    )
+
+
+def _streamed(data: Stream, caps: Caps) -> StreamData:
+    return StreamData(
+        lengths=data.lengths,
+        caps=caps,
+        window=data.window,
+        is_dispatched=data.is_dispatched,
+        epochs=data.epochs,
+    )
+
+
+def _samples_of_step(data: StreamData | SampleData) -> int:
+    if isinstance(data, StreamData):
+        return data.window
+    assert data.steps is not None
+    return max(round(len(data.steps.packs.samples) / (int(data.steps.step.max()) + 1)), 1)
+
+
+def _shared(request: PlanRequest) -> PlanRequest | None:
+    """Packs of an earlier plan of one level, shared by ranks; None where that is no way to fit."""
+    data = request.data
+    if not isinstance(data, SampleData) or data.steps is None or data.levels:
+        return None
+    split = SplitRule(method=request.method, recompute=request.recompute)
+    if request.job.has_data_parallel_encoders or not split.is_joint:
+        return None
+    try:
+        shared = level_search.shared_anew(
+            request.job, replace(data, levels=(Level(caps=data.caps),))
+        )
+    except DoesNotFit:
+        return None
+    return replace(request, data=shared) if shared.levels[0].context > 1 else None

@@ -1,0 +1,82 @@
+"""Tables of a fake-device replay: allocated beside predicted memory, and what fills and takes
+it."""
+
+from collections.abc import Sequence
+
+from omnibal.job.fake_replay import FakeStage, Roofline, step_ms_by_kind
+from omnibal.job.plan import Plan
+from omnibal.model.limits import memory_cap_gib
+from omnibal.report.formatting import percent
+from omnibal.report.table import Column, Marked, Table
+
+_SHOWN_CONTENTS = 14
+
+
+def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
+    """Predicted and allocated peak of every stage that was counted, and their difference."""
+    cap_gib = memory_cap_gib(plan.cluster)
+    return Table.of_records(
+        f"Allocated on fake devices, GiB of {cap_gib:.2f}",
+        stages,
+        {
+            "stage": lambda one: f"{one.stage}",
+            "predicted": lambda one: difference_cells(one)[0],
+            "allocated": lambda one: difference_cells(one)[1],
+            "difference": lambda one: difference_cells(one)[2],
+            "of usable": lambda one: Marked.share(one.allocated_gib / cap_gib),
+            "state": lambda one: f"{one.state_gib:.2f}",
+            "rest": lambda one: f"{one.activations_gib:.2f}",
+            "in": lambda one: one.peak_phase,
+        },
+        "What the code would allocate on one device of each stage, counted without one, beside "
+        "what the plan predicts. A difference below zero: the plan predicts too little.",
+    )
+
+
+def difference_cells(one: FakeStage) -> list[str]:
+    """Predicted and allocated peak, and how far the prediction is from it."""
+    predicted = "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
+    deviation = "" if one.deviation is None else f"{100 * one.deviation:+.1f} %"
+    return [predicted, f"{one.allocated_gib:.2f}", deviation]
+
+
+def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> Table:
+    """Kernels, arithmetic and bytes per micro-batch, and the share of element-wise work."""
+    rows = []
+    for one in stages:
+        times, count = step_ms_by_kind(one.operations, rates), one.micro_batches
+        reads = sum(read.count for read in one.host_reads if read.phase != "optimizer")
+        rows.append(
+            [
+                f"{one.stage}",
+                f"{one.kernels / count:,.0f}",
+                f"{one.tflop / count:,.1f}",
+                f"{one.gigabytes / count:,.1f}",
+                *(f"{ms / count:,.1f}" for ms in times.values()),
+                percent(one.element_wise_share(rates)),
+                f"{reads / count:.3g}",
+                f"{sum(product.count for product in one.unaligned) / count:.3g}",
+            ]
+        )
+    titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
+    return Table.of_rows(
+        f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
+        f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})",
+        (*titles, "host reads", "unaligned"),
+        rows,
+    )
+
+
+def contents_table(one: FakeStage) -> Table:
+    """What fills the peak of a stage, largest first."""
+    rows = [
+        [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
+        for part in one.contents[:_SHOWN_CONTENTS]
+    ]
+    rest = one.contents[_SHOWN_CONTENTS:]
+    if rest:
+        gib, tensors = sum(part.gib for part in rest), sum(part.tensors for part in rest)
+        rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
+    words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
+    title = f"Stage {one.stage} at its peak, {one.allocated_gib:.2f} GiB, in {one.peak_at}"
+    return Table.of_rows(title, ("GiB", "tensors", *words), rows)

@@ -1,0 +1,110 @@
+"""Formatting of values as text: numbers with units, and escaping for SVG."""
+
+import html
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from omnibal.base.files import atomic
+
+EN_DASH = "\N{EN DASH}"
+ARROW = "\N{RIGHTWARDS ARROW}"
+
+
+def escape(value: object) -> str:
+    """Text from the user or the data, safe in element content and in quoted attributes."""
+    return html.escape(str(value), quote=True)
+
+
+def shorten(value: str, limit: int) -> str:
+    """Text of at most `limit` characters, of which the last three say that some are missing."""
+    return value if len(value) <= limit else value[: limit - 3] + "..."
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Format a number with at least `digits` significant digits, with an exponent only below 0.001.
+
+    >>> number(1234.5), number(12.345), number(0.01234)
+    ('1,234', '12.3', '0.0123')
+    """
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-3:
+        return f"{value:.{digits - 1}e}"
+    magnitude = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
+
+
+def tick(value: float) -> str:
+    """An axis label, short whatever the magnitude."""
+    if value and abs(value) < 0.01:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction in percent."""
+    return f"{100 * fraction:.1f} %"
+
+
+def change(value: float, base: float) -> str:
+    """Format how far a value is above a base, with its sign."""
+    # Without the sign of a difference that rounds to nothing.
+    return f"{round(100 * (value / base - 1), 1) + 0.0:+.1f} %"
+
+
+def milliseconds(value: float, digits: int = 3) -> str:
+    """Format a time in ms, or in s from a second on."""
+    unit, of = ("s", value / 1000) if value >= 1000 else ("ms", value)
+    return f"{number(of, digits)} {unit}"
+
+
+def gib_or_mib(gib: float) -> str:
+    """Format memory with at least three digits."""
+    mib = 1024 * gib
+    return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two leading units.
+
+    >>> duration(11_700), duration(42.4)
+    ('3 h 15 min', '42 s')
+    """
+    whole = round(seconds)
+    for size, unit, below_size, below in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= size:
+            return f"{whole // size} {unit} {whole % size // below_size} {below}"
+    return f"{whole} s"
+
+
+def deviation(predicted: float, measured: float) -> str:
+    """Deviation of a prediction from the measurement, in words."""
+    if measured <= 0:
+        return "no measured time"
+    error = predicted / measured - 1
+    return f"{percent(abs(error))} {'too high' if error > 0 else 'too low'}"
+
+
+def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
+    """Cells of one table column, all with the same number of decimals, `at_least` or more."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    largest = max(finite, default=0.0)
+    decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+    decimals = max(at_least, min(decimals, 4) if largest < 100 else int(largest < 1000))
+    return [f"{value:,.{decimals}f}" for value in values]
+
+
+def write_ascii(page: str, path: Path) -> None:
+    """Write a page, a picture or a trace, and the directories that it lies in.
+
+    Pure ASCII survives every server, mail and editor; the rest becomes character references.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic(path) as temporary:
+        temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))

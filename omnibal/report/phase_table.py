@@ -1,0 +1,68 @@
+"""Balance of a plan's phases: each encoder and the language model, over the ranks that run it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from omnibal.cost.source import CostSource
+from omnibal.data.lengths import Lengths
+from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.model.units import feature_names_at
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
+from omnibal.pipeline.stage_cost import model_ms
+from omnibal.report.table import Table
+
+
+def phases_of_plan(
+    plan: Plan, packs: ScheduledPacks, lengths: Lengths, cost_source: CostSource
+) -> list[PhaseBalance]:
+    """Balance of every phase over the plan's ranks; none for a model without encoders.
+
+    Of long runs it is that of the steps that a prediction simulates.
+    """
+    if not plan.model.encoders:
+        return []
+    # Without what pipelines wait for data-parallel encoders.
+    job = replace(JobSpec.of_plan(plan, cost_source), beside=None)
+    workload = job.workload(packs, lengths, plan.levels).some_steps(MAX_SIMULATED_STEPS)
+    cost, ranks = job.cost_of_all(plan.levels), plan.parallel.data
+    names = feature_names_at(job.cost.features, plan.levels)
+    steps, step = np.unique(workload.step, return_inverse=True)
+    cell = step * ranks + workload.dp_rank
+    held = {
+        name: np.bincount(
+            cell, workload.features[:, names.index(tower.feature)], len(steps) * ranks
+        )
+        .astype(np.int64)
+        .reshape(-1, ranks)
+        for name, tower in plan.model.encoders.items()
+    }
+    language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
+    ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
+    return [
+        *encoder_balances(held, ranks_of_pipeline, plan.beside),
+        language_balance(workload.step, workload.dp_rank, language_ms, ranks),
+    ]
+
+
+def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
+    """Table of all phases; None where there are none."""
+    if not phases:
+        return None
+    return Table.of_records(
+        "Phases: busiest rank over the mean",
+        phases,
+        {
+            "phase": lambda one: one.phase,
+            "own packs": lambda one: f"{one.imbalance_before:.4f}",
+            "dealt to all ranks": lambda one: (
+                "-" if one.imbalance_after is None else f"{one.imbalance_after:.4f}"
+            ),
+            "at least": lambda one: f"{one.bound:.4f}",
+        },
+    )

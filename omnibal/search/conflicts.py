@@ -1,0 +1,148 @@
+"""What does not go together in a plan, and why.
+
+One table, which the command line, `Goal` and the docs have in common (docs/planning.md prints it).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from omnibal.base.errors import UserError
+from omnibal.model.limits import words
+
+
+class Feature(StrEnum):
+    """What a plan may have that does not go with everything, by its option; conflicts of the first
+    are told first."""
+
+    EARLIER = "--steps-of"
+    TRAINER = "--for"
+    WINDOW = "--window"
+    SIZES = "--gpus"
+    LEVELS = "--packing-levels"
+    CURRICULUM = "--curriculum-steps"
+    BESIDE = "--encoder data-parallel"
+    SPLIT = "--method or --recompute"
+    SAMPLES_PER_STEP = "--samples-per-step"
+    MICRO_BATCHES = "--micro-batches"
+    SAMPLES = "--lengths"
+    PACKING = "--packing"
+    SEED = "--seed"
+    EPOCHS = "--epochs"
+    LIMITS = "--max-tokens or --limit"
+    IMAGE_SHARE = "--image-share"
+    DISPATCH = "--dispatch"
+    COMPARE = "--compare"
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two features that no plan has together."""
+
+    one: Feature
+    other: Feature
+    why: str
+
+
+_SEVERAL_LEVELS = "packs of several levels cannot be told to another trainer"
+_TAKEN = "it is taken from the earlier plan"
+_OF_WINDOW = "a window is a step, and its packs are balanced inside it"
+CONFLICTS = (
+    Conflict(
+        Feature.SIZES,
+        Feature.MICRO_BATCHES,
+        "sizes are compared in steps of equally many samples: give --samples-per-step",
+    ),
+    Conflict(
+        Feature.SAMPLES_PER_STEP, Feature.MICRO_BATCHES, "both say how large a step is: give one"
+    ),
+    Conflict(
+        Feature.LEVELS,
+        Feature.SPLIT,
+        "layers are recomputed by level, which only the joint search knows",
+    ),
+    Conflict(
+        Feature.BESIDE,
+        Feature.SPLIT,
+        "the encoders' memory is shared with the stages by the joint search alone",
+    ),
+    Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
+    Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.SEED, "samples stay in their order"),
+    Conflict(Feature.WINDOW, Feature.MICRO_BATCHES, _OF_WINDOW),
+    Conflict(Feature.WINDOW, Feature.SAMPLES_PER_STEP, _OF_WINDOW),
+    *(
+        Conflict(Feature.EARLIER, other, _TAKEN)
+        for other in (
+            Feature.SAMPLES,
+            Feature.WINDOW,
+            Feature.LIMITS,
+            Feature.MICRO_BATCHES,
+            Feature.SAMPLES_PER_STEP,
+            Feature.LEVELS,
+            Feature.CURRICULUM,
+            Feature.PACKING,
+            Feature.SEED,
+            Feature.EPOCHS,
+            Feature.IMAGE_SHARE,
+            Feature.DISPATCH,
+        )
+    ),
+    *(
+        Conflict(Feature.TRAINER, other, why)
+        for other, why in (
+            (Feature.WINDOW, "only this project's trainer keeps the order of a stream"),
+            (Feature.LEVELS, _SEVERAL_LEVELS),
+            (Feature.CURRICULUM, _SEVERAL_LEVELS),
+            (Feature.BESIDE, "only this project's trainer has data-parallel encoders"),
+            (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
+            (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
+        )
+    ),
+)
+"""All pairs that are refused; every other combination is planned."""
+
+
+def check_together(given: Mapping[Feature, str]) -> None:
+    """Refuse features that do not go together.
+
+    Args:
+        given: features, and the words that they were given in.
+
+    Raises:
+        UserError: with those that do not go with one of them, and why.
+    """
+    for one in Feature:
+        against = [each for each in CONFLICTS if each.one is one and each.other in given]
+        if one in given and against:
+            others = words([given[conflict.other] for conflict in against])
+            whys = dict.fromkeys(conflict.why for conflict in against)
+            raise UserError(
+                f"{others} cannot be given with {given[one]}: {'; '.join(whys)}; leave "
+                f"{'one of both' if len(against) == 1 else 'these, or that one,'} out"
+            )
+
+
+NEEDS = (
+    (Feature.WINDOW, Feature.SAMPLES, "a window is of samples"),
+    (Feature.DISPATCH, Feature.WINDOW, "samples are dealt as they are read in a window alone"),
+    (Feature.COMPARE, Feature.TRAINER, "there are another trainer's limits to lift"),
+    (Feature.LEVELS, Feature.SAMPLES, "levels are of samples"),
+    (Feature.CURRICULUM, Feature.SAMPLES, "levels are of samples"),
+)
+"""Features that need another one, and why."""
+
+
+def check_complete(given: Mapping[Feature, str]) -> None:
+    """Refuse features without those that they need; arguments are as of `check_together`.
+
+    Raises:
+        UserError: with the first of them, and why.
+    """
+    for one, needed, why in NEEDS:
+        if one in given and needed not in given:
+            raise UserError(
+                f"{given[one]} was given without {needed}: {why}; give {needed}, or leave "
+                f"{given[one]} out"
+            )

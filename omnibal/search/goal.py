@@ -1,0 +1,161 @@
+"""A goal: what is to be planned, of which some is given and the rest is to be found.
+
+`Goal(job, data, free)` says all that `omnibal.planning.plan` needs to know. What the job and the
+data say stays as it is; limits of packs that are None, and all that `free` names, are searched for.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.search.conflicts import Feature, check_together
+from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
+from omnibal.search.strategy import FreeSizes
+
+DEFAULT_MICRO_BATCHES = 8  # of a rank in a step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """A dataset's samples, shuffled and packed."""
+
+    lengths: Lengths
+    caps: Caps | None = None
+    """Caps of the longest packs; None to search for them."""
+    packing: PackingMethod = PackingMethod.BALANCED
+    epochs: int = 1
+    seed: int = 0
+    micro_batches: int | None = None
+    """Packs of one rank in a step, were all of them full ones of the longest level."""
+    samples_per_step: int | None = None
+    """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
+    curriculum_steps: int = 0
+    """First steps of packs of the shortest level alone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Stream:
+    """Samples that are trained in their order, a window of them in a step."""
+
+    lengths: Lengths
+    window: int
+    caps: Caps | None = None
+    is_dispatched: bool = True
+    """Whether ranks get equal shares of a window."""
+    epochs: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShapesAlone:
+    """Packs at the caps, without samples."""
+
+    caps: Caps
+    micro_batches: int | None = None
+    packs_per_step: int | None = None
+    """Packs of all ranks in a step, where sizes are free; a pack a device without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Earlier:
+    """The data of an earlier plan, step by step."""
+
+    plan: Plan
+    data: tuple[ScheduledPacks, Lengths] | None
+
+
+GoalData = Samples | Stream | ShapesAlone | Earlier
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Free:
+    """What is searched for besides limits of packs that are not given.
+
+    Recomputed layers and the split over stages are searched for together unless `split` says how
+    they are chosen.
+    """
+
+    sizes: FreeSizes | None = None
+    """Devices, and which parallel sizes are fixed; None to keep the job's sizes."""
+    levels: LevelRule = ANY_LEVELS
+    """Sets of levels to choose from."""
+    placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
+    """Placements of encoders to choose from."""
+    split: SplitRule = JOINT
+
+    @classmethod
+    def everything(cls, gpus: int) -> "Free":
+        """All that can be: sizes, levels and placement of encoders, on so many devices."""
+        return cls(sizes=FreeSizes(gpus=gpus), placements=tuple(EncoderPlacement))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Goal:
+    """A job, its data, and what is free.
+
+    Raises:
+        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`).
+    """
+
+    job: JobSpec
+    """The job, with its parallel sizes where they are not free."""
+    data: GoalData
+    free: Free = field(default_factory=Free)
+
+    def __post_init__(self) -> None:
+        check_together({feature: feature.value for feature in self.features})
+
+    @property
+    def features(self) -> set[Feature]:
+        """Features that do not go with everything."""
+        data, free = self.data, self.free
+        has = {
+            Feature.SIZES: free.sizes is not None,
+            Feature.LEVELS: free.levels.is_forced,
+            Feature.SPLIT: not free.split.is_joint,
+            Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
+            Feature.TRAINER: self.job.trainer.name is not None,
+            Feature.WINDOW: isinstance(data, Stream),
+            Feature.EARLIER: isinstance(data, Earlier),
+        }
+        if isinstance(data, Samples):
+            has[Feature.MICRO_BATCHES] = data.micro_batches is not None
+            has[Feature.SAMPLES_PER_STEP] = data.samples_per_step is not None
+            has[Feature.CURRICULUM] = data.curriculum_steps > 0
+        return {feature for feature, is_there in has.items() if is_there}
+
+
+class Listener(Protocol):
+    """What is told of a search while it runs."""
+
+    def note(self, text: str) -> None:
+        """Take a sentence that the user should read."""
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Begin work of so many parts; the context is what to call with what is newly done."""
+
+    def status(self, what: str) -> AbstractContextManager[None]:
+        """Begin work whose length is not known."""
+
+
+class Silence:
+    """A listener that tells nobody."""
+
+    def note(self, text: str) -> None:
+        """Drop a note."""
+
+    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show no progress."""
+        return nullcontext(lambda done: None)
+
+    def status(self, what: str) -> AbstractContextManager[None]:
+        """Show nothing."""
+        return nullcontext()

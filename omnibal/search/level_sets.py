@@ -1,0 +1,394 @@
+"""Search for levels of packs: how many, of which caps, and how each is shared, by simulated time.
+
+Candidate caps are the top ones and their halves, down to what packs of several short samples need.
+Every set of up to four of them with the top among them is looked at:
+
+1. A level alone is estimated on the samples that it would hold, in every form: context size, cut
+   and exchange (`omnibal.search.level_choice`). The best forms add up to an estimate of every set.
+2. Sets whose estimate is near the least are packed, dealt and simulated, on some of the samples,
+   with the split and the recomputed layers that the joint search finds quickly.
+3. So are sets next to the best one, with other caps or another context size of one level.
+4. The best few are simulated on more of the samples.
+
+`least_ms_per_sample` bounds all sets from below, so that what is found comes with a gap. HBP
+(arXiv 2503.07680) takes four levels at most by a rule (`omnibal.search.hbp_levels`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.levels import Level
+from omnibal.model.limits import check_packs_per_step
+from omnibal.packing.by_level import levels_of_packs
+from omnibal.packing.fit import check_samples_fit
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.search.engine import Trials
+from omnibal.search.level_bound import least_ms_per_sample
+from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
+from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
+from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
+
+_SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
+_FINALISTS = 3  # simulated again on more samples
+_MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
+_ROUNDS = 2
+"""Rounds of moves around the best set."""
+_MOST_MOVES = 4 * MAX_SEARCHED - 2
+_SHARED_PACKS = 2_000
+"""Most packs of a level of given steps by which its form is chosen."""
+LEAST_GAIN = 0.01
+"""Share of time that a set must save to be taken in place of one of fewer levels."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelRequest:
+    """A job and the samples that it trains, whose caps are those of the longest packs.
+
+    Raises:
+        UserError: a sample exceeds the caps, a step has too many packs, or fewer levels can be had
+            than are asked for.
+    """
+
+    job: JobSpec
+    data: SampleData
+    """Samples without levels."""
+    may_lower: bool = False
+    """Whether the longest packs may be smaller than the caps of the data allow."""
+    exactly: int | None = None
+    """Number of levels; None for any up to `MAX_SEARCHED`."""
+    tokens_per_step: float | None = None
+    """Tokens of one rank in a step; None for as many full packs as the data has micro-batches."""
+
+    def __post_init__(self) -> None:
+        check_packs_per_step(self.job.parallel.data, self.data.micro_batches(self.job))
+        check_samples_fit(self.data.lengths, self.data.caps)
+        most = min(self.most_levels, MAX_SEARCHED)
+        if self.exactly is not None and self.exactly > most:
+            raise UserError(
+                f"{self.exactly} levels were asked for, and packs of these samples may have {most}:"
+                f" tokens are halved from {self.data.caps['tokens']:,} while several samples of "
+                "median length fit, and each level needs samples of its own; give fewer "
+                "--packing-levels, or auto"
+            )
+
+    @property
+    def most_levels(self) -> int:
+        """Levels that there can be at most, each with samples of its own."""
+        return LevelEstimates.most_levels(self.data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelSearch:
+    """Result of a search for levels."""
+
+    best: tuple[Level, ...]
+    """Levels of the plan; empty for one level of context size 1 at the caps of the data."""
+    ranking: tuple[LevelTrial, ...] = ()
+    """Simulated sets, the chosen one first; empty where nothing but one level was possible."""
+    least_ms_per_sample: float | None = None
+    """Lower bound over all sets, context sizes, cuts and recomputed layers."""
+    sets: int = 1
+    """Sets of caps that were looked at."""
+    tokens_per_step: float | None = None
+    """Tokens of one rank in a step of any trial."""
+
+    @property
+    def gap(self) -> float | None:
+        """Share of the chosen set's time by which another may be faster; None where none was
+        simulated."""
+        if self.least_ms_per_sample is None:
+            return None
+        return max(1 - self.least_ms_per_sample / self.ranking[0].ms_per_sample, 0.0)
+
+
+def search_levels(
+    request: LevelRequest, on_progress: Callable[[int], None], processes: int = 1
+) -> LevelSearch:
+    """Find the levels of least simulated time per sample.
+
+    Of sets whose times differ by less than 1 % the one of fewest levels is chosen, unless HBP's is
+    faster.
+
+    Args:
+        request: equal requests give equal results.
+        on_progress: called with the trials done since the last call, `max_trials()` in all.
+        processes: number of processes that try sets.
+
+    Raises:
+        UserError: no set of levels fits into memory and has packs for all ranks and the curriculum.
+    """
+    left = max_trials()
+
+    def advance(done: int) -> None:
+        nonlocal left
+        left -= done
+        on_progress(done)
+
+    if is_one_level(request):
+        on_progress(left)
+        return LevelSearch(best=())
+    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
+    near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
+    rival = estimates.by_hbp() if near and request.exactly is None else None
+    trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
+    trials.run(near if rival is None else [*near, rival])
+    _try_one_level(request, estimates, trials)
+    if not trials.found:
+        raise _nothing_fits(request, trials)
+    for _ in range(_ROUNDS):
+        trials.run(estimates.moves(trials.ranked()[0].levels))
+    final = trials.on_more_samples()
+    finalists = [each.levels for each in trials.ranked()[:_FINALISTS]]
+    final.run(finalists if trials.rival is None else [*finalists, trials.rival])
+    on_progress(left)
+    ranking = final.ranked() if final.found else trials.ranked()
+    return LevelSearch(
+        best=ranking[0].levels,
+        ranking=tuple(ranking),
+        least_ms_per_sample=least_ms_per_sample(request.job, final.lengths),
+        sets=len(estimates.sets(request.exactly)),
+        tokens_per_step=estimates.tokens_per_step,
+    )
+
+
+def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_Trials") -> None:
+    """Try one level in all its forms where nothing else was found, or where packs at the caps are
+    too few for all ranks, so that smaller or shared ones are needed."""
+    may_be_one = request.exactly in (None, 1)
+    if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
+        trials.run(estimates.tops(may_lower=request.may_lower))
+    if not trials.found and (may_be_one or not trials.failed):
+        trials.run([estimates.most_shared()])
+
+
+def is_one_level(request: LevelRequest) -> bool:
+    """Whether no search is needed.
+
+    Samples are of like length and make packs for all ranks, one rank holds a full pack, and it
+    recomputes nothing for it, or halves of it would be small.
+    """
+    job, data = request.job, request.data
+    if request.exactly is not None or request.most_levels > 1:
+        return False
+    recomputed = _recomputed_share(job, data)
+    is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
+    return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
+
+
+def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
+    """Share packs of given steps in the way that is best for a job, which may have other ranks.
+
+    Steps, packs and the caps of levels stay as they are. No packs are shared where encoders are
+    data-parallel.
+
+    Raises:
+        DoesNotFit: packs of a level fit no context size.
+    """
+    if data.steps is None or not data.levels:
+        return data
+    packs, lengths = data.steps.packs, data.lengths
+    of_packs = levels_of_packs(packs, lengths, data.levels)
+    levels, steps = [], int(data.steps.step.max()) + 1
+    for index, level in enumerate(data.levels):
+        rows = np.flatnonzero(of_packs == index)[:_SHARED_PACKS]
+        found = None
+        if len(rows) and not job.has_data_parallel_encoders:
+            tokens_per_step = float(lengths.tokens[packs.samples].sum()) / steps / job.parallel.data
+            forms = good_forms(job, level.caps, packs.take(rows), lengths, tokens_per_step)
+            found = min(forms, key=lambda form: form.rows_ms, default=None)
+            if found is None:
+                raise DoesNotFit(
+                    f"packs of {level.caps} of the earlier plan fit no number of ranks of "
+                    f"{job.parallel}",
+                    "raise --tp, --pp or --dp",
+                )
+        levels.append(Level(caps=level.caps) if found is None else found.level)
+    context = np.array([level.context for level in levels])[of_packs]
+    most = int(np.bincount(data.steps.step, weights=context).max())
+    slots = -(-most // job.parallel.data)
+    return replace(data, levels=tuple(levels), packs_per_step=slots * job.parallel.data)
+
+
+def hbp_search(request: LevelRequest) -> LevelSearch:
+    """Choose levels by HBP's rule, from estimates of its exchange in place of measured times.
+
+    Raises:
+        UserError: no length fits into memory.
+    """
+    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
+    trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
+    trials.run([estimates.by_hbp()])
+    if not trials.found:
+        raise _nothing_fits(request, trials)
+    ranking = tuple(trials.found.values())
+    return LevelSearch(best=ranking[0].levels, ranking=ranking)
+
+
+def notes(found: LevelSearch) -> list[str]:
+    """What a search found and how it compares; a sentence each."""
+    best = found.ranking[0]
+    words = " and ".join(
+        f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
+    )
+    said = [
+        f"packs of {words}, {best.micro_batches} a rank and step"
+        if found.best
+        else "packs of one level are best"
+    ]
+    others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
+    if others:
+        slower = others[0].ms_per_sample / best.ms_per_sample - 1
+        words = "faster, too little to be taken" if slower < 0 else "slower"
+        said.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
+    assert found.gap is not None
+    said.append(
+        f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
+        "which leaves out all that packs, steps and the pipeline take besides their samples"
+    )
+    return said
+
+
+def max_trials() -> int:
+    """Most sets that a search simulates."""
+    return _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + _FINALISTS + 1
+
+
+def _recomputed_share(job: JobSpec, data: SampleData) -> float:
+    """Share of the layers that one rank recomputes to train a pack at the caps, by the estimate of
+    its memory; infinite where it cannot."""
+    whole = WholeModel.of(job, job.cost)
+    counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
+    full = np.array([[counts[name] for name in job.cost.features]], np.float64)
+    full[0, 0] = 1
+    return whole.recomputed_share(full, job, data.micro_batches(job))
+
+
+def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
+    """Whether packs at the caps are enough for every rank to have one of its own."""
+    ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
+    if tokens >= ranks * data.caps["tokens"]:
+        return True
+    return len(pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.seed)) >= ranks
+
+
+def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
+    """Refuse a curriculum that is longer than an epoch, before anything is tried."""
+    wanted = request.data.curriculum_steps
+    tokens = float(request.data.lengths.tokens.sum(dtype=np.int64))
+    steps = tokens / (tokens_per_step * request.job.parallel.data)
+    if wanted > steps:
+        raise UserError(
+            f"a curriculum of {wanted:,} steps was asked for, and an epoch has about {steps:,.0f}; "
+            "give fewer --curriculum-steps"
+        )
+
+
+def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
+    """Say why no set of levels that was tried can be trained."""
+    parallel = request.job.parallel
+    other = [error for error in trials.failed.values() if not isinstance(error, DoesNotFit)]
+    if other:
+        return UserError(f"no levels of packs can be trained on {parallel}: {other[-1]}")
+    # The last that was tried is the one of most ranks.
+    levels, error = list(trials.failed.items())[-1]
+    assert isinstance(error, DoesNotFit)
+    level = levels[-1] if levels else Level(caps=request.data.caps)
+    job, cap_gib = request.job, request.job.memory_cap_gib
+    state_gib = WholeModel.of(job, job.cost).state_bytes / parallel.pipeline / GIB
+    advice = "raise --tp or --pp, which divide weights"
+    if state_gib < cap_gib:
+        advice = (
+            "raise --tp, --pp, or --dp for more ranks to share it, or shorten the longest samples"
+        )
+    return DoesNotFit(
+        f"no levels of packs can be trained on {parallel}: with packs of up to "
+        f"{level.caps['tokens']:,} tokens, each shared by {level.context} rank(s), {error.need}; "
+        f"weights, gradients and optimizer state alone are {state_gib:.2f} GiB on average",
+        advice,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Exactly:
+    """A trial of a set of levels, of which so many must have packs."""
+
+    trials: LevelTrials
+    count: int | None
+
+    def __call__(
+        self, levels: tuple[Level, ...]
+    ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
+        found = self.trials(levels)
+        if isinstance(found[1], LevelTrial) and self.count not in (
+            None,
+            max(len(found[1].levels), 1),
+        ):
+            return levels, UserError(
+                f"packs of these samples are of fewer than {self.count} levels; give fewer "
+                "--packing-levels, or auto"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Trials(Trials[tuple[Level, ...], LevelTrial]):
+    """Sets of levels that were tried on the same samples."""
+
+    whole: LevelTrials
+    """Trials with all samples."""
+    lengths: Lengths
+    """Samples of these trials."""
+    exactly: int | None = None
+    rival: tuple[Level, ...] | None = None
+    """Levels by HBP's rule, which the chosen ones may not be slower than."""
+
+    @classmethod
+    def of(
+        cls,
+        request: LevelRequest,
+        tokens_per_step: float,
+        processes: int,
+        on_done: Callable[[int], None],
+        rival: tuple[Level, ...] | None = None,
+    ) -> "_Trials":
+        data = request.data
+        _check_curriculum(request, tokens_per_step)
+        whole = LevelTrials(
+            job=request.job,
+            data=data,
+            tokens_per_step=tokens_per_step,
+            longest=data.least_caps(),
+            curriculum_steps=data.curriculum_steps,
+        )
+        some = whole.drawn(_SIMULATED_SAMPLES)
+        return cls(
+            work=_Exactly(trials=some, count=request.exactly),
+            processes=processes,
+            on_done=on_done,
+            whole=whole,
+            lengths=some.data.lengths,
+            exactly=request.exactly,
+            rival=rival,
+        )
+
+    def on_more_samples(self) -> "_Trials":
+        """Trials on more of the samples; the same where there are no more."""
+        if len(self.lengths) == len(self.whole.data.lengths):
+            return self
+        more = self.whole.drawn(_FINAL_SAMPLES)
+        work = _Exactly(trials=more, count=self.exactly)
+        return replace(self, work=work, lengths=more.data.lengths, found={}, failed={})
+
+    def ranked(self) -> list[LevelTrial]:
+        """What was found, as it is chosen from."""
+        # Sets of which levels are left out, as they have no packs, may be the same.
+        distinct = {trial.levels: trial for trial in self.found.values()}
+        rival = None if self.rival is None else self.found.get(self.rival)
+        return shorter_first(list(distinct.values()), LEAST_GAIN, rival)

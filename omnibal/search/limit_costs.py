@@ -1,0 +1,378 @@
+"""What another trainer's limits cost: a plan under them beside plans without.
+
+A plan for a trainer is compared with the plan that this project's trainer could follow, and with
+plans from which one limit alone is lifted, at the same parallel sizes. A plan under fewer limits is
+never slower than one under more, since it may be the same; where a search says otherwise, the
+faster of the two counts.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Self
+
+from omnibal.base.errors import UserError
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import DataPlan
+from omnibal.job.plan_data import MockData, PlanData, SampleData
+from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.config import ModelConfig
+from omnibal.model.limits import words
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import (
+    OWN,
+    PackRules,
+    Padding,
+    RecomputeFreedom,
+    Sharding,
+    StageRules,
+    TrainerConstraints,
+)
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import Packs
+
+NAMED_COST = 0.002
+"""Share of the rate below which a limit is not named as a reason."""
+_MOST_NAMED = 3  # a sentence with more is not read
+_COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
+"""Most samples that limits are compared on, and least full steps of them."""
+_MOST_OF_IT = 0.6
+"""Share of what all limits cost from which on those named are said to be the reason."""
+
+
+class LimitName(StrEnum):
+    """Limits of trainers, in the order in which they are looked at."""
+
+    ENCODERS_ON_FIRST = "encoders_on_first"
+    ENCODERS_WHOLE = "encoders_whole"
+    HEAD = "head_on_all_tokens"
+    RECOMPUTE = "recompute"
+    TOKENS_ALONE = "tokens_alone"
+    ONE_MEDIUM = "one_medium"
+    PADDED = "padded"
+    ORDER = "next_fit"
+    FULL_STEPS = "full_steps"
+    SHARDING = "sharding"
+
+
+_WORDS = {
+    LimitName.ENCODERS_ON_FIRST: "the encoder stays on the first stage",
+    LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
+    LimitName.HEAD: "the head runs on all tokens, with and without loss",
+    LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
+    LimitName.ONE_MEDIUM: "texts and images never share a pack",
+    LimitName.PADDED: "every pack is padded to the longest",
+    LimitName.ORDER: "the trainer packs in its own way, in steps of equally many packs",
+    LimitName.FULL_STEPS: "every step has equally many packs",
+    LimitName.SHARDING: "weights are gathered from all ranks for every pass, instead of a pipeline",
+}
+_RECOMPUTE_WORDS = {
+    RecomputeFreedom.STAGES: "a stage recomputes its first layers, by one number",
+    RecomputeFreedom.TOWERS: "all stages recompute equally many layers of a tower",
+    RecomputeFreedom.LANGUAGE: "all stages recompute equally many layers",
+    RecomputeFreedom.ALL: "either all layers are recomputed or none",
+}
+
+
+_OFF: dict[LimitName, dict[str, object]] = {
+    LimitName.ENCODERS_ON_FIRST: {"encoders_on_first": False, "language_everywhere": False},
+    LimitName.RECOMPUTE: {"recompute": RecomputeFreedom.LAYERS},
+    LimitName.PADDED: {"padded": Padding.NOWHERE},
+    LimitName.ORDER: {"next_fit": False, "full_steps": False},
+}
+"""Fields that are changed to lift a limit, where it is not one switch of its own name."""
+
+
+def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
+    """Return a trainer's constraints without one of its limits.
+
+    Encoders leave the first stage only where the next ones may be without a language layer, so
+    these go together. So do packs that the trainer forms in its own way and steps of equally many,
+    and weights that are divided over all ranks and the trainer's limits of sizes.
+    """
+    if limit is LimitName.SHARDING:
+        return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
+    off = _OFF.get(limit, {limit.value: False})
+    if off.keys() <= StageRules.model_fields.keys():
+        return trainer.model_copy(update={"stages": trainer.stages.model_copy(update=off)})
+    return trainer.model_copy(update={"packs": trainer.packs.model_copy(update=off)})
+
+
+def binding_limits(
+    trainer: TrainerConstraints, model: ModelConfig, parallel: Parallel, *, has_samples: bool
+) -> list[LimitName]:
+    """Limits of a trainer that may change a plan of such sizes; those of packs only where there are
+    samples."""
+    stages, packs, has_encoders = trainer.stages, trainer.packs, bool(model.encoders)
+    is_split = parallel.pipeline > 1
+    binding = {
+        LimitName.ENCODERS_ON_FIRST: stages.encoders_on_first and has_encoders and is_split,
+        LimitName.ENCODERS_WHOLE: stages.encoders_whole and has_encoders and parallel.tensor > 1,
+        LimitName.HEAD: stages.head_on_all_tokens,
+        LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
+        LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
+        LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
+        LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
+        LimitName.ORDER: packs.next_fit and has_samples,
+        LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
+        LimitName.SHARDING: trainer.sharding is not Sharding.OPTIMIZER,
+    }
+    return [limit for limit in LimitName if binding[limit]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one limit alone costs."""
+
+    limit: LimitName
+    words: str
+    slower: float
+    """Share of the rate that is lost by it, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CostOfLimits:
+    """A plan for a trainer beside what this project's trainer could do of the same."""
+
+    title: str
+    """The trainer's name."""
+    rate: float
+    """Samples per second and device of the plan; packs where it has no samples."""
+    free_rate: float
+    """Rate without limits, no less than the plan's."""
+    limits: tuple[Cost, ...]
+    """Limits that may cost something, in the order of `LimitName`."""
+    gap: float
+    """Share by which a plan without limits may be faster still, as its search was not proven."""
+
+    @classmethod
+    def of(
+        cls,
+        trainer: TrainerConstraints,
+        rate: float,
+        free_rate: float,
+        lifted: Mapping[LimitName, float],
+        gap: float,
+    ) -> Self:
+        """Compare rates: of the plan, without any limit, and without each alone."""
+        words_of = _WORDS | {
+            LimitName.RECOMPUTE: _RECOMPUTE_WORDS.get(trainer.stages.recompute, "")
+        }
+        costs = tuple(
+            Cost(limit=limit, words=words_of[limit], slower=1 - rate / max(rate, each))
+            for limit, each in lifted.items()
+        )
+        return cls(
+            title=trainer.title,
+            rate=rate,
+            free_rate=max(rate, free_rate, *lifted.values()),
+            limits=costs,
+            gap=gap,
+        )
+
+    @property
+    def slower(self) -> float:
+        """Share of the rate without limits that the plan loses, from 0."""
+        return 1 - self.rate / self.free_rate
+
+    @property
+    def sentence(self) -> str:
+        """How much slower the plan is, and because of what."""
+        if self.slower < NAMED_COST:
+            return (
+                f"for {self.title}: no slower than this plan could be without limits"
+                f"{self._unproven}"
+            )
+        return (
+            f"for {self.title}: {_percent(self.slower)} slower than this plan could be, because "
+            f"{self._reasons}{self._unproven}"
+        )
+
+    @property
+    def _unproven(self) -> str:
+        if not self.gap:
+            return ""
+        if self.gap >= 1:
+            return "; without limits more is not ruled out, as not all choices have a bound"
+        return f"; without limits up to {_percent(self.gap)} more is not ruled out"
+
+    @property
+    def _reasons(self) -> str:
+        costly = [cost for cost in self.limits if cost.slower >= NAMED_COST]
+        costly.sort(key=lambda cost: -cost.slower)
+        if not costly:
+            return "of its limits together, of which none alone costs anything"
+        if len(costly) == 1 and costly[0].slower >= _MOST_OF_IT * self.slower:
+            return costly[0].words
+        named = [f"{each.words} ({_percent(each.slower)})" for each in costly[:_MOST_NAMED]]
+        if sum(each.slower for each in costly) < _MOST_OF_IT * self.slower:
+            named.append("its limits cost more together than each alone")
+        return words(named)
+
+    def as_dict(self) -> dict[str, object]:
+        """Values for JSON."""
+        return {
+            "slower_than_free": self.slower,
+            "free_gap": self.gap,
+            "limits": [
+                {"limit": cost.limit.value, "words": cost.words, "slower": cost.slower}
+                for cost in self.limits
+            ],
+        }
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{share:.1%}"
+
+
+def rate_of(result: PlanResult) -> float:
+    """Samples per second and device of a plan; packs per second and device where it has none."""
+    plan = result.plan
+    assert plan.prediction is not None
+    per_second = plan.prediction.samples_per_second_per_gpu
+    if per_second is not None:
+        return per_second
+    packs = samples_per_step(result)
+    return 1e3 * packs / plan.prediction.step_ms / plan.parallel.world_size
+
+
+def samples_per_step(result: PlanResult) -> int:
+    """Samples of a step on the mean; packs where a plan has no samples."""
+    if result.data is not None:
+        packs = result.data[0]
+        return round(len(packs.packs.samples) / packs.steps)
+    shapes = result.plan.shapes
+    assert shapes is not None
+    return shapes.micro_batches_per_step * result.plan.parallel.data
+
+
+def requests_lifted(
+    trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod, free: PlanResult
+) -> dict[LimitName, PlanRequest]:
+    """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
+
+    Where items are limited too, caps are those of the plan without limits; where these are the same
+    ones, as they were given, that limit is left out. Where weights are no longer divided, sizes and
+    caps are those of the plan without limits, as there are no other sizes with that limit.
+
+    Args:
+        trainer: whose limits the plan keeps to.
+        result: the plan under all of them.
+        packing: rule that it was packed by.
+        free: the plan without limits, of the same data.
+    """
+    plan, free_data = result.plan, free.plan.data
+    names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
+    if plan.data is None or free_data is None or free_data.caps == plan.data.caps:
+        names = [name for name in names if name is not LimitName.TOKENS_ALONE]
+    requests = {}
+    for name in names:
+        of = free if name is LimitName.SHARDING else result
+        request = _request_of(lifted(trainer, name), of, packing)
+        if name is LimitName.TOKENS_ALONE and free_data is not None:
+            assert isinstance(request.data, SampleData)
+            per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
+            data = replace(request.data, caps=free_data.caps, packs_per_step=per_step)
+            request = replace(request, data=data)
+        requests[name] = request
+    return requests
+
+
+def _request_of(
+    trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
+) -> PlanRequest:
+    """Request of a plan's sizes and data, within other constraints."""
+    job = replace(JobSpec.of_plan(result.plan, result.cost_source), trainer=trainer)
+    return PlanRequest(job=job, data=_data_of(result, packing, trainer.packs))
+
+
+def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
+    """Packs of a step of so many samples, of as many as in another plan's; a multiple of ranks."""
+    packs = samples * like.packs / (like.samples * like.epochs)
+    return max(round(packs / ranks), 1) * ranks
+
+
+def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> PlanData:
+    """Data of a plan, to be packed by other rules."""
+    plan = result.plan
+    if result.data is None or plan.data is None:
+        shapes = plan.shapes
+        assert shapes is not None
+        return MockData(
+            caps=shapes.caps,
+            micro_batches_per_step=shapes.micro_batches_per_step,
+            image_tokens=shapes.image_tokens,
+        )
+    return SampleData(
+        lengths=result.data[1],
+        caps=plan.data.caps,
+        packing=packing,
+        packs_per_step=plan.data.packs_per_step,
+        epochs=plan.data.epochs,
+        seed=plan.data.seed,
+        rules=rules,
+    )
+
+
+def rates_lifted(
+    trainer: TrainerConstraints,
+    result: PlanResult,
+    packing: PackingMethod,
+    requests: Mapping[LimitName, PlanRequest],
+    on_progress: Callable[[int], None],
+) -> dict[LimitName, float]:
+    """Rates of plans from which one limit alone is lifted, beside the rate of the plan.
+
+    Of many samples some are drawn at random, and limits are compared on these: the rate of the plan
+    is multiplied by what lifting the limit gains there.
+
+    Args:
+        trainer: whose limits the plan keeps to.
+        result: the plan.
+        packing: rule that it was packed by.
+        requests: as `requests_lifted` gives them.
+        on_progress: called with 1 after each of them.
+
+    Returns:
+        Samples per second and device; 0 where there is no plan.
+    """
+    rate, most = rate_of(result), max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
+    whole, gain = _request_of(trainer, result, packing), 0.0
+    if isinstance(whole.data, SampleData) and len(whole.data.lengths) > most and requests:
+        drawn = _Rates(most=most)
+        rate_of_drawn = drawn.of(whole)
+        gain = rate / rate_of_drawn if rate_of_drawn else 0.0
+    all_samples, rates = _Rates(most=None), {}
+    for name, request in requests.items():
+        rates[name] = gain * drawn.of(request) if gain else all_samples.of(request)
+        on_progress(1)
+    return rates
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rates:
+    """Rates of plans on the same samples, which are packed once for all plans of the same packs."""
+
+    most: int | None
+    """Samples that are drawn of all; None for all."""
+    packs: dict[tuple[object, ...], list[Packs]] = field(default_factory=dict)
+
+    def of(self, request: PlanRequest) -> float:
+        """Rate of the plan of a request; 0 where it cannot be made."""
+        try:
+            return rate_of(make_plan(self._packed(request)))
+        except UserError:
+            return 0.0
+
+    def _packed(self, request: PlanRequest) -> PlanRequest:
+        data, job = request.data, request.job
+        if not isinstance(data, SampleData):
+            return request
+        if self.most is not None:
+            data = data.sampled(self.most)
+        # How packs are padded is no matter of what is in them.
+        rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
+        key = data.caps, data.packing, data.seed, data.epochs, rules
+        if key not in self.packs:
+            self.packs[key] = data.packed(job)
+        return replace(request, data=data.drawn(job, self.packs[key]))

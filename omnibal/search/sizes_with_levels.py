@@ -1,0 +1,342 @@
+"""Search for levels of packs together with parallel sizes and the placement of encoders.
+
+One level is tried on every choice of sizes by `omnibal.search.parallel_sizes`. Which sets of levels
+are best depends on the sizes: ranks that share long packs need fewer stages to hold them. So:
+
+1. Sets of levels are estimated at all sizes (`omnibal.search.level_estimates`); what packs they
+   have does not depend on the sizes, and is made once.
+2. Those of least estimates are simulated, with the best strategies of one level.
+3. So are sets next to the best, and the best set at the other sizes.
+4. The best few are planned on the samples that strategies of one level were planned on, and rank
+   with these.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.job.plan_data import SampleData, least_caps, limited_features
+from omnibal.model.levels import FillRule, Level
+from omnibal.model.limits import Caps
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search.engine import Trials, try_all
+from omnibal.search.feasible import least_state_gib
+from omnibal.search.level_bound import least_ms_per_sample
+from omnibal.search.level_estimates import (
+    LevelEstimates,
+    LevelRule,
+    Packed,
+    some_of_each,
+    top_caps,
+)
+from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
+from omnibal.search.trial import encoders_ms_per_sample
+
+_MOST_OF_SIZING = 4
+"""Sets of levels that are simulated at one choice of sizes, before moves."""
+_MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
+_ROUNDS = 2
+"""Rounds of moves around the best set."""
+_NEAR = 1.2
+"""Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
+estimate has it: those within this factor of the least are simulated."""
+_LEAST_ROWS = 1.04
+"""Rows of packs in a step of a trial: it packs by ISF, and plans pack to a few percent less."""
+_SIZINGS_OF_BEST = 4
+"""Other sizes that the best set of levels is tried at."""
+_SIMULATED_SAMPLES = 12_000  # as of levels at given sizes
+LEAST_GAIN = 0.01
+"""Share of time that levels must save to be taken in place of one."""
+
+LevelChoice = tuple[Sizing, tuple[Level, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LevelSetting:
+    """Samples that levels are tried on at all sizes; can be sent to another process."""
+
+    setting: Setting
+    data: SampleData
+    """Samples whose caps are those of the longest packs."""
+    rule: LevelRule
+    longest: Caps
+    """Least caps that hold every sample of the plan."""
+    packed: Packed = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, setting: Setting, request: StrategyRequest, rule: LevelRule) -> "LevelSetting":
+        """Take the setting's samples; longest packs are of the request's."""
+        names = limited_features(request.job.model)
+        top = request.caps or top_caps(request.lengths, names)
+        data = setting.request.sample_data(top)
+        return cls(
+            setting=setting, data=data, rule=rule, longest=least_caps(request.lengths, names)
+        )
+
+    def tokens_per_step(self, sizing: Sizing) -> float:
+        """Tokens of one rank in a step of the requested samples."""
+        samples = min(self.setting.request.samples_per_step, len(self.data.lengths))
+        return samples * float(self.data.lengths.tokens.mean()) / sizing.parallel.data
+
+    def estimates(self, sizing: Sizing) -> LevelEstimates:
+        """Estimates at these sizes."""
+        job = self.setting.job(sizing)
+        tokens = self.tokens_per_step(sizing)
+        return LevelEstimates.of(job, self.data, tokens, self.packed, needs_rows=True)
+
+    def trials(self, sizing: Sizing) -> LevelTrials:
+        """Simulated trials at these sizes."""
+        data = self.data
+        if self.rule.is_hbp:
+            data = replace(data, fill=FillRule.GREEDY)
+        trials = LevelTrials(
+            job=self.setting.job(sizing),
+            data=data,
+            tokens_per_step=self.tokens_per_step(sizing),
+            longest=self.longest,
+            least_rows=_LEAST_ROWS,
+        )
+        of_all = self.setting.request.all_samples or len(data.lengths)
+        part = len(data.lengths) / of_all
+        trials = replace(trials, curriculum_steps=part * self.setting.request.curriculum_steps)
+        return trials.drawn(_SIMULATED_SAMPLES)
+
+    def pack(self) -> None:
+        """Pack the samples of every level that a set may have, which all sizes share."""
+        any_sizing = Sizing(self.setting.request.job.parallel)
+        self.estimates(any_sizing).pack_all(self.rule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EstimateSets:
+    """Estimates of the best sets of levels at some sizes."""
+
+    levels: LevelSetting
+
+    def __call__(
+        self, sizing: Sizing
+    ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
+        """The sets of least estimated ms per sample, and a lower bound on all of them."""
+        setting, rule = self.levels.setting, self.levels.rule
+        job, request = setting.job(sizing), setting.request
+        if not fits_cap(least_state_gib(job), job.memory_cap_gib):
+            return sizing, ([], np.inf)
+        lengths = self.levels.data.lengths
+        before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
+        bound_ms = least_ms_per_sample(job, lengths) + before_ms
+        sets = some_of_each(self.levels.estimates(sizing).by_rule(rule))[:_MOST_OF_SIZING]
+        return sizing, ([(ms + encoders_ms, levels) for ms, levels in sets], bound_ms)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SimulateSet:
+    """Simulation of a set of levels at some sizes."""
+
+    levels: LevelSetting
+
+    def __call__(self, choice: LevelChoice) -> tuple[LevelChoice, LevelTrial | UserError]:
+        sizing, levels = choice
+        return choice, self.levels.trials(sizing)(levels)[1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanSet:
+    """Planning of a set of levels at some sizes."""
+
+    levels: LevelSetting
+
+    def __call__(self, choice: LevelChoice) -> tuple[LevelChoice, Strategy | UserError]:
+        sizing, levels = choice
+        setting = self.levels.setting
+        caps = levels[-1].caps if levels else self.levels.data.caps
+        try:
+            trial = setting.trial_of_levels(sizing, levels or (Level(caps=caps),))
+            if trial.micro_batches(setting.request.samples_per_step) < 1:
+                raise UserError(
+                    f"a step of {setting.request.samples_per_step:,} samples has fewer packs than "
+                    f"{sizing.parallel.data:,} data-parallel ranks: give a larger "
+                    "--samples-per-step"
+                )
+            return choice, planned_strategy(setting, sizing, trial, caps)
+        except UserError as error:
+            return choice, error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FoundLevels:
+    """Strategies with levels, and what is proven of all."""
+
+    strategies: tuple[Strategy, ...]
+    least_ms_per_sample: float
+    """Lower bound over all sets of levels at all sizes."""
+    sets: int
+    """Sets that were estimated to be near the best."""
+
+
+def search_with_levels(
+    request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
+) -> StrategySearch:
+    """Rank strategies of one level, and of levels where the rule asks for any.
+
+    Args:
+        request: equal requests give equal results.
+        rule: which sets of levels are looked at; a count of 1 for none.
+        on_progress: called with what is done since the last call, `progress_total` and, where
+            there are levels, `levels_total` in all.
+        processes: number of processes that evaluate strategies.
+
+    Raises:
+        DoesNotFit: no strategy fits into memory.
+        UserError: no parallel sizes are possible, or a step has too few packs.
+    """
+    if rule.count == 1:
+        return search_strategies(request, on_progress, processes)
+    plain: StrategySearch | None = None
+    failed: UserError | None = None
+    if not rule.is_forced:
+        try:
+            plain = search_strategies(request, on_progress, processes)
+        except UserError as error:
+            failed = error
+    sizings = possible_sizings(request)
+    setting = Setting(request=request.drawn(), packs={})
+    levels = LevelSetting.of(setting, request, rule)
+    rivals = () if plain is None else plain.ranking
+    found = _search_sets(levels, sizings, rivals, on_progress, processes)
+    if plain is None and not found.strategies:
+        raise failed or UserError(
+            f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give "
+            "--packing-levels auto, or more GPUs"
+        )
+    return joined(request, plain, found)
+
+
+def levels_total(request: StrategyRequest) -> int:
+    """What `search_with_levels` reports of levels, at most."""
+    return len(possible_sizings(request)) + _MOST_SIMULATED + 2 * (_MOST_MOVES + _FINALISTS)
+
+
+def joined(
+    request: StrategyRequest, plain: StrategySearch | None, found: FoundLevels
+) -> StrategySearch:
+    """All strategies in one ranking; levels are first where they are enough faster than one."""
+    others = () if plain is None else plain.ranking
+    ranking = sorted([*others, *found.strategies], key=lambda each: each.ms_per_sample)
+    if others and ranking[0].levels:
+        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
+        if ranking[0].ms_per_sample > limit_ms:
+            ranking.remove(others[0])
+            ranking.insert(0, others[0])
+    gap = max(1 - found.least_ms_per_sample / ranking[0].ms_per_sample, 0.0)
+    return StrategySearch.of(
+        request,
+        ranking,
+        ruled_out=() if plain is None else plain.ruled_out,
+        choices=found.sets + (0 if plain is None else plain.choices),
+        planned=len(found.strategies) + (0 if plain is None else plain.planned),
+        gap=gap,
+    )
+
+
+def _search_sets(
+    levels: LevelSetting,
+    sizings: Sequence[Sizing],
+    rivals: Sequence[Strategy],
+    advance: Callable[[int], None],
+    processes: int,
+) -> FoundLevels:
+    """Strategies with the levels of least predicted time per sample.
+
+    Args:
+        levels: what is tried on what.
+        sizings: to choose from.
+        rivals: strategies of one level, the fastest first: sets are not planned that are simulated
+            to be slower than the best of them.
+        advance: called with the trials that are done since the last call.
+    """
+    levels.pack()
+    estimated, bound_ms = _estimates(levels, sizings, advance, processes)
+    trials: Trials[LevelChoice, LevelTrial] = Trials(
+        work=SimulateSet(levels=levels), processes=processes, on_done=advance
+    )
+    limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
+    near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
+    trials.run(near)
+    for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
+        if trials.found:
+            trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
+    finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]]
+    planned: Trials[LevelChoice, Strategy] = Trials(
+        work=PlanSet(levels=levels), processes=processes, on_done=advance
+    )
+    planned.run(finalists[:_FINALISTS])
+    if not planned.found:
+        # All samples may need more memory, and may make fewer packs, than some.
+        planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
+    return FoundLevels(
+        strategies=tuple(planned.found.values()),
+        least_ms_per_sample=bound_ms,
+        sets=len(near),
+    )
+
+
+def _estimates(
+    levels: LevelSetting,
+    sizings: Sequence[Sizing],
+    advance: Callable[[int], None],
+    processes: int,
+) -> tuple[list[tuple[float, LevelChoice]], float]:
+    """Estimated ms per sample of sets of levels at all sizes, the fastest first, and the least
+    bound."""
+    found = try_all(EstimateSets(levels=levels), sizings, processes, advance)
+    estimated = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
+    bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
+    return sorted(estimated, key=lambda each: each[0]), bound_ms
+
+
+def _ranked(
+    levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]
+) -> list[tuple[float, LevelChoice]]:
+    """Simulated ms per sample and the sets of levels that have packs, the fastest first."""
+    best: dict[LevelChoice, float] = {}
+    for (sizing, _), trial in trials.found.items():
+        if levels.rule.allows(trial.levels):
+            best.setdefault((sizing, trial.levels), trial.ms_per_sample)
+    return sorted(((ms, choice) for choice, ms in best.items()), key=lambda each: each[0])
+
+
+def _moves(
+    levels: LevelSetting,
+    ranked: Sequence[tuple[float, LevelChoice]],
+    estimated: Sequence[LevelChoice],
+) -> list[LevelChoice]:
+    """The best set with one level changed, and as it is at other sizes that are estimated to be
+    fast."""
+    sizing, best = ranked[0][1]
+    moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
+    others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
+    contexts = max((level.context for level in best), default=1)
+    at_others = [
+        (other, best)
+        for other in others[:_SIZINGS_OF_BEST]
+        if other.parallel.data % contexts == 0 and (contexts == 1 or not _is_beside(levels, other))
+    ]
+    return [*moved, *at_others][:_MOST_MOVES]
+
+
+def _is_beside(levels: LevelSetting, sizing: Sizing) -> bool:
+    return levels.setting.job(sizing).has_data_parallel_encoders
+
+
+def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
+    """Whether sets of levels are to be looked at: samples are of such different lengths that there
+    can be several, or some number of them was asked for."""
+    if rule.count == 1 or request.given is not None or not request.split.is_joint:
+        return False
+    names = limited_features(request.job.model)
+    data = request.sample_data(request.caps or top_caps(request.lengths, names))
+    return rule.is_forced or LevelEstimates.most_levels(data) > 1

@@ -1,0 +1,1 @@
+"""Packs into optimizer steps, and steps over data-parallel ranks."""

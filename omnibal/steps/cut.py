@@ -1,0 +1,235 @@
+"""Cut of shared packs: which tokens of which sample every rank of a pack computes.
+
+Planner and trainer both cut here, so that what was planned is what is trained. A pack of context
+size c is cut into the shares of c ranks; a share is a list of pieces, each a run of tokens of one
+sample. All rules are a function of the samples' token counts alone, in pack order.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.model.levels import CutRule, Level
+
+SHORT_SHARE = 0.25
+"""Share of a rank's mean cost up to which `whole` leaves a sample whole: no rank then has over a
+quarter more than the mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pieces:
+    """Pieces of samples, sorted by pack, rank, sample and first token; arrays are int64 [pieces].
+
+    Every token of every pack is in exactly one piece.
+    """
+
+    pack: np.ndarray
+    """Pack, as an index into those that were cut."""
+    rank: np.ndarray
+    """Rank within the block that shares the pack, from 0."""
+    sample: np.ndarray
+    """Position of the sample within its pack, from 0."""
+    first: np.ndarray
+    """First token within the sample."""
+    stop: np.ndarray
+    """Token of the sample after the last one."""
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Number of tokens, at least 1."""
+        return self.stop - self.first
+
+    @property
+    def divided(self) -> np.ndarray:
+        """Whether other ranks have tokens of the same sample, bool [pieces]."""
+        key = self.pack * (self.sample.max(initial=0) + 1) + self.sample
+        lowest = np.full(key.max(initial=-1) + 1, np.iinfo(np.int64).max)
+        highest = np.full(len(lowest), -1)
+        np.minimum.at(lowest, key, self.rank)
+        np.maximum.at(highest, key, self.rank)
+        return (highest > lowest)[key]
+
+    def take(self, chosen: np.ndarray) -> "Pieces":
+        """Select some of the pieces, by a mask or by their indices."""
+        return Pieces(
+            pack=self.pack[chosen],
+            rank=self.rank[chosen],
+            sample=self.sample[chosen],
+            first=self.first[chosen],
+            stop=self.stop[chosen],
+        )
+
+    @classmethod
+    def in_order(
+        cls,
+        pack: np.ndarray,
+        rank: np.ndarray,
+        sample: np.ndarray,
+        first: np.ndarray,
+        stop: np.ndarray,
+    ) -> "Pieces":
+        """Sort pieces, and leave out those without tokens. All int64 [pieces]"""
+        order = np.lexsort((first, sample, rank, pack))
+        order = order[(stop > first)[order]]
+        return cls(
+            pack=pack[order],
+            rank=rank[order],
+            sample=sample[order],
+            first=first[order],
+            stop=stop[order],
+        )
+
+
+def cut_pack(sample_tokens: Sequence[int] | np.ndarray, level: Level) -> Pieces:
+    """Cut one pack of samples with these token counts, in pack order."""
+    tokens = np.asarray(sample_tokens, np.int64)
+    return cut_packs(tokens, np.array([0, len(tokens)]), level)
+
+
+def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> Pieces:
+    """Cut packs of one level.
+
+    Args:
+        sample_tokens: at least 1 each, pack after pack. [samples]
+        offsets: bounds of the packs in them, from 0 to their number. [packs + 1]
+        level: context size, rule and weight of attention.
+    """
+    samples = _Samples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
+    match level.cut:
+        case CutRule.CONTIGUOUS:
+            return _cut_in_order(samples, level.context, 0.0)
+        case CutRule.COST:
+            return _cut_in_order(samples, level.context, level.attention_weight)
+        case CutRule.ZIGZAG:
+            return _cut_zigzag(samples, np.arange(len(samples.tokens)), level.context)
+        case CutRule.WHOLE:
+            return _cut_long(samples, level.context, level.attention_weight)
+
+
+def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
+    """Leave every sample of one pack whole, on its one rank."""
+    tokens = np.asarray(sample_tokens, np.int64)
+    zeros = np.zeros(len(tokens), np.int64)
+    return Pieces(pack=zeros, rank=zeros, sample=np.arange(len(tokens)), first=zeros, stop=tokens)
+
+
+def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
+    """Bounds of the items of a pack that each of its ranks encodes: rank r has from entry r to
+    entry r + 1. int64 [..., context + 1]"""
+    return np.asarray(items, np.int64)[..., None] * np.arange(context + 1) // context
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Samples:
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @property
+    def packs(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def pack(self) -> np.ndarray:
+        """Pack of every sample."""
+        return np.repeat(np.arange(self.packs), np.diff(self.offsets))
+
+    @property
+    def position(self) -> np.ndarray:
+        """Position of every sample within its pack."""
+        return np.arange(len(self.tokens)) - self.offsets[self.pack]
+
+    def cost(self, attention_weight: float) -> np.ndarray:
+        """Cost of every sample, in tokens."""
+        return self.tokens + attention_weight * self.tokens.astype(np.float64) ** 2
+
+
+def _cut_in_order(samples: _Samples, context: int, attention_weight: float) -> Pieces:
+    """Cut packs where equal parts of their cost end, without changing the order of tokens."""
+    ends = np.concatenate([[0], np.cumsum(samples.tokens)])
+    cuts = _equal_cuts(samples, context, attention_weight)  # [packs, context + 1]
+    borders = np.union1d(ends, cuts.ravel())
+    first, stop = borders[:-1], borders[1:]
+    sample = np.searchsorted(ends, first, "right") - 1
+    pack = samples.pack[sample]
+    # The last of equal cuts, as the shares before it are empty.
+    flat = cuts[:, :-1].ravel()
+    rank = np.searchsorted(flat, first, "right") - 1 - pack * context
+    return Pieces.in_order(
+        pack, rank, samples.position[sample], first - ends[sample], stop - ends[sample]
+    )
+
+
+def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.ndarray:
+    """Places in all packs' tokens at which each pack is cut, int64 [packs, context + 1]."""
+    ends = np.concatenate([[0], np.cumsum(samples.tokens)])
+    bounds = ends[samples.offsets]
+    if not attention_weight:
+        return bounds[:-1, None] + item_bounds(np.diff(bounds), context)
+    costs = np.concatenate([[0.0], np.cumsum(samples.cost(attention_weight))])
+    start, total = costs[samples.offsets[:-1], None], np.diff(costs[samples.offsets])[:, None]
+    target = start + total * np.arange(context + 1) / context
+    last = samples.offsets[1:, None] - 1
+    sample = np.searchsorted(costs, target.ravel(), "right").reshape(target.shape) - 1
+    sample = np.clip(sample, samples.offsets[:-1, None], last)
+    rest = np.maximum(target - costs[sample], 0)
+    # Tokens x of a sample that cost x + w x^2 = rest.
+    within = 2 * rest / (1 + np.sqrt(1 + 4 * attention_weight * rest))
+    cuts = ends[sample] + np.minimum(np.rint(within).astype(np.int64), samples.tokens[sample])
+    cuts[:, 0], cuts[:, -1] = bounds[:-1], bounds[1:]
+    return cuts
+
+
+def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
+    """Cut the chosen samples into 2 c pieces each, of which rank r has the r-th from both ends."""
+    parts = 2 * context
+    borders = item_bounds(samples.tokens[chosen], parts)
+    place = np.arange(parts)
+    rank = np.minimum(place, parts - 1 - place)
+    # The two in the middle are one piece of the last rank.
+    borders = np.delete(borders, context, axis=1)
+    rank = np.delete(rank, context)
+    shape = (len(chosen), parts - 1)
+    return Pieces.in_order(
+        np.broadcast_to(samples.pack[chosen, None], shape).ravel(),
+        np.broadcast_to(rank, shape).ravel(),
+        np.broadcast_to(samples.position[chosen, None], shape).ravel(),
+        borders[:, :-1].ravel(),
+        borders[:, 1:].ravel(),
+    )
+
+
+def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Pieces:
+    """Leave samples whole that cost little beside a rank's mean, on the rank of least cost so far;
+    cut the others by zigzag."""
+    cost = samples.cost(attention_weight)
+    mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
+    is_short = cost <= SHORT_SHARE * mean[samples.pack]
+    rank = np.zeros(len(cost), np.int64)
+    most_first = np.lexsort((-cost, samples.pack))
+    most_first = most_first[is_short[most_first]]
+    bounds = np.searchsorted(samples.pack[most_first], np.arange(samples.packs + 1))
+    for pack in range(samples.packs):
+        least = [(0.0, rank) for rank in range(context)]
+        for sample in most_first[bounds[pack] : bounds[pack + 1]].tolist():
+            load, rank[sample] = least[0]
+            heapq.heapreplace(least, (load + float(cost[sample]), int(rank[sample])))
+    short = np.flatnonzero(is_short)
+    whole = Pieces(
+        pack=samples.pack[short],
+        rank=rank[short],
+        sample=samples.position[short],
+        first=np.zeros(len(short), np.int64),
+        stop=samples.tokens[short],
+    )
+    long = _cut_zigzag(samples, np.flatnonzero(~is_short), context)
+    both = [np.concatenate(pair) for pair in zip(_columns(whole), _columns(long), strict=True)]
+    return Pieces.in_order(*both)
+
+
+def _columns(pieces: Pieces) -> tuple[np.ndarray, ...]:
+    return pieces.pack, pieces.rank, pieces.sample, pieces.first, pieces.stop

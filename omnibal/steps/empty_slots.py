@@ -1,0 +1,54 @@
+"""Empty micro-batches: what a rank computes to join others that have a pack more in a step.
+
+Ranks that share out experts exchange tokens in every pass, so that all of them must run as many
+micro-batches. Where a step's packs do not divide evenly, ranks with fewer run empty ones after
+their last. A plan does not list these: planner and trainer find them here.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EmptySlots:
+    """Places of empty micro-batches, sorted by step, rank and slot; [empty ones] each."""
+
+    step: np.ndarray
+    """Step, int64."""
+    dp_rank: np.ndarray
+    """Data-parallel rank, int32."""
+    slot: np.ndarray
+    """Position among that rank's micro-batches of the step, int32."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def empty_slots(
+    step: np.ndarray, dp_rank: np.ndarray, ranks: int, lockstep_ranks: int
+) -> EmptySlots:
+    """Find the empty micro-batches of a schedule.
+
+    Args:
+        step: of every micro-batch, [micro-batches], as is `dp_rank`.
+        ranks: data-parallel ranks, a multiple of `lockstep_ranks`.
+        lockstep_ranks: neighbouring ranks that run equally many
+        (`omnibal.model.parallel.Parallel.lockstep_ranks`).
+
+    Example:
+        >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)
+        >>> empty.dp_rank.tolist(), empty.slot.tolist()
+        ([1], [1])
+    """
+    numbers, index = np.unique(step, return_inverse=True)
+    counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)
+    blocks = counts.reshape(-1, lockstep_ranks)
+    missing = (blocks.max(axis=1, keepdims=True, initial=0) - blocks).ravel()
+    place = np.repeat(np.arange(len(counts)), missing)
+    within = np.arange(len(place)) - np.repeat(np.cumsum(missing) - missing, missing)
+    return EmptySlots(
+        step=numbers[place // ranks],
+        dp_rank=(place % ranks).astype(np.int32),
+        slot=(counts[place] + within).astype(np.int32),
+    )

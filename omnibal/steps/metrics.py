@@ -1,0 +1,245 @@
+"""Quality metrics of packs and steps.
+
+Pad and dist ratio are Eq. 1 and 2 of OmniBal (arXiv 2407.20761, section 3), the attention balance
+ratio is HBP's (arXiv 2503.07680, section 3). All are 0 for perfect balance and approach 1 when one
+member does everything. HBP's communication ratio is the share of tokens in packs that ranks share.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import ScheduledPacks, sum_squared_tokens
+from omnibal.steps.cut import Pieces, item_bounds
+from omnibal.steps.shares import Shares, pieces_of, shares_of
+
+_MODEL_PARTS = {"tiles": "vision", "tokens": "language"}
+"""What the dist ratios of some features are called in JSON, after the parts that they load."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackMetrics:
+    """Figures of a schedule."""
+
+    samples: int
+    packed: int
+    packs: int
+    packs_lower_bound: int
+    """Lower bound on the packs of all epochs; no packing under these caps needs fewer."""
+    gap: float
+    """Packs above the lower bound, as a share of it."""
+    samples_per_pack: float
+    fill: dict[str, float]
+    """Share of the cap that the packs hold together, by limited feature; of their level's cap."""
+    pad_ratio: float
+    dist_ratio: dict[str, float]
+    """The dist ratio of every limited feature."""
+    attention_balance_ratio: float
+    """The dist ratio of the sum of squared sample tokens, which block-diagonal attention costs."""
+    least_attention_balance_ratio: float
+    """Lower bound on it, whichever of these packs form a step; 0 where a rank has several a step,
+    as nothing is proven then."""
+    communication_ratio: float
+    """Share of a step's tokens that are in packs which ranks share, mean over steps (CR)."""
+    exchanged_ratio: float
+    """Share of all tokens whose sample is divided over ranks, which attention must exchange."""
+    tokens_per_rank: float
+    """Tokens of one rank in a step, mean over both (Ave-T)."""
+    straggler_factor: float
+    """Load of a step's busiest rank over the mean of its ranks; ranks wait for the busiest."""
+    steps: int
+
+    def as_dict(self) -> dict[str, float]:
+        """All figures by the keys of `omnibal pack --json`."""
+        figures: dict[str, float] = {}
+        for name, value in asdict(self).items():
+            match name:
+                case "fill":
+                    figures |= {f"fill_{feature}": share for feature, share in value.items()}
+                case "dist_ratio":
+                    figures |= {
+                        f"dist_ratio_{_MODEL_PARTS.get(feature, feature)}": ratio
+                        for feature, ratio in value.items()
+                    }
+                case _:
+                    figures[name] = value
+        return figures
+
+
+def measure_packs(
+    scheduled: ScheduledPacks,
+    lengths: Lengths,
+    caps: Caps,
+    dp: int,
+    load: np.ndarray,
+    lower_bound: int,
+    levels: Sequence[Level] = (),
+) -> PackMetrics:
+    """All figures of a schedule over `dp` data-parallel ranks.
+
+    Args:
+        load: of every pack on a rank of it, such as its predicted milliseconds.
+        lower_bound: on the packs of one epoch.
+        levels: of the packs; empty where each is one rank's.
+    """
+    packs, samples = len(scheduled), len(scheduled.packs.samples)
+    epochs = int(scheduled.epoch[-1]) + 1
+    cut = _cut(scheduled, lengths, caps.names, levels)
+    attention = rank_sums(cut.shares, cut.squared_tokens, dp)
+    shared = np.array([level.context > 1 for level in levels] or [False])[scheduled.level]
+    caps_of = [level.caps for level in levels] or [caps]
+    room = {name: np.array([one[name] for one in caps_of])[scheduled.level] for name in caps.names}
+    return PackMetrics(
+        samples=len(lengths) * epochs,
+        packed=samples,
+        packs=packs,
+        packs_lower_bound=lower_bound * epochs,
+        gap=packs / (lower_bound * epochs) - 1,
+        samples_per_pack=samples / packs,
+        fill={name: float(cut.sums[name].sum() / room[name].sum()) for name in caps.names},
+        # A pack is one row of concatenated samples, so each mini-batch that could be padded has
+        # one row.
+        pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
+        dist_ratio={
+            name: dist_ratio(rank_sums(cut.shares, cut.sums[name], dp)) for name in caps.names
+        },
+        attention_balance_ratio=dist_ratio(attention),
+        least_attention_balance_ratio=(
+            0.0 if cut.shares.slot.any() else least_dist_ratio(cut.squared_tokens, dp)
+        ),
+        communication_ratio=communication_ratio(scheduled, shared),
+        exchanged_ratio=float(cut.exchanged_tokens / scheduled.tokens.sum(dtype=np.int64)),
+        tokens_per_rank=float(scheduled.tokens.sum(dtype=np.int64) / (scheduled.steps * dp)),
+        straggler_factor=straggler_factor(rank_sums(cut.shares, load[cut.shares.pack], dp)),
+        steps=scheduled.steps,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Cut:
+    """Sums of every share of a schedule, as packs are cut; all are [shares]."""
+
+    shares: Shares
+    sums: dict[str, np.ndarray]
+    """Sum of every limited feature."""
+    squared_tokens: np.ndarray
+    exchanged_tokens: int
+    """Tokens of divided samples, of all shares together."""
+
+
+def _cut(
+    scheduled: ScheduledPacks, lengths: Lengths, names: Sequence[str], levels: Sequence[Level]
+) -> _Cut:
+    shares = shares_of(scheduled, levels)
+    of_packs = {name: scheduled.packs.sums(lengths.column(name)) for name in names}
+    sums = {name: values[shares.pack] for name, values in of_packs.items()}
+    squared = sum_squared_tokens(scheduled.packs, lengths).astype(np.float64)[shares.pack]
+    exchanged = 0
+    for index, level in enumerate(levels):
+        rows = np.flatnonzero(scheduled.level == index)
+        if level.context == 1 or not len(rows):
+            continue
+        pieces, here = pieces_of(scheduled, lengths, rows, level), shares.level == index
+        place = np.searchsorted(rows, shares.pack[here]), shares.part[here]
+        squared[here] = _attention(pieces, len(rows), level)[place]
+        exchanged += int(pieces.tokens[pieces.divided].sum())
+        for name in names:
+            sums[name][here] = _of_parts(pieces, of_packs[name][rows], level.context, name)[place]
+    return _Cut(shares=shares, sums=sums, squared_tokens=squared, exchanged_tokens=exchanged)
+
+
+def _of_parts(pieces: Pieces, of_packs: np.ndarray, context: int, name: str) -> np.ndarray:
+    """Sum of a feature over each rank's part of packs, [packs, context]."""
+    if name == "tokens":
+        return _sum_parts(pieces, pieces.tokens, len(of_packs), context)
+    # Items are divided equally; the loss is said by sample and not by token.
+    return np.diff(item_bounds(of_packs, context))
+
+
+def _attention(pieces: Pieces, packs: int, level: Level) -> np.ndarray:
+    """Squared tokens that each rank of packs attends to, [packs, context]."""
+    each = pieces.stop**2 - pieces.first**2
+    if level.exchange is ContextExchange.GATHER:
+        return _sum_parts(pieces, each, packs, level.context)
+    whole = _sum_parts(pieces, each * ~pieces.divided, packs, level.context)
+    divided = _sum_parts(pieces, each * pieces.divided, packs, level.context)
+    return whole + divided.mean(axis=1, keepdims=True)
+
+
+def _sum_parts(pieces: Pieces, values: np.ndarray, packs: int, context: int) -> np.ndarray:
+    part = pieces.pack * context + pieces.rank
+    return np.bincount(part, weights=values, minlength=packs * context).reshape(packs, context)
+
+
+def communication_ratio(scheduled: ScheduledPacks, shared: np.ndarray) -> float:
+    """Share of a step's tokens that are in shared packs, mean over steps: HBP's CR (section 3).
+
+    Args:
+        shared: whether ranks share the pack, bool [packs].
+    """
+    tokens = np.bincount(scheduled.step, weights=scheduled.tokens)
+    in_shared = np.bincount(scheduled.step, weights=scheduled.tokens * shared)
+    return float(np.mean(in_shared / tokens))
+
+
+def least_dist_ratio(loads: np.ndarray, members: int) -> float:
+    """Lower bound on the dist ratio of loads [n], whichever `members` of them form a step.
+
+    The largest load of a step is the largest of no other. With it, a step is balanced best by the
+    loads that come next in size. So the steps, which are n over `members`, are at most as balanced
+    as the best so many of all runs of sorted loads.
+    """
+    steps = -(-len(loads) // members)
+    largest_first = np.sort(loads)[::-1].astype(np.float64)
+    ends = np.concatenate([[0.0], np.cumsum(np.append(largest_first, np.zeros(members)))])
+    runs = ends[members : members + len(loads)] - ends[: len(loads)]
+    busiest = members * largest_first
+    share = np.divide(runs, busiest, out=np.ones(len(loads)), where=busiest > 0)
+    return max(float(1 - np.sort(share)[::-1][:steps].mean()), 0.0)
+
+
+def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
+    """Eq. 1: sum_i (t_max - t_i) / (t_max * B), mean over mini-batches of B rows each.
+
+    Args:
+        row_tokens: tokens of every row of every mini-batch, [rows].
+        offsets: mini-batch i has the rows from offsets[i] to offsets[i + 1]; none is empty.
+    """
+    longest = np.maximum.reduceat(row_tokens, offsets[:-1])
+    padded = longest * np.diff(offsets)
+    return float(np.mean(1 - np.add.reduceat(row_tokens, offsets[:-1]) / padded))
+
+
+def dist_ratio(loads: np.ndarray) -> float:
+    """Eq. 2: sum_i (T_max - T_i) / (T_max * N), mean over steps; loads are [steps, N devices].
+
+    This is the equation as printed. The ratios written into the paper's Figure 2 divide by N - 1
+    instead of N (they equal 1 - min / max for its two devices), so they are not comparable with it.
+    A step without any load is balanced.
+    """
+    busiest = loads.max(axis=1)
+    share = np.divide(loads.mean(axis=1), busiest, out=np.ones(len(loads)), where=busiest > 0)
+    return float(np.mean(1 - share))
+
+
+def straggler_factor(loads: np.ndarray) -> float:
+    """max_i(T_i) / mean_i(T_i), mean over steps; loads are [steps, N devices], no step is empty."""
+    return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
+
+
+def rank_sums(packs: ScheduledPacks | Shares, per_pack: np.ndarray, dp: int) -> np.ndarray:
+    """Sum of a per-pack or per-share quantity over each rank's micro-batches of each step.
+
+    Ranks meet once a step, at the gradient reduction, so only the sums need to be equal. Those that
+    share a pack meet there too.
+
+    Returns:
+        float64 [steps, dp].
+    """
+    steps = int(packs.step[-1]) + 1
+    rank = packs.step * dp + packs.dp_rank
+    return np.bincount(rank, weights=per_pack, minlength=steps * dp).reshape(steps, dp)

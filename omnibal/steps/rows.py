@@ -1,0 +1,200 @@
+"""Rows: packs of one context size that all data-parallel ranks run at the same time.
+
+A row is a slot of a step. With context size c, each of its packs is shared by an aligned block of c
+ranks, so that a full row over n ranks has n / c packs. Packs of a row are of one level and of
+similar predicted time. Which rows share a step is random, and so is the order of steps: HBP (arXiv
+2503.07680, section 4, balance batching) cuts sorted packs in their order, by which the length of
+what is trained depends on the step.
+
+Rows that have not packs for all ranks come last in their step, the widest first, on its first
+ranks: then no rank has a gap between its micro-batches, which shared packs need to run at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowRequest:
+    """Sizes by which the packs of an epoch become rows, and rows become steps."""
+
+    contexts: Sequence[int]
+    """Ranks that share a pack, by level; each divides `ranks`."""
+    ranks: int
+    rows_per_step: int
+    curriculum_steps: int = 0
+    """First steps that are made of rows of the first level alone."""
+
+
+def match_rows(
+    level: np.ndarray,
+    order: np.ndarray,
+    load: np.ndarray,
+    request: RowRequest,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """The step of every pack of an epoch, int64 [packs], counted from 0.
+
+    Every step but one has equally many rows. That one, anywhere in the epoch, takes what is over:
+    of each level the packs that fill no row, which are its lightest, and the lightest rows.
+
+    Args:
+        level: of every pack, int32 [packs].
+        order: int64 [packs], a permutation in which neighbours of one level make good rows.
+        load: of every pack, as a rank of it has, float64 [packs].
+        request: sizes.
+        rng: of rows in steps.
+
+    Raises:
+        UserError: the first level has too few rows for the curriculum.
+    """
+    row, rows = _rows(level, order, load, request)
+    count, partial = len(rows.load), np.flatnonzero(~rows.full)
+    steps = max(int(count / request.rows_per_step + 0.5), 1)
+    while steps > 1 and count - (steps - 1) * request.rows_per_step < len(partial):
+        steps -= 1
+    over = count - (steps - 1) * request.rows_per_step
+    by_load = np.lexsort((rows.load, rows.full))
+    step_of_row = np.empty(count, np.int64)
+    number, last = _step_numbers(steps, request, rng)
+    step_of_row[by_load[:over]] = last
+    usual = np.sort(by_load[over:])
+    first = _curriculum_rows(usual[rows.level[usual] == 0], request, steps, rng)
+    usual = rng.permutation(np.setdiff1d(usual, first))
+    filled = np.concatenate([first, usual])
+    step_of_row[filled] = np.repeat(number, request.rows_per_step)
+    return step_of_row[row]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    level: np.ndarray
+    load: np.ndarray
+    """Mean load of the row's packs, [rows]."""
+    full: np.ndarray
+    """Whether the row has packs for all ranks, bool [rows]."""
+
+
+def _rows(
+    level: np.ndarray, order: np.ndarray, load: np.ndarray, request: RowRequest
+) -> tuple[np.ndarray, _Rows]:
+    """Row of every pack, and the rows; what fills no row of a level is its lightest packs."""
+    row = np.empty(len(level), np.int64)
+    levels: list[int] = []
+    full: list[bool] = []
+    for each, context in enumerate(request.contexts):
+        width = request.ranks // context
+        packs = order[level[order] == each]
+        over = len(packs) % width
+        lightest = np.argsort(load[packs], kind="stable")[:over]
+        usual = np.delete(packs, lightest)
+        rows = len(usual) // width
+        row[usual] = len(levels) + np.arange(len(usual)) // width
+        row[packs[lightest]] = len(levels) + rows
+        levels += [each] * (rows + (over > 0))
+        full += [True] * rows + [False] * (over > 0)
+    number = np.bincount(row, minlength=len(levels))
+    mean = np.bincount(row, weights=load, minlength=len(levels)) / number
+    return row, _Rows(np.array(levels), mean, np.array(full))
+
+
+def _step_numbers(
+    steps: int, request: RowRequest, rng: np.random.Generator
+) -> tuple[np.ndarray, int]:
+    """Numbers of the usual steps, those of the curriculum first, and of the one of another size."""
+    first = min(request.curriculum_steps, steps - 1)
+    later = first + rng.permutation(steps - first)
+    return np.concatenate([np.arange(first), later[:-1]]), int(later[-1])
+
+
+def _curriculum_rows(
+    rows: np.ndarray, request: RowRequest, steps: int, rng: np.random.Generator
+) -> np.ndarray:
+    """Rows of the first level that make the first steps."""
+    wanted = request.curriculum_steps * request.rows_per_step
+    if wanted > len(rows) or request.curriculum_steps > steps - 1:
+        raise UserError(
+            f"a curriculum of {request.curriculum_steps:,} steps needs {wanted:,} rows of packs of "
+            f"the shortest level, and an epoch has {len(rows):,} full ones in {steps:,} steps; "
+            f"give --curriculum-steps {min(len(rows) // request.rows_per_step, steps - 1)} or fewer"
+        )
+    return rng.permutation(rows)[:wanted]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where packs run: arrays have the shape of the packs that were dealt."""
+
+    dp_rank: np.ndarray
+    """First data-parallel rank of the block that shares the pack."""
+    slot: np.ndarray
+
+
+def deal_rows(context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int) -> Places:
+    """Deal the packs of steps of equal contexts out to data-parallel ranks.
+
+    Packs of one context size are dealt in rows of most items and load first, each row's heaviest
+    pack to the block with the least load so far. Rows of the widest context come first: until a
+    rank has run a pack of its own, no block waits for it. The first and last rows are light ones,
+    since all stages but one idle while the pipeline fills and drains on them.
+
+    Args:
+        context: of every pack, int32 [packs]; the same in all steps.
+        items: of every pack, int64 [steps, packs], as in `match_packs`.
+        load: of every pack, as a rank of it has, float64 [steps, packs].
+        ranks: a multiple of every context.
+    """
+    rank, slot = np.empty_like(items), np.empty_like(items)
+    rank_load = np.zeros((len(load), ranks))
+    full: list[list[np.ndarray]] = []
+    partial: list[tuple[int, np.ndarray]] = []
+    for size in np.unique(context)[::-1].tolist():
+        packs = np.flatnonzero(context == size)
+        order = np.lexsort((-load[:, packs], -items[:, packs]), axis=1)
+        packs, width = packs[order], ranks // size
+        full.append([])
+        for first in range(0, len(packs[0]), width):
+            row = packs[:, first : first + width]
+            block = _assign(row, load, rank_load, size)
+            np.put_along_axis(rank, row, block * size, axis=1)
+            if row.shape[1] == width:
+                full[-1].append(row)
+            else:
+                partial.append((-row.shape[1] * size, row))
+    widest_first = [row for _, row in sorted(partial, key=lambda pair: pair[0])]
+    for number, row in enumerate([*_lightest_at_the_ends(full), *widest_first]):
+        np.put_along_axis(slot, row, number, axis=1)
+    return Places(rank, slot)
+
+
+def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
+    """Rows in the order of their groups, each of which is given from heavy to light, with the
+    first group rising and the last one falling."""
+    groups = [group for group in groups if group]
+    if len(groups) == 1:
+        lightest_first = groups[0][::-1]
+        return [*lightest_first[0::2], *lightest_first[1::2][::-1]]
+    if groups:
+        groups[0] = groups[0][::-1]
+    return [row for group in groups for row in group]
+
+
+def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: int) -> np.ndarray:
+    """Block of every pack of a row [steps, packs], heaviest to least loaded; adds its load."""
+    steps, count = row.shape
+    own = np.take_along_axis(load, row, axis=1)
+    blocks = rank_load[:, : count * context].reshape(steps, count, context)
+    heaviest_first = np.argsort(-own, axis=1, kind="stable")
+    least_first = np.argsort(blocks.max(axis=2), axis=1, kind="stable")
+    block = np.empty((steps, count), np.int64)
+    np.put_along_axis(block, heaviest_first, least_first, axis=1)
+    given = np.zeros((steps, count))
+    np.put_along_axis(given, block, own, axis=1)
+    # A block goes on together: its ranks wait for the last of them.
+    together = blocks.max(axis=2, keepdims=True) + given[:, :, None]
+    rank_load[:, : count * context] = np.broadcast_to(together, blocks.shape).reshape(steps, -1)
+    return block

@@ -1,0 +1,64 @@
+"""Shares: what each data-parallel rank computes of the packs of a schedule.
+
+A pack of context size 1 is one share, its rank's. A shared pack has a share on each rank of its
+block. Times, memory and the simulation are of shares.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.levels import Level
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.cut import Pieces, cut_packs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Shares:
+    """Shares of a schedule, sorted by step, rank and slot; arrays have one entry a share."""
+
+    pack: np.ndarray
+    """Row of the pack in the schedule, int64."""
+    part: np.ndarray
+    """Rank within the block that shares the pack, from 0, int32."""
+    context: np.ndarray
+    """Ranks that share the pack, int32."""
+    step: np.ndarray
+    """Step of the pack, int64."""
+    dp_rank: np.ndarray
+    """Data-parallel rank that computes the share, int32."""
+    slot: np.ndarray
+    """Position among that rank's micro-batches of the step, int32."""
+    level: np.ndarray
+    """Level of the pack, int32."""
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+
+def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
+    """List the shares of all packs; without levels each pack is one share, in the same order."""
+    contexts = np.array([level.context for level in levels] or [1], np.int32)
+    context = contexts[packs.level]
+    pack = np.repeat(np.arange(len(packs)), context)
+    part = np.arange(len(pack)) - np.repeat(np.cumsum(context) - context, context)
+    dp_rank = packs.dp_rank[pack] + part
+    order = np.lexsort((packs.slot[pack], dp_rank, packs.step[pack]))
+    pack, part = pack[order], part[order]
+    return Shares(
+        pack=pack,
+        part=part.astype(np.int32),
+        context=context[pack],
+        step=packs.step[pack],
+        dp_rank=dp_rank[order].astype(np.int32),
+        slot=packs.slot[pack],
+        level=packs.level[pack],
+    )
+
+
+def pieces_of(packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, level: Level) -> Pieces:
+    """Cut the packs of these rows, all of one level; `Pieces.pack` counts within the rows."""
+    chosen = packs.packs.take(rows)
+    return cut_packs(lengths.tokens[chosen.samples], chosen.offsets, level)

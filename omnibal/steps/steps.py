@@ -1,0 +1,385 @@
+"""Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
+
+There are two parts, so that a run can resume with another number of ranks: which packs form a step
+is settled independently of ranks, and where they run is dealt out anew for any number of ranks.
+
+A step is made of rows. The packs of a row have equal items and similar predicted time, so
+that ranks which take one each do not wait for each other. Which rows share a step is random: a step
+of packs of one kind of sample alone trains worse.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import Lengths
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.targets import ANY_PACKS, PackRules
+from omnibal.packing.balanced import MAX_TYPES
+from omnibal.packing.by_level import levels_of_packs, pack_by_level
+from omnibal.packing.fit import Seed, size_keys
+from omnibal.packing.media import pack_apart
+from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
+from omnibal.steps.deal import deal_apart, deal_in_lockstep
+from omnibal.steps.full_steps import level_to_fill, split_to_fill
+from omnibal.steps.rows import RowRequest, deal_rows, match_rows
+
+_THOROUGH_WORK = 4e6
+"""Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
+_WINDOW_PACKS = 1 << 14
+"""Packs in a window that rows are formed within; larger windows match better and mix less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRequest:
+    """Settings by which samples become steps."""
+
+    caps: Caps
+    method: PackingMethod
+    seed: int
+    epochs: int
+    packs_per_step: int
+    """Packs per step, of all ranks together; a shared one counts once for each rank."""
+    packs_per_row: int
+    """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
+    levels: tuple[Level, ...] = ()
+    """Levels of the packs; empty where there is but one, of context size 1."""
+    curriculum_steps: int = 0
+    """First steps of the first epoch that are made of packs of the shortest level alone."""
+    rules: PackRules = ANY_PACKS
+    """What packs of one level may be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Steps:
+    """Packs in the order of their steps, independent of ranks.
+
+    Inside a step they are sorted by their first sample, so equal steps are equal arrays.
+    """
+
+    packs: Packs
+    step: np.ndarray
+    """Step of every pack, int64 [packs], counted through all epochs."""
+    epoch: np.ndarray
+    """Epoch of every pack, int32 [packs]."""
+
+    @classmethod
+    def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
+        """Sort packs that are in any order into steps."""
+        order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
+        return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
+
+    @property
+    def sha256(self) -> str:
+        """Hash of what is trained and when, whatever ranks train it."""
+        return sha256_of_columns(
+            (self.step, "<i8"),
+            (self.epoch, "<i4"),
+            (self.packs.offsets, "<i8"),
+            (self.packs.samples, "<i8"),
+        )
+
+    @property
+    def window_sha256(self) -> str:
+        """Hash of which samples are trained in which step, whatever packs and ranks they are in.
+
+        A step's gradient is a sum over its samples, and all that is drawn at random in training is
+        drawn for each sample, so that this is what a step count stands for. Windows of a stream
+        are packed anew for other ranks; other steps keep their packs, and `sha256` is of these.
+        """
+        sizes = np.diff(self.packs.offsets)
+        step, epoch = np.repeat(self.step, sizes), np.repeat(self.epoch, sizes)
+        order = np.lexsort((self.packs.samples, step))
+        return sha256_of_columns(
+            (step[order], "<i8"), (epoch[order], "<i4"), (self.packs.samples[order], "<i8")
+        )
+
+
+def pack_epochs(
+    lengths: Lengths,
+    request: DataRequest,
+    may_fill: np.ndarray | None = None,
+    *,
+    most_types: int = MAX_TYPES,
+) -> list[Packs]:
+    """Packs of every epoch, each drawn anew from (seed, epoch).
+
+    Args:
+        may_fill: which samples may go into packs of a longer level, bool [levels, samples]
+            (`omnibal.packing.by_level`); None for all.
+        most_types: as `pack_samples` has it, where there is one level.
+    """
+    thorough = request.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
+    seeds = [_seeds(request, epoch)[0] for epoch in range(request.epochs)]
+    if not request.levels:
+        return [
+            _pack_by_rules(lengths, request, seed, thorough=thorough, most_types=most_types)
+            for seed in seeds
+        ]
+    return [
+        pack_by_level(
+            lengths, request.levels, request.method, seed, may_fill=may_fill, thorough=thorough
+        )
+        for seed in seeds
+    ]
+
+
+def _pack_by_rules(
+    lengths: Lengths, request: DataRequest, seed: Seed, *, thorough: bool, most_types: int
+) -> Packs:
+    """Packs of an epoch as the rules allow them, with as many in its last step as it happens."""
+    rules, caps = request.rules, request.caps
+    if rules.tokens_alone:
+        caps = Caps.of(tokens=caps["tokens"])
+
+    def pack(samples: Lengths) -> Packs:
+        return pack_samples(
+            samples, caps, request.method, seed, thorough=thorough, most_types=most_types
+        )
+
+    return pack_apart(lengths, pack) if rules.one_medium else pack(lengths)
+
+
+def _filling_steps(
+    packs: Packs,
+    lengths: Lengths,
+    request: DataRequest,
+    load: Callable[[Packs], np.ndarray],
+    seed: Seed,
+) -> Packs:
+    """Packs of an epoch that fill whole steps, where the rules ask for that and it can be."""
+    if not request.rules.full_steps:
+        return packs
+    if request.rules.next_fit:
+        caps, tokens = request.caps, lengths.tokens
+        return level_to_fill(packs, request.packs_per_step, tokens, caps["tokens"], seed)
+    return split_to_fill(packs, request.packs_per_step, load)
+
+
+def draw_steps(
+    lengths: Lengths,
+    request: DataRequest,
+    load: Callable[[Packs], np.ndarray],
+    packed: Sequence[Packs] | None = None,
+) -> Steps:
+    """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
+
+    Args:
+        lengths: of all samples.
+        request: caps, method, seed and sizes.
+        load: gives the load of every pack, such as its predicted milliseconds.
+        packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
+    """
+    parts = list(pack_epochs(lengths, request) if packed is None else packed)
+    step: list[np.ndarray] = []
+    first_step = 0
+    for epoch, drawn in enumerate(parts):
+        order_seed = _seeds(request, epoch)[1]
+        packs = parts[epoch] = _filling_steps(drawn, lengths, request, load, order_seed)
+        items = _item_keys(packs, lengths, request.caps.names[:-1])
+        if request.levels:
+            level = levels_of_packs(packs, lengths, request.levels)
+            step.append(_match_levels(level, items, load(packs), request, epoch))
+        else:
+            step.append(
+                match_packs(
+                    items,
+                    load(packs),
+                    request.packs_per_step,
+                    request.packs_per_row,
+                    order_seed,
+                    rest_last=request.rules.full_steps,
+                )
+            )
+        step[-1] += first_step
+        first_step = int(step[-1].max()) + 1
+    epochs = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
+    return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
+
+
+def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
+    """Seeds of an epoch's packing and of its order."""
+    return np.random.SeedSequence([request.seed, epoch]).spawn(2)
+
+
+def _match_levels(
+    level: np.ndarray, items: np.ndarray, load: np.ndarray, request: DataRequest, epoch: int
+) -> np.ndarray:
+    """The step of every pack of an epoch whose packs are of several levels. int64 [packs]"""
+    rng = np.random.default_rng(_seeds(request, epoch)[1])
+    shuffled = rng.permutation(len(level))
+    parts = []
+    for each in range(len(request.levels)):
+        packs = shuffled[level[shuffled] == each]
+        windows = max(round(len(packs) / _WINDOW_PACKS), 1)
+        parts += [
+            window[_by_items_then_load(items[window], load[window])]
+            for window in np.array_split(packs, windows)
+        ]
+    rows = RowRequest(
+        contexts=[each.context for each in request.levels],
+        ranks=request.packs_per_row,
+        rows_per_step=request.packs_per_step // request.packs_per_row,
+        curriculum_steps=0 if epoch else request.curriculum_steps,
+    )
+    return match_rows(level, np.concatenate(parts), load, rows, rng)
+
+
+def match_packs(
+    items: np.ndarray,
+    load: np.ndarray,
+    packs_per_step: int,
+    packs_per_row: int,
+    seed: Seed,
+    *,
+    rest_last: bool = False,
+) -> np.ndarray:
+    """The step of every pack of an epoch, int64 [packs], counted from 0.
+
+    Every step but one has `packs_per_step` packs. That one, anywhere in the epoch, takes what is
+    over, from half to one and a half times as many, and of all packs the lightest: those that the
+    packing could not fill.
+
+    Args:
+        items: int64 [packs], equal where packs have equally many items, and close where similar.
+        load: float64 [packs], what packs of a row should have equally much of.
+        packs_per_step: of all ranks together, a multiple of `packs_per_row`.
+        packs_per_row: packs of equal items and similar load.
+        seed: of windows and order.
+        rest_last: whether what is over is the last step, and no more than another.
+    """
+    rng = np.random.default_rng(seed)
+    of_a_step = len(load) / packs_per_step
+    steps = int(np.ceil(of_a_step)) if rest_last else max(int(of_a_step + 0.5), 1)
+    left_over = len(load) - (steps - 1) * packs_per_step
+    lightest_first = np.argsort(load, kind="stable")
+    number = rng.permutation(steps)
+    if rest_last and left_over < packs_per_step:
+        number = np.append(rng.permutation(steps - 1), steps - 1)
+    step = np.empty(len(load), np.int64)
+    step[lightest_first[:left_over]] = number[-1]
+    shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
+    rows = (steps - 1) * packs_per_step // packs_per_row
+    step_of_row = number[rng.permutation(rows) * packs_per_row // packs_per_step]
+    windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
+    for window in np.array_split(np.arange(rows), windows):
+        if len(window):
+            inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
+            sorted_ = inside[_by_items_then_load(items[inside], load[inside])]
+            step[sorted_] = np.repeat(step_of_row[window], packs_per_row)
+    return step
+
+
+def _by_items_then_load(items: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Order by items; load rises and falls by turns, so that it does not jump at the borders."""
+    _, turn = np.unique(items, return_inverse=True)
+    return np.lexsort((np.where(turn % 2, -load, load), items))
+
+
+def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:
+    """Numbers that are ordered as these features' sums in every pack are. int64 [packs]"""
+    sums = [packs.sums(lengths.column(name)) for name in names]
+    return size_keys(np.array(sums, np.int64).reshape(len(names), len(packs)))
+
+
+def deal_steps(
+    steps: Steps,
+    lengths: Lengths,
+    load: Callable[[Packs], np.ndarray],
+    dp: int,
+    levels: Sequence[Level] = (),
+    lockstep_ranks: int = 1,
+) -> ScheduledPacks:
+    """Deal the packs of every step out to `dp` data-parallel ranks.
+
+    Packs are dealt in rounds of one per rank, of most items and load first, each round's heaviest
+    pack to the rank with the least load so far: longest processing time first, with equal counts.
+    Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
+    first and last, since all stages but one idle while the pipeline fills and drains on them.
+    Neighbours that run in lockstep have like packs in every slot
+    (`omnibal.steps.deal.deal_in_lockstep`). Packs of levels are dealt by context size
+    (`omnibal.steps.rows.deal_rows`).
+
+    Args:
+        lockstep_ranks: neighbouring ranks that run every slot together, as they share out experts.
+
+    Raises:
+        UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
+    """
+    level = levels_of_packs(steps.packs, lengths, levels)
+    context = np.array([each.context for each in levels] or [1])[level]
+    fewest = int(np.bincount(steps.epoch, weights=context).min())
+    if fewest < dp:
+        raise UserError(
+            f"an epoch has {fewest} packs for {dp} data-parallel ranks; every rank must have one "
+            "to train: use fewer ranks, lower the caps, or add data"
+        )
+    weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
+    dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
+    if levels:
+        for rows in _steps_of_equal_contexts(steps.step, context):
+            places = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
+            dp_rank[rows], slot[rows] = places.dp_rank, places.slot
+    else:
+        # Steps of equal size at once: nearly all of them.
+        for rows in _steps_of_equal_size(steps.step):
+            if lockstep_ranks == 1:
+                by_rank = deal_apart(rows, items, weight, dp)
+            else:
+                by_rank = deal_in_lockstep(rows, items, weight, dp, lockstep_ranks)
+            _, rank, position = np.nonzero(by_rank >= 0)
+            dp_rank[by_rank[by_rank >= 0]] = rank
+            slot[by_rank[by_rank >= 0]] = position
+    order = np.lexsort((slot, dp_rank, steps.step))
+    packs = steps.packs.take(order)
+    return ScheduledPacks(
+        packs=packs,
+        step=steps.step[order],
+        dp_rank=dp_rank[order],
+        slot=slot[order],
+        epoch=steps.epoch[order],
+        items=item_sums(packs, lengths),
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=level[order],
+    )
+
+
+def _steps_of_equal_size(step: np.ndarray) -> list[np.ndarray]:
+    """Rows of the packs of every step, in one array [steps, packs] for each number of packs."""
+    sizes = np.bincount(step)
+    first = np.concatenate([[0], np.cumsum(sizes)])
+    return [
+        first[:-1][sizes == size][:, None] + np.arange(size) for size in np.unique(sizes).tolist()
+    ]
+
+
+def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
+    """Rows of the packs of every step by context, in one array [steps, packs] for each combination
+    of how many packs there are of every context."""
+    by_context = np.lexsort((context, step))
+    values, code = np.unique(context, return_inverse=True)
+    counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))
+    counts = counts.reshape(-1, len(values))
+    first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
+    _, kind = np.unique(counts, axis=0, return_inverse=True)
+    found = []
+    for each in range(int(kind.max()) + 1):
+        chosen = np.flatnonzero(kind == each)
+        size = int(counts[chosen[0]].sum())
+        found.append(by_context[first[chosen][:, None] + np.arange(size)])
+    return found
+
+
+def steps_of(scheduled: ScheduledPacks) -> Steps:
+    """The steps of a schedule, as they were before packs were dealt to ranks."""
+    return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
+
+
+def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:
+    """Load of packs when no model is known: every feature counts the same over all packs."""
+    sums = [packs.sums(lengths.column(name)) for name in (*lengths.item_names, "tokens")]
+    return np.sum([per_pack / max(per_pack.sum(), 1) for per_pack in sums], axis=0)

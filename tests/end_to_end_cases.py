@@ -1,0 +1,116 @@
+"""The user's commands on the digits: planned, trained, and what a run left."""
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher
+
+MODEL = ("--model", "internvl-digits")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+CAPS = ("--max-tiles", "12", "--max-tokens", "400")
+
+
+def run(*command: object, processes: int | None = None) -> Completed:
+    if command[: len(TORCHRUN)] == TORCHRUN:
+        return subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=REPOSITORY, text=True, capture_output=True, timeout=TIMEOUT_S,
+        )  # fmt: skip
+    # A number of processes stands for a launcher: this is one rank of so many.
+    ranks = {} if processes is None else {"RANK": "0", "WORLD_SIZE": str(processes)}
+    return launcher().run(*command, **ranks)
+
+
+def run_pair(*command: object) -> Completed:
+    """Two ranks; what both said, one after the other."""
+    with pair_starts(*command) as started:
+        ranks = started.ended
+    return Completed(
+        command,
+        max(abs(rank.returncode) for rank in ranks),
+        "".join(rank.stdout for rank in ranks),
+        "".join(rank.stderr for rank in ranks),
+    )
+
+
+def pair_starts(*command: object) -> AbstractContextManager[Started]:
+    """Two ranks that are told where to meet, as Slurm does."""
+    return launcher().start(command, list(rank_environments(2)))
+
+
+def rank_environments(processes: int) -> Iterator[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for rank in range(processes):
+        yield {
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
+            "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+        }  # fmt: skip
+
+
+def succeed(*command: object) -> str:
+    result = run(*command)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def pair_succeeds(*command: object) -> str:
+    result = run_pair(*command)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def refuse(*command: object, processes: int | None = None) -> str:
+    """The one line of a user's mistake."""
+    result = run(*command, processes=processes)
+    assert result.returncode == 2, (result.returncode, result.stdout, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and "Traceback" not in result.stderr, result.stderr
+    return lines[0]
+
+
+def plan_of(lengths: Path, output: Path, *options: str) -> Path:
+    succeed(
+        "-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32", *CAPS,
+        "--lengths", lengths, "--micro-batches", "4", *options, "-o", output,
+    )  # fmt: skip
+    return output
+
+
+def training(plan: Path, digits: Path, save: Path, *options: object) -> list[object]:
+    return [
+        "pretrain_vlm.py", "--plan", plan, "--data", digits / "train" / "meta.json",
+        "--tokenizer-model", digits / "tokenizer.model", "--save", save, "--lr", "1e-3",
+        "--num-workers", "1", *options,
+    ]  # fmt: skip
+
+
+def records(save: Path) -> list[dict]:
+    return [json.loads(line) for line in (save / "run.jsonl").read_text().splitlines()]
+
+
+def losses(save: Path) -> list[float]:
+    return [record["loss"] for record in records(save)]
+
+
+def wait_for_steps(save: Path, steps: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (save / "run.jsonl").exists() and len(records(save)) >= steps:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no {steps} steps within two minutes")
+
+
+def ranks_succeed(ranks: int, *command: object) -> str:
+    with launcher().start(command, list(rank_environments(ranks))) as started:
+        ended = started.ended
+    assert not any(one.returncode for one in ended), "".join(one.stderr for one in ended)
+    return "".join(one.stdout for one in ended)

@@ -1,0 +1,35 @@
+"""The command line called in this process."""
+
+import pytest
+
+from omnibal import cli
+
+PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
+
+
+def status(command: str, *arguments: object) -> int:
+    """Exit status of a command, of its words and of arguments that may hold spaces."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command.split(), *map(str, arguments)])
+    return int(ended.value.code or 0)
+
+
+def run(command: str, *arguments: object) -> None:
+    """Run a command that must succeed."""
+    assert status(command, *arguments) == 0
+
+
+def printed(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
+    """Standard output of a command that must succeed."""
+    code, output = status(command, *arguments), capsys.readouterr()
+    assert code == 0, output.err
+    return output.out
+
+
+def failure(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
+    """Standard error of a command that must fail as a user's mistake."""
+    assert status(command, *arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+    return output.err

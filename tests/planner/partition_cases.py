@@ -1,0 +1,53 @@
+"""Random packs, what the planner predicts for them, and units that are not trained."""
+
+from dataclasses import replace
+
+import numpy as np
+from cost_cases import random_features
+
+from omnibal.cost.model import CostModel, UnitCost
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.workload import Workload
+
+
+def planners_figures(
+    cost: CostModel, stages: tuple[Stage, ...], packs: Workload
+) -> tuple[float, float]:
+    """Step time in ms and largest peak in bytes, as the planner predicts them."""
+    simulated = simulate_run(cost, stages, packs)
+    memories = stage_memories(cost, [stages], packs)
+    return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
+
+
+def random_packs(rng: np.random.Generator, micro_batches: int, features_of: int = 5) -> Workload:
+    """A few steps; ranks of a step may have fewer micro-batches than others, or none."""
+    ranks, steps = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    counts = rng.integers(0, micro_batches + 1, (steps, ranks))
+    counts[:, rng.integers(ranks)] = micro_batches
+    if rng.random() < 0.5:
+        counts[:] = micro_batches
+    step, dp_rank = (np.repeat(axis.ravel(), counts.ravel()) for axis in np.indices((steps, ranks)))
+    slot = np.concatenate([np.arange(count) for count in counts.ravel()])
+    features = random_features(rng, len(slot), features_of)
+    if rng.random() < 0.2:
+        features[:] = features[0]
+    if rng.random() < 0.2:
+        features[rng.integers(len(slot)), 1:] = 0
+    return Workload(
+        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
+    )
+
+
+def frozen(unit: UnitCost) -> UnitCost:
+    """The unit without a backward, as the first units of a model are when they are not trained."""
+    nothing = np.zeros_like(unit.forward_ms)
+    return replace(
+        unit,
+        backward_ms=nothing,
+        activation_bytes=nothing,
+        boundary_bytes=nothing,
+        output_gradient_bytes=nothing,
+        trained_parameters=0,
+    )

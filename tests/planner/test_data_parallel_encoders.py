@@ -1,0 +1,559 @@
+"""Data-parallel encoders: times, memory and search, compared with plain loops."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from cost_cases import model_of, random_cost
+from plan_cases import JOB, job_spec, request
+
+from omnibal.base.errors import UserError
+from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.shaped_rates import Line
+from omnibal.dispatch.items import share_items
+from omnibal.job.planner import make_plan
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
+from omnibal.model.parallel import Parallel
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices, search_encoders
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
+from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.schedules import Pass, one_forward_one_backward
+from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.stage_cost import stage_times
+from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.pipeline.workload import Workload
+
+LAYERS = {"vision": 2, "audio": 1, "language": 4}
+
+
+def random_encoders(rng: np.random.Generator, names: tuple[str, ...], parallel: Parallel):
+    """Costs of encoders that are as unlike each other as can be; one of several may be frozen."""
+    features = {"vision": "tiles", "audio": "clips"}
+
+    def encoder(name: str) -> EncoderCost:
+        is_trained = name == names[0] or bool(rng.integers(2))
+        return EncoderCost(
+            feature=features[name],
+            forward_ms=rng.uniform(0, 3, 2),
+            backward_ms=is_trained * rng.uniform(0, 6, 2),
+            again_ms=is_trained * rng.uniform(0, 3, 2),
+            kept_bytes=is_trained * rng.uniform(0, 4e6, 2),
+            working_bytes=rng.uniform(0, 3e6, (2, 2)),
+            input_bytes=float(rng.uniform(0, 1e5)),
+            feature_bytes=float(rng.integers(1, 9) * 1_000),
+            is_trained=is_trained,
+        )
+
+    return EncodersCost(
+        encoders={name: encoder(name) for name in names},
+        weights_bytes=1e6,
+        gradients_bytes=2e6,
+        optimizer_bytes=3e5,
+        gather_ms=float(rng.uniform(0, 4)),
+        reduction_ms=float(rng.uniform(0, 4)),
+        update_ms=float(rng.uniform(0, 4)),
+        within_node=Line(fixed_ms=0.2, each_ms=1e-4),
+        between_nodes=Line(fixed_ms=0.3, each_ms=2e-4),
+        tensor=Line(fixed_ms=0.1, each_ms=1e-4),
+        peer_bytes=1e5,
+        parallel=parallel,
+        gpus_per_node=4,
+    )
+
+
+def random_problem(
+    rng: np.random.Generator, towers: str, parallel: Parallel, steps: int, most: int = 3
+) -> PlacementProblem:
+    """A pipeline on random packs, of which some hold no items; steps may lack some of the packs."""
+    names = tuple(towers.split())
+    model = model_of(towers, *(LAYERS[name] for name in names))
+    encoders = random_encoders(rng, names[:-1], parallel)
+    # What data-parallel ranks exchange is hidden behind computation, which plain loops know not.
+    whole = replace(random_cost(rng, model), gradient_reduction_ms_per_parameter=0.0)
+    cost = pipeline_cost(whole, encoders)
+    rows = [
+        (step, rank, slot)
+        for step in range(steps)
+        for rank in range(parallel.data)
+        for slot in range(int(rng.integers(1, most + 1)))
+    ]
+    step, rank, slot = np.array(rows).T
+    features = rng.uniform(0, 4, (len(rows), len(cost.features)))
+    features[:, 0], features[:, -2:] = 1, 0
+    for name in {one.feature for one in encoders.encoders.values()}:
+        some = rng.integers(0, 6, len(rows)) * (rng.random(len(rows)) < 0.7)
+        features[:, cost.features.index(name)] = some
+    workload = Workload(
+        features=features, step=step, dp_rank=rank, slot=slot, data_parallel_size=parallel.data
+    )
+    return PlacementProblem(
+        cost=cost,
+        features=cost.features,
+        model=model.without_encoders(),
+        encoders=encoders,
+        workload=workload,
+        memory_cap_bytes=np.inf,
+    )
+
+
+def random_data_parallel(
+    rng: np.random.Generator, problem: PlacementProblem
+) -> DataParallelEncoders:
+    size = problem.workload.data_parallel_size
+    names = problem.encoders.encoders
+    return DataParallelEncoders(
+        pipelines=int(rng.choice([n for n in range(1, size + 1) if size % n == 0])),
+        items_per_pass={name: int(rng.integers(1, 5)) for name in names},
+        kept_items={name: int(rng.integers(0, 5)) for name in names},
+        item_ms={name: float(rng.uniform(0.1, 3)) for name in names},
+    )
+
+
+def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step: int, block: int):
+    """Items that every rank of a group encodes in a step, by encoder, and the runs they are in."""
+    load, ranks = problem.workload, problem.encoders.ranks_of_pipeline
+    own = load.rows((load.step == step) & (load.dp_rank // beside.pipelines == block))
+    items = {
+        name: own.features[:, problem.features.index(one.feature)].astype(np.int64)
+        for name, one in problem.encoders.encoders.items()
+    }
+    pipeline = own.dp_rank - block * beside.pipelines
+    runs = share_items(
+        items,
+        pipeline,
+        pipelines=beside.pipelines,
+        ranks_of_pipeline=ranks,
+        item_ms=beside.item_ms,
+    )
+    size = beside.pipelines * ranks
+    counts = {
+        name: [int(run.count[run.rank == rank].sum()) for rank in range(size)]
+        for name, run in runs.items()
+    }
+    return counts, runs, pipeline
+
+
+def rank_ms(cost: EncoderCost, items: int, a_pass: int, kept: int) -> tuple[float, float]:
+    """Forward and backward of a rank, pass by pass."""
+    forward_ms = backward_ms = 0.0
+    queue = [(min(items, kept), False), (max(items - kept, 0), True)]
+    for left, runs_again in queue:
+        while left:
+            now = min(left, a_pass)
+            forward_ms += cost.forward_ms[0] + now * cost.forward_ms[1]
+            backward_ms += cost.backward_ms[0] + now * cost.backward_ms[1]
+            if runs_again:
+                backward_ms += cost.again_ms[0] + now * cost.again_ms[1]
+            left -= now
+    return forward_ms, backward_ms
+
+
+def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
+    """One pipeline's step, operation after operation as each can start."""
+    times = stage_times(problem.cost, stages, own.features)
+    schedule = one_forward_one_backward(len(stages), 1, len(own))
+    queues = [list(operations) for operations in schedule.operations]
+    free, end = [0.0] * len(stages), {}
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            if not queue:
+                continue
+            operation = queue[0]
+            kind, batch = operation.kind, operation.micro_batch
+            source = stage - 1 if kind is Pass.FORWARD else stage + 1
+            ready = 0.0
+            if 0 <= source < len(stages):
+                if (kind, batch, source) not in end:
+                    continue
+                links = times.forward_link_ms if kind is Pass.FORWARD else times.backward_link_ms
+                ready = end[kind, batch, source] + links[batch, min(stage, source)]
+            took = (times.forward_ms if kind is Pass.FORWARD else times.backward_ms)[batch, stage]
+            free[stage] = end[kind, batch, stage] = max(free[stage], ready) + took
+            queue.pop(0)
+    return max(free)
+
+
+def looped_step_ms(
+    problem: PlacementProblem, beside: DataParallelEncoders, stages, step: int
+) -> float:
+    """One step of all groups: encoders, exchange, pipelines, exchange, encoders, update."""
+    load, cost, ends = problem.workload, problem.encoders, []
+    for block in range(load.data_parallel_size // beside.pipelines):
+        counts, runs, pipeline = items_of_ranks(problem, beside, step, block)
+        size = beside.pipelines * cost.ranks_of_pipeline
+        ranks = np.zeros((size, 2))
+        for name, one in cost.encoders.items():
+            sizes = beside.items_per_pass[name], beside.kept_items[name]
+            ranks += [rank_ms(one, items, *sizes) for items in counts[name]]
+        forward_ms, backward_ms = ranks.max(axis=0)
+        slowest = max(
+            pipeline_ms(
+                problem,
+                stages,
+                load.rows(
+                    (load.step == step) & (load.dp_rank == block * beside.pipelines + number)
+                ),
+            )
+            for number in range(beside.pipelines)
+        )
+        exchange_ms = sum(
+            exchanged_ms(problem, beside, runs, pipeline, is_back=is_back)
+            for is_back in (False, True)
+        )
+        ends.append(forward_ms + slowest + backward_ms + exchange_ms)
+    once_ms = cost.gather_ms + cost.reduction_ms
+    parameters = [
+        sum(problem.cost.units[kind.name].trained_parameters for kind in held)
+        for held in (
+            [
+                kind
+                for kind in problem.cost.kinds
+                for _ in range(
+                    sum(map(kind.has_layer, stage.layers(kind.tower)))
+                    if kind.is_layer
+                    else stage.holds(kind.words)
+                )
+            ]
+            for stage in stages
+        )
+    ]
+    update_ms = problem.cost.optimizer_ms_fixed
+    update_ms += problem.cost.optimizer_ms_per_parameter * max(parameters)
+    return max(ends) + once_ms + update_ms
+
+
+def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
+    """Time of an exchange by who sends each run to whom; no pipeline has tensor-parallel ranks."""
+    cost, ranks = problem.encoders, problem.encoders.ranks_of_pipeline
+    size = beside.pipelines * ranks
+    sent, received = np.zeros((2, size))
+    carries = [one for one in cost.encoders.values() if one.is_trained or not is_back]
+    if size == 1 or not carries:
+        return 0.0
+    for name, run in runs.items():
+        one = cost.encoders[name]
+        for pack, count, source in zip(run.pack, run.count, run.rank, strict=True):
+            target = pipeline[pack] * ranks
+            if source != target and one in carries:
+                sent[source] += count * one.feature_bytes
+                received[target] += count * one.feature_bytes
+    line = cost.line(beside.pipelines)
+    return line.fixed_ms * (size - 1) + line.each_ms * max(sent.max(), received.max())
+
+
+CASES = [
+    ("vision language", Parallel(pipeline=2, data=1)),
+    ("vision language", Parallel(pipeline=1, data=4)),
+    ("vision language", Parallel(pipeline=3, data=4)),
+    ("vision audio language", Parallel(pipeline=2, data=4)),
+    ("vision audio language", Parallel(pipeline=1, data=1)),
+]
+
+
+@pytest.mark.parametrize(("towers", "parallel"), CASES)
+def test_steps_last_as_an_event_loop_says(towers, parallel):
+    """Prevents a step that leaves out a group's busiest rank, a pass, a second forward, an exchange
+    or the slowest pipeline, or takes them of another group."""
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, towers, parallel, steps=3)
+        if seed == 0:  # no items at all
+            columns = [
+                problem.features.index(one.feature) for one in problem.encoders.encoders.values()
+            ]
+            problem.workload.features[:, columns] = 0
+        units = len(unit_words(problem.model))
+        cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
+        stages = stages_from_cuts(problem.model, cuts.tolist())
+        beside = random_data_parallel(rng, problem)
+        simulated = simulate_run(problem.cost, stages, problem.with_encoders(beside)).step_ms
+        looped = [looped_step_ms(problem, beside, stages, step) for step in range(3)]
+        np.testing.assert_allclose(simulated, looped, rtol=1e-9)
+
+
+def test_parts_of_a_step_add_up():
+    """Prevents time of encoders that is lost to no cause, or to several, and an ideal step that is
+    not all work evenly on all devices."""
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 2)
+        beside = random_data_parallel(rng, problem)
+        workload = problem.with_encoders(beside)
+        stages = stages_from_cuts(problem.model, [3])
+        step_ms = float(simulate_run(problem.cost, stages, workload).step_ms.mean())
+        lost = lost_time(problem.cost, [stages], workload, step_ms)
+        named = lost.named()
+        assert sum(named.values()) == pytest.approx(step_ms)
+        assert named["rank imbalance"] >= 0
+        bare = replace(
+            problem.cost,
+            units={
+                name: replace(
+                    unit,
+                    forward_ms=unit.forward_ms - unit.collective_ms[0],
+                    backward_ms=unit.backward_ms - unit.collective_ms[1],
+                )
+                for name, unit in problem.cost.units.items()
+            },
+        )
+        times = stage_times(bare, stages, workload.features)
+        work_ms = times.forward_ms.sum() + times.backward_ms.sum()
+        for step, block in product(range(2), range(4 // beside.pipelines)):
+            counts, *_ = items_of_ranks(problem, beside, step, block)
+            for name, one in problem.encoders.encoders.items():
+                a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
+                again = replace(one, again_ms=0 * one.again_ms)
+                work_ms += sum(sum(rank_ms(again, n, a_pass, kept)) for n in counts[name])
+        devices, steps = 8, 2
+        assert lost.ideal_ms == pytest.approx(work_ms / devices / steps)
+
+
+def test_memory_is_what_a_loop_over_ranks_counts():
+    """Prevents kept items, inputs, features or buffers that are left out, or are of a step that is
+    not the heaviest."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
+        beside, cost = random_data_parallel(rng, problem), problem.encoders
+        shares = ItemShares.of(
+            problem.workload, problem.features, cost, beside.pipelines, beside.item_ms
+        )
+        encoder_memory = memory_of_encoders(shares, cost, beside)
+        kept, inputs, rows, features = [], [], [], []
+        for step, block in product(range(4), range(4 // beside.pipelines)):
+            counts, *_ = items_of_ranks(problem, beside, step, block)
+            for rank in range(beside.pipelines * 2):
+                own = {name: items[rank] for name, items in counts.items()}
+                kept.append(
+                    sum(
+                        one.kept(
+                            min(own[name], beside.kept_items[name]), beside.items_per_pass[name]
+                        )
+                        for name, one in cost.encoders.items()
+                        if one.is_trained
+                    )
+                )
+                again = {
+                    name: max(own[name] - beside.kept_items[name] * one.is_trained, 0)
+                    for name, one in cost.encoders.items()
+                }
+                inputs.append(
+                    sum(cost.encoders[n].input_bytes * count for n, count in again.items())
+                )
+                rows.append(sum(cost.encoders[n].feature_bytes * count for n, count in own.items()))
+            load = problem.workload
+            for number in range(beside.pipelines):
+                picked = (load.step == step) & (load.dp_rank == block * beside.pipelines + number)
+                features.append(
+                    sum(
+                        load.features[picked][:, problem.features.index(one.feature)].sum()
+                        * one.feature_bytes
+                        * (1 + one.is_trained)
+                        for one in cost.encoders.values()
+                    )
+                )
+        assert encoder_memory.features == pytest.approx(max(features))
+        assert encoder_memory.buffers == (beside.pipelines * 2 - 1) * cost.peer_bytes
+        # Of several encoders, the most of each is kept to be on one rank.
+        assert encoder_memory.kept >= max(np.add(kept, inputs)) * (1 - 1e-9)
+        assert encoder_memory.phase >= 2 * max(rows)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
+    """Prevents: a rank that embeds tokens out of memory as features of its pipeline arrive, where
+    that is more than encoding takes."""
+    cost = random_encoders(
+        np.random.default_rng(0), ("vision",), Parallel(tensor=tensor, pipeline=2, data=2)
+    )
+    one = replace(
+        cost.encoders["vision"], working_bytes=np.zeros((1, 2)), kept_bytes=np.zeros(2),
+        feature_bytes=1000.0, input_bytes=7.0, is_trained=is_trained,
+    )  # fmt: skip
+    cost, ranks = replace(cost, encoders={"vision": one}), 4 * tensor
+    beside = DataParallelEncoders(
+        pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
+    )
+    # Two steps: all images in one pipeline's packs, or a few in both.
+    shares = ItemShares(
+        steps=np.arange(2),
+        pipelines=2,
+        held={"vision": np.array([[6 * ranks, 0], [ranks, ranks]])},
+        encoded={"vision": np.array([[6] * ranks, [2] * ranks])},
+    )
+    encoder_memory, arrived = memory_of_encoders(shares, cost, beside), 6 * ranks * 1000
+    # Held to the step's end, with their gradients; as they came, and in order, and a rank's part.
+    assert encoder_memory.features == (2 if is_trained else 1) * arrived
+    on_their_way = 2 * arrived + (arrived / 2 if tensor == 2 else 0)
+    assert encoder_memory.features + encoder_memory.phase == pytest.approx(
+        max(on_their_way, encoder_memory.features + 2 * 6 * 1000)
+    )
+    # Inputs of what is encoded again.
+    assert encoder_memory.kept == (5 if is_trained else 6) * 7
+
+
+@pytest.mark.parametrize("towers", ["vision language", "vision audio language"])
+def test_search_finds_what_trying_everything_finds(towers):
+    """Prevents a choice that is not the fastest of those that fit: every size of groups, pass, kept
+    items, split and set of recomputed layers is tried."""
+    compared = 0
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        parallel = Parallel(pipeline=2, data=2)
+        problem = random_problem(rng, towers, parallel, steps=1, most=2)
+        tried = list(all_choices(problem))
+        # A cap that most choices do not fit, and some do.
+        cap = sorted(need for need, _ in tried)[len(tried) // 50] * 1.0001
+        best_ms = min(ms for need, ms in tried if fits_cap(need, cap))
+        found = search_encoders(replace(problem, memory_cap_bytes=cap))
+        assert found.search.step_ms == pytest.approx(best_ms, rel=1e-9)
+        assert found.search.lower_bound_ms <= best_ms * (1 + 1e-9)
+        compared += found.search.gap < 1e-9
+    assert compared, "some are proven"
+
+
+def all_choices(problem: PlacementProblem):
+    """Peak in bytes and step of every choice with every split and every set of layers."""
+    units = len(unit_words(problem.model))
+    layers = [
+        index for index, word in enumerate(unit_words(problem.model)) if word.layers is not None
+    ]
+    splits = []
+    for (cut,) in combinations(range(1, units), 1):
+        held = [sum(place < cut for place in layers), sum(place >= cut for place in layers)]
+        if min(held) > 0:
+            splits += [
+                stages_from_cuts(problem.model, [cut], [[a], [b]])
+                for a, b in product(range(held[0] + 1), range(held[1] + 1))
+            ]
+    for beside in every_choice(problem):
+        workload = problem.with_encoders(beside)
+        for stages in splits:
+            memories = stage_memories(problem.cost, [stages], workload)
+            peak = max(memory.peak_gib for memory in memories) * GIB
+            yield peak, float(simulate_run(problem.cost, stages, workload).step_ms.mean())
+
+
+def every_choice(problem: PlacementProblem):
+    """Every choice that the search may make."""
+    for pipelines in (1, 2):
+        one = dict.fromkeys(problem.encoders.encoders, 1)
+        for a_pass in (1, 2, 4, 8, 16):
+            sizes = dict.fromkeys(one, a_pass)
+            item_ms = {n: round(ms, 6) for n, ms in problem.encoders.item_ms(sizes).items()}
+            shares = ItemShares.of(
+                problem.workload, problem.features, problem.encoders, pipelines, item_ms
+            )
+            if a_pass >= 2 * max(1, *shares.most().values()):
+                break
+            for kept in kept_choices(problem.encoders, shares.most()):
+                yield DataParallelEncoders(
+                    pipelines=pipelines, items_per_pass=sizes, kept_items=kept, item_ms=item_ms
+                )
+
+
+def test_a_whole_copy_costs_what_its_units_cost():
+    """Prevents encoders that are divided by tensor-parallel ranks, or layers that are left out, in
+    time, memory or state."""
+    model, cluster = load_model("internvl2-1b"), load_cluster("h100-80g")
+    parallel = Parallel(tensor=2, pipeline=2, data=4)
+    cost = encoders_cost(model, cluster, parallel, "bf16")
+    vision = cost.encoders["vision"]
+    layers = model.vision.layers
+    alone = job_spec(model=model, cluster=cluster, parallel=Parallel(pipeline=1), precision="bf16")
+    units = alone.cost.units
+    both = [units["vision_embed"], units["projector"]]
+    column = alone.cost.features.index("tiles")
+    expected = layers * units["vision_layer"].forward_ms + sum(unit.forward_ms for unit in both)
+    np.testing.assert_allclose(vision.forward_ms, expected[[0, column]])
+    parameters = layers * units["vision_layer"].parameters + sum(unit.parameters for unit in both)
+    assert cost.weights_bytes == 2 * parameters
+    assert cost.gradients_bytes == 4 * parameters
+    assert cost.optimizer_bytes == pytest.approx(12 * parameters / 16)
+    # Every trained parameter is exchanged: its weight in bf16, its gradient in fp32.
+    assert cost.gather_ms == pytest.approx(cost.reduction_ms / 2)
+    each = encoders_cost(model.with_tower("vision", layers=1), cluster, parallel, "bf16")
+    fewer = (layers - 1) * units["vision_layer"].parameters / parameters
+    for name in ("update_ms", "gather_ms", "reduction_ms"):
+        assert getattr(each, name) == pytest.approx((1 - fewer) * getattr(cost, name)), name
+    assert vision.feature_bytes == 256 * model.language.hidden_size * 2
+    assert vision.input_bytes == 3 * 448 * 448 * 4
+
+
+def test_frozen_encoders_keep_and_send_back_nothing():
+    """Prevents gradients, second forwards or kept activations of what is not trained; a projector
+    behind a frozen tower is trained and runs again with the tower."""
+    model, cluster = load_model("internvl2-1b"), load_cluster("h100-80g")
+    sizes = model, cluster, Parallel(pipeline=2, data=4), "bf16"
+    none = encoders_cost(*sizes, ("vision", "projector")).encoders["vision"]
+    assert not none.is_trained
+    assert not none.backward_ms.any()
+    assert not none.again_ms.any()
+    assert not none.kept_bytes.any()
+    tower = encoders_cost(*sizes, ("vision",)).encoders["vision"]
+    everything = encoders_cost(*sizes).encoders["vision"]
+    assert tower.is_trained
+    np.testing.assert_allclose(tower.again_ms, everything.again_ms)
+    assert 0 < tower.kept_bytes[1] < everything.kept_bytes[1] / 10
+
+
+def data_parallel_request(**changes):
+    return request(placement=EncoderPlacement.DATA_PARALLEL, **changes)
+
+
+def test_plans_are_whole_and_within_memory():
+    """Prevents a data-parallel plan whose stages hold encoders, or whose prediction leaves
+    them out."""
+    result = make_plan(data_parallel_request())
+    plan = result.plan
+    assert plan.beside is not None
+    assert not any("vision" in span.name for stage in plan.stages for span in stage.units)
+    assert plan.prediction is not None
+    assert plan.prediction.beside is not None
+    beside = plan.prediction.beside
+    for stage in plan.prediction.stages:
+        assert stage.memory.peak_gib <= 0.9 * JOB["cluster"].memory_gib
+        assert stage.memory.weights_gib > beside.memory.weights_gib
+        assert 0 <= stage.wait_fraction <= 1
+    encoding_ms = beside.forward_ms + beside.exchange_ms + beside.backward_ms
+    assert plan.prediction.step_ms > encoding_ms > 0
+    assert sum(plan.prediction.lost.named().values()) == pytest.approx(plan.prediction.step_ms)
+
+
+def test_what_does_not_go_together_is_refused():
+    """Prevents a plan of a method that does not know of encoders' memory, or of a model without
+    encoders."""
+    with pytest.raises(UserError, match="leave both options out, or give --encoder pipeline"):
+        data_parallel_request(method=PartitionMethod.PARAMETER, recompute=RecomputeRule.FULL)
+    with pytest.raises(UserError, match="no encoder to be data-parallel"):
+        job_spec(model=load_model("qwen2.5-32b"), placement=EncoderPlacement.DATA_PARALLEL)
+
+
+def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():
+    """Prevents packs that are dealt by the time of encoders, which no pipeline spends."""
+    data = request().data
+    packs, lengths = data.schedule(job_spec())
+    beside = job_spec(placement=EncoderPlacement.DATA_PARALLEL).load_ms(packs.packs, lengths)
+    whole = job_spec().load_ms(packs.packs, lengths)
+    assert (beside < whole)[packs.column("tiles") > 0].all()
+
+
+def test_waits_are_no_features_of_samples():
+    """Prevents rows whose waits are of another pack than a step's first and last."""
+    problem = random_problem(
+        np.random.default_rng(1), "vision language", Parallel(pipeline=2, data=2), 3
+    )
+    beside = random_data_parallel(np.random.default_rng(2), problem)
+    workload = with_encoders(problem.workload, problem.features, problem.encoders, beside)
+    before, after = workload.features[:, -2:].T
+    is_first = workload.slot == 0
+    assert (before[is_first] > 0).all()
+    assert not before[~is_first].any()
+    is_last = np.append(is_first[1:], True)
+    assert (after[is_last] > 0).all()
+    assert not after[~is_last].any()

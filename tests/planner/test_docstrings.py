@@ -1,0 +1,66 @@
+"""Docstrings stand alone: a reader who lands on one needs no other to understand it."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+MIDDLES = (
+    *(
+        "Of ",
+        "The same",
+        "And ",
+        "Or ",
+        "But ",
+        "Also ",
+        "As above",
+        "Likewise",
+        "Besides",
+        "Ditto",
+    ),
+    *("Those ", "These ", "Which ", "That ", "Whose ", "Whom "),
+)
+"""Beginnings of sentences that go on from another one."""
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of every docstring: of modules, classes and functions, and below variables."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        described = (ast.Assign, ast.AnnAssign)
+        for before, one in zip([node, *body], body, strict=False):
+            is_first = before is node and isinstance(
+                node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            )
+            if not (is_first or isinstance(before, described)) or not isinstance(one, ast.Expr):
+                continue
+            if isinstance(one.value, ast.Constant) and isinstance(one.value.value, str):
+                yield one.lineno, one.value.value
+
+
+def test_every_docstring_stands_alone():
+    """Prevents: a docstring that begins in the middle, and says nothing to who has not read on."""
+    paths = [*(ROOT / "omnibal").rglob("*.py"), *(ROOT / "megatron" / "vlm").rglob("*.py")]
+    found = [
+        (path.relative_to(ROOT).as_posix(), line, text)
+        for path in sorted(paths)
+        for line, text in docstrings(ast.parse(path.read_text()))
+    ]
+    assert len(found) > 4_000
+    wrong = [
+        f"{path}:{line}: {text[:60]}" for path, line, text in found if text.startswith(MIDDLES)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_all_kinds_of_docstrings_are_seen():
+    """Prevents: a test that passes as it looks at nothing."""
+    text = '"""A."""\nx = 1\n"""B."""\nclass C:\n    """C."""\n    y: int\n    """D."""\n'
+    text += 'def f():\n    """E."""\n    z = "no"\n    "F"\n    return "no"\n'
+    assert {doc for _, doc in docstrings(ast.parse(text))} == {"A.", "B.", "C.", "D.", "E.", "F"}

@@ -1,0 +1,86 @@
+"""Balance of phases, beside a walk over every step, and as `omnibal plan` tells it."""
+
+import numpy as np
+import pytest
+
+from omnibal.dispatch.balance import balance
+from omnibal.dispatch.items import share_items
+from omnibal.dispatch.phase_balance import encoder_balances, language_balance
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+
+pytestmark = pytest.mark.quick
+ITEM_MS = {"vision": 5.0, "audio": 8.0}
+
+
+def beside(pipelines: int) -> DataParallelEncoders:
+    return DataParallelEncoders(
+        pipelines=pipelines,
+        items_per_pass=dict.fromkeys(ITEM_MS, 4),
+        kept_items=dict.fromkeys(ITEM_MS, 0),
+        item_ms=ITEM_MS,
+    )
+
+
+def held_items(steps: int, ranks: int) -> dict[str, np.ndarray]:
+    """Items of an incoherent mixture: some pipelines have only one kind in a step."""
+    rng = np.random.default_rng(steps)
+    return {name: rng.poisson(6, (steps, ranks)) * rng.integers(0, 2, (steps, ranks))
+            for name in ITEM_MS}  # fmt: skip
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 4])
+def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
+    """Prevents: a table of other shares than those that ranks encode, or a bound above them."""
+    steps, ranks, of_pipeline = 7, 4, 3
+    held = held_items(steps, ranks)
+    found = {each.phase: each for each in encoder_balances(held, of_pipeline, beside(pipelines))}
+    busiest = dict.fromkeys((*ITEM_MS, "encoders"), 0.0)
+    for step in range(steps):
+        loads = dict.fromkeys(ITEM_MS, np.zeros(0))
+        for group in range(0, ranks, pipelines):
+            items = {name: held[name][step, group : group + pipelines] for name in ITEM_MS}
+            runs = share_items(
+                items,
+                np.arange(pipelines),
+                pipelines=pipelines,
+                ranks_of_pipeline=of_pipeline,
+                item_ms=ITEM_MS,
+            )
+            for name, each in runs.items():
+                counts = np.bincount(each.rank, each.count, pipelines * of_pipeline)
+                loads[name] = np.append(loads[name], counts)
+        for name in ITEM_MS:
+            busiest[name] += loads[name].max()
+        busiest["encoders"] += sum(ITEM_MS[name] * loads[name] for name in ITEM_MS).max()
+    means = {name: held[name].sum() / (ranks * of_pipeline) for name in ITEM_MS}
+    means["encoders"] = sum(ITEM_MS[name] * means[name] for name in ITEM_MS)
+    for name, each in found.items():
+        assert each.imbalance_after == pytest.approx(busiest[name] / means[name])
+        assert 1 <= each.bound <= each.imbalance_after + 1e-9
+        assert each.bound <= each.imbalance_before + 1e-9
+    if pipelines == ranks:
+        assert found["encoders"].imbalance_after < 0.7 * found["encoders"].imbalance_before
+
+
+def test_encoders_in_the_pipeline_are_those_of_pipelines() -> None:
+    """Prevents: a plan of today's kind that claims a balance which nothing gives it."""
+    held = {"vision": np.array([[4, 0], [1, 3]])}
+    (found,) = encoder_balances(held, 8, None)
+    assert found.imbalance_before == (4 + 3) / (2 + 2)
+    assert found.imbalance_after is None
+    assert found.bound == 1.0
+    assert encoder_balances({"vision": np.zeros((2, 3), int)}, 1, None)[0].bound == 1.0
+
+
+def test_language_model_as_packs_lie() -> None:
+    """Prevents: a bound that some assignment of the same packs is below."""
+    rng = np.random.default_rng(0)
+    step = np.repeat([3, 5], 8)
+    rank, load_ms = np.tile(np.repeat(np.arange(4), 2), 2), rng.random(16)
+    found = language_balance(step, rank, load_ms, 4)
+    loads = [np.bincount(rank[step == each], load_ms[step == each], 4) for each in (3, 5)]
+    mean = sum(each.mean() for each in loads)
+    assert found.imbalance_before == pytest.approx(sum(each.max() for each in loads) / mean)
+    best = [balance(load_ms[step == each], 4).busiest for each in (3, 5)]
+    assert found.bound <= sum(best) / mean
+    assert found.imbalance_after is None

@@ -1,0 +1,36 @@
+"""What docs/planning.md says does not go together is what the code refuses."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from omnibal.search.conflicts import CONFLICTS, NEEDS
+
+pytestmark = pytest.mark.quick
+
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+_SECTION = re.compile(r"^## What does not go together$(.*?)^## ", re.MULTILINE | re.DOTALL)
+
+
+def rows() -> list[tuple[list[str], list[str], str]]:
+    """Options of the first and of the second column, and the reason, of every row of the tables."""
+    found = _SECTION.search(PAGE.read_text())
+    assert found is not None
+    lines = [line for line in found[1].splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [(options(one), options(other), why) for one, other, why in cells]
+
+
+def options(cell: str) -> list[str]:
+    """The options of a cell."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_tables_are_the_codes():
+    """Prevents: a page that promises a pair which is refused, or gives a reason that is not the
+    code's."""
+    written = [(one, other, why) for (one,), others, why in rows() for other in others]
+    in_code = [(each.one.value, each.other.value, each.why) for each in CONFLICTS]
+    in_code += [(one.value, other.value, why) for one, other, why in NEEDS]
+    assert sorted(written) == sorted(in_code)

@@ -1,0 +1,97 @@
+"""docs/python.md runs as it stands, and what `import omnibal` promises of itself holds."""
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import omnibal
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "python.md"
+MOST_IMPORT_S = 0.3
+_TRIES = 5
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+IMPORT = """
+import sys, time
+begin = time.process_time()
+import omnibal
+taken = time.process_time() - begin
+print(taken, *({"torch", "scipy", "numpy"} & set(sys.modules)))
+"""
+
+
+def examples() -> list[tuple[str, str]]:
+    """Every Python block of the page, and what the page says that it prints."""
+    blocks = _BLOCK.findall(PAGE.read_text())
+    nothing = ("text", "")
+    after = [*blocks[1:], nothing]
+    return [
+        (block, printed if kind_after == "text" else "")
+        for (kind, block), (kind_after, printed) in zip(blocks, after, strict=True)
+        if kind == "python"
+    ]
+
+
+def test_page_runs_and_prints_what_it_says(tmp_path, monkeypatch):
+    """Prevents: an example that fails when it is pasted, and a result that is no longer true; and
+    a plan, a check or a report from Python that prints beside what the page prints."""
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(_BLOCK.findall(PAGE.read_text())[0][1])
+    assert command[0] == "python"
+    script = ROOT / command[1]
+    subprocess.run([sys.executable, script, *command[2:]], check=True, capture_output=True)
+    names: dict[str, object] = {"__name__": "page"}
+    for block, expected in examples():
+        output, errors = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+            exec(compile(block, str(PAGE), "exec"), names)
+        assert output.getvalue() == expected, block
+        assert errors.getvalue() == "", block
+
+
+def test_page_shows_every_name():
+    """Prevents: a function of `import omnibal` that no example calls."""
+    code = "".join(block for block, _ in examples())
+    shown = set(re.findall(r"\bomnibal\.(\w+)", code)) - {"model", "search"}
+    # What `plan` returns is shown by its attributes.
+    assert shown | {"Planned"} == set(omnibal.__all__)
+
+
+def test_all_names_resolve():
+    """Prevents: a name that is promised and cannot be imported, or two lists that differ."""
+    from omnibal import library
+
+    assert sorted(omnibal.__all__) == sorted(library.__all__)
+    assert all(getattr(omnibal, name) is getattr(library, name) for name in omnibal.__all__)
+    with pytest.raises(AttributeError):
+        omnibal.__getattr__("plans")
+
+
+def test_import_is_fast_and_imports_nothing_large():
+    """Prevents: a program that waits for numpy, scipy or torch before it uses any of them."""
+    taken = []
+    for _ in range(_TRIES):
+        finished = subprocess.run(
+            [sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        seconds, *imported = finished.stdout.split()
+        assert imported == []
+        taken.append(float(seconds))
+        if taken[-1] < MOST_IMPORT_S:
+            break
+    assert min(taken) < MOST_IMPORT_S, taken
+
+
+def test_page_begins_with_a_command_and_is_linked():
+    """Prevents: a page that is hard to enter, and one that the README does not lead to."""
+    assert re.match(r"# [^\n]+\n\n```\npython tools/", PAGE.read_text())
+    assert "](docs/python.md)" in (ROOT / "README.md").read_text()

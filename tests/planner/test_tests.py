@@ -1,0 +1,81 @@
+"""The tests themselves: what the quick ones cover, and that each module stands alone."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+REPOSITORY = Path(__file__).parents[2]
+TESTS = REPOSITORY / "tests"
+NOT_IMPORTED = {"omnibal.presets", "omnibal.export.scripts"}
+"""Data alone, and scripts that are copied into what is exported."""
+
+
+def quick_modules(folder: Path) -> list[Path]:
+    mark = "pytestmark = pytest.mark.quick\n"
+    return [path for path in folder.rglob("test_*.py") if mark in path.read_text()]
+
+
+def packages(top: str) -> Iterator[str]:
+    """Names of the packages under a folder of the repository."""
+    for folder in {path.parent for path in (REPOSITORY / top).rglob("*.py")}:
+        name = folder.relative_to(REPOSITORY).as_posix().replace("/", ".")
+        if name not in NOT_IMPORTED:
+            yield name
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a file names in its imports, and what is taken from them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+@pytest.mark.parametrize(
+    ("folder", "top"),
+    [("planner", "omnibal"), ("", "megatron/vlm"), ("", "tools")],
+    ids=["planner", "trainer", "tools"],
+)
+def test_every_package_has_a_quick_test(folder, top):
+    """Prevents: a package that is added, and that `make quick` or `make planner-quick` then knows
+    nothing of."""
+    names = {name for path in quick_modules(TESTS / folder) for name in imported(path)}
+    lacking = [
+        package
+        for package in packages(top)
+        if not any(name == package or name.startswith(f"{package}.") for name in names)
+    ]
+    assert not lacking, f"mark a module of tests/{folder} as quick that imports from {lacking}"
+
+
+def test_launchers_are_quick():
+    """Prevents: scripts, which nothing imports, left out."""
+    assert TESTS / "test_launchers.py" in quick_modules(TESTS)
+
+
+def test_no_module_of_tests_is_imported():
+    """Prevents: a module whose tests cannot be moved, renamed or run without another's, and one
+    that is loaded twice under two names."""
+    found = [
+        f"{path.relative_to(REPOSITORY)} imports {name}"
+        for path in sorted(TESTS.rglob("*.py"))
+        for name in imported(path)
+        if any(part.startswith("test_") for part in name.split("."))
+    ]
+    assert not found, f"move what is shared into a module named *_cases.py: {found}"
+
+
+def test_no_two_modules_have_one_name():
+    """Prevents: the cases of another folder under the name that a module asks for, as all folders
+    of tests lie on one path."""
+    names = Counter(path.name for path in TESTS.glob("*.py"))
+    for folder in ("planner", "training", "trainers", "tools"):
+        names.update(path.name for path in (TESTS / folder).glob("*.py"))
+    twice = [name for name, count in names.items() if count > 1 and name != "conftest.py"]
+    assert not twice

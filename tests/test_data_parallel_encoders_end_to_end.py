@@ -1,0 +1,96 @@
+"""Plans with data-parallel encoders, through the commands as they are typed."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from commands import launcher
+from end_to_end_cases import (
+    losses,
+    plan_of,
+    rank_environments,
+    ranks_succeed,
+    records,
+    succeed,
+    training,
+    wait_for_steps,
+)
+
+from megatron.vlm.run.arguments import parse_arguments
+from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.pretrain import load_run, open_trainable
+from omnibal.base.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def single(lengths, tmp_path_factory) -> Path:
+    """Everything in one process."""
+    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single", "--packing-levels", "1")
+
+
+@pytest.fixture(scope="module")
+def beside(single, tmp_path_factory) -> Path:
+    """The same steps on two pipelines of two stages, with the encoder data-parallel."""
+    folder = tmp_path_factory.mktemp("plans") / "beside"
+    succeed(
+        "-m", "omnibal", "plan", "--model", "internvl-digits", "--cluster", "laptop-cpu",
+        "--precision", "fp32", "--steps-of", single, "--pp", "2", "--dp", "2",
+        "--encoder", "data-parallel", "-o", folder,
+    )  # fmt: skip
+    return folder
+
+
+def test_data_parallel_encoders_train_resume_and_answer_as_one_process(
+    single, beside, digits, tmp_path
+):
+    """Prevents: a plan that the trainer cannot follow, and another loss or other answers where a
+    run goes on with its encoders elsewhere."""
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6")
+    held = (*heldout, "--eval-interval", "3", "--max-new-tokens", "2")
+    succeed(*training(single, digits, alone, "--train-iters", "3", *held))
+    ranks_succeed(4, *training(beside, digits, apart, "--train-iters", "2"))
+    resume = ("--load", apart, "--train-iters", "3")
+    succeed(*training(single, digits, tmp_path / "back", *resume))
+    said = ranks_succeed(4, *training(beside, digits, apart, *resume, *held))
+    assert f"resuming {apart} after step 2" in said
+    assert losses(apart) == pytest.approx(losses(alone), rel=1e-4)
+    assert losses(tmp_path / "back") == pytest.approx(losses(alone)[2:], rel=1e-4)
+    validated = [
+        json.loads((save / "validation.jsonl").read_text().splitlines()[-1])["loss"]
+        for save in (apart, alone)
+    ]
+    assert validated[0] == pytest.approx(validated[1], rel=1e-4)
+    answered = [json.loads((save / "evaluation.json").read_text()) for save in (apart, alone)]
+    for found in answered:
+        found["examples"].sort(key=json.dumps)  # ranks ask in turn
+    assert answered[0] == answered[1]
+    for record in records(apart):
+        assert all(stage["encoder_ms"] > 0 for stage in record["stages"])
+    page = tmp_path / "report.html"
+    succeed("-m", "omnibal", "report", beside, "--run", apart, "-o", page)
+    assert "encoders, ms" in page.read_text() and "exchange, ms" in page.read_text()
+
+
+def test_rank_that_dies_ends_all_that_encode(beside, digits, tmp_path):
+    """Prevents: ranks that wait for ever for the features of one that is gone."""
+    save = tmp_path / "run"
+    command = training(beside, digits, save, "--save-interval", "1000")
+    with launcher().start(tuple(command), list(rank_environments(4))) as started:
+        wait_for_steps(save, 1)
+        os.kill(started.pids[2], signal.SIGKILL)
+        ended = started.ended
+    assert not any(one.returncode == 0 for one in ended)
+    assert any("rank 2 has not been heard of" in one.stderr for one in ended)
+
+
+def test_other_layers_are_refused(beside, digits, tmp_path, monkeypatch):
+    """Prevents: Transformer Engine's layers where no test has seen them."""
+    command = training(beside, digits, tmp_path / "run")
+    monkeypatch.setattr("sys.argv", [str(word) for word in command])
+    arguments = replace(parse_arguments().run, provider="te")
+    with pytest.raises(UserError, match="--provider te was given, but the plan's encoders"):
+        load_run(arguments, open_trainable(beside), Launch(rank=0, world_size=4, local_rank=0))

@@ -1,0 +1,92 @@
+"""Exported checkpoints' files: what is in them, and what is changed in them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conversion_cases import OURS
+from released import write_tensors
+from safetensors.torch import load_file
+
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
+from megatron.vlm.conversion.importing import open_released
+from omnibal.data.tokenizer import open_tokenizer
+
+SHARD_BYTES = 20_000
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INDEX = "model.safetensors.index.json"
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file under a folder."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
+    planned = plan_export_like(open_newest(run), open_released(like), dtype)
+    write_export(planned, target, lambda size: None)
+    return target
+
+
+def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+    tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
+    planned = plan_export_as(open_newest(run), OURS[layout], dtype, tokenizer, size)
+    write_export(planned, target, lambda size: None)
+    return target
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        own = load_file(path)
+        assert not own.keys() & found.keys()
+        found |= own
+    return found
+
+
+def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+# What a user can get wrong. Each case changes a copy of a good checkpoint.
+
+
+def edit_json(path: Path, change: Callable[[dict], None]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def edit_config(**changes: object) -> Callable[[Path], None]:
+    """Keys with a double underscore are of the table before it."""
+
+    def apply(config: dict) -> None:
+        for key, value in changes.items():
+            table, _, own = key.rpartition("__")
+            (config[table] if table else config)[own] = value
+
+    return lambda folder: edit_json(folder / "config.json", apply)
+
+
+def edit_tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        tensors = tensors_of(folder)
+        change(tensors)
+        for path in [*folder.glob("*.safetensors"), folder / INDEX]:
+            path.unlink()
+        write_tensors(folder, tensors, SHARD_BYTES)
+
+    return apply
+
+
+def edit_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]):
+    return edit_tensors(lambda tensors: tensors.update({name: change(tensors[name])}))

@@ -1,0 +1,101 @@
+"""Toy plans with data-parallel encoders, and a rank's part of a step of given packs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from toy import stages_of, toy_plan
+
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, EncodingRanks
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.packing.packs import Packs, ScheduledPacks
+
+ITEM_FIELDS = {"tiles": ("pixels_TCPP", "drop_path_keys_T"), "clips": ("frames_CBF",)}
+"""Fields of a micro-batch that have an entry an item."""
+
+
+def data_parallel_plan(
+    model: ModelConfig,
+    cuts: Sequence[int] = (),
+    *,
+    pipelines: int = 1,
+    per_pass: int = 3,
+    kept: int = 2,
+    frozen: tuple[str, ...] = (),
+    recompute: dict[str, tuple[int, ...]] | None = None,
+    **sizes: object,
+) -> Plan:
+    """A plan whose stages are cut from the language model; cuts count its units alone."""
+    stages = stages_of(model.without_encoders(), *cuts, **(recompute or {}))
+    encoders = list(model.encoders)
+    beside = DataParallelEncoders(
+        pipelines=pipelines,
+        items_per_pass=dict.fromkeys(encoders, per_pass),
+        kept_items=dict.fromkeys(encoders, kept),
+        item_ms={name: 1.0 + place for place, name in enumerate(encoders)},
+    )
+    plan = toy_plan(model, stages, **sizes)
+    return plan.model_copy(update={"beside": beside, "frozen": frozen})
+
+
+def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
+    """One step of packs, of which every data-parallel rank has every `ranks`-th."""
+    number = np.arange(len(packs))
+    order = np.argsort(number % ranks, kind="stable")
+    each = [packs[i] for i in order]
+    return ScheduledPacks(
+        packs=Packs(samples=number, offsets=np.arange(len(packs) + 1)),
+        step=np.zeros(len(packs), np.int64),
+        dp_rank=(number[order] % ranks).astype(np.int32),
+        slot=(number[order] // ranks).astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items={
+            "tiles": np.array([pack.tiles for pack in each], np.int32),
+            "clips": np.array([pack.clips for pack in each], np.int32),
+        },
+        tokens=np.array([pack.tokens for pack in each], np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )
+
+
+def shares_of(plan: Plan, scheduled: ScheduledPacks, rank: int) -> EncoderShares:
+    ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
+    return EncoderShares(model=plan.model, beside=plan.beside, ranks=ranks, packs=scheduled)
+
+
+def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
+    """This rank's part of a step: its passes, and then its micro-batches without items."""
+    own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    if plan.beside is None:
+        return MicroBatchStream.of(own)
+    scheduled = dealt(packs, plan.parallel.data)
+    shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
+    in_order = sorted(range(len(packs)), key=lambda i: (i % plan.parallel.data, i))
+    passes = [_pass(one, [packs[i] for i in in_order]) for one in shares.passes]
+    fields = [name for names in ITEM_FIELDS.values() for name in names]
+    texts = [replace(batch, **dict.fromkeys(fields)) for batch in own]
+    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
+
+
+def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:
+    fields = dict[str, torch.Tensor]()
+    for name in ITEM_FIELDS[planned.feature]:
+        parts = list(_parts(planned, packs, name))
+        if parts:
+            fields[name] = torch.cat(parts)
+    return MicroBatch(
+        **{"tiles": 0, planned.feature: planned.items}, tokens=0, segment_tokens=(), **fields
+    )
+
+
+def _parts(planned: EncoderPass, packs: Sequence[MicroBatch], name: str) -> Iterator[torch.Tensor]:
+    for run in planned.runs:
+        whole = vars(packs[run.row])[name]
+        if whole is not None:
+            yield whole[run.items.start : run.items.stop]

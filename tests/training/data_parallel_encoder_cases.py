@@ -1,0 +1,135 @@
+"""Training with data-parallel encoders."""
+
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from data_parallel_cases import data_parallel_plan, own_stream
+from tensor_parallel_cases import OPTIONS, by_name, gather_gradients, model_of
+from toy import toy_audio_encoder, toy_batch
+
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.model.layers import ExpertsConfig, LayerRun
+
+# Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
+# slots, all images in one pack, none at all, one pack for all ranks.
+STEPS = [
+    [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)], [(1, 8), (0, 6), (2, 11)], [(1, 4)], [(0, 9)]],
+    [[(0, 20)], [(6, 10), (5, 8)], [(0, 8)], [(0, 5)], [(0, 11)]],
+    [[(0, 7)], [(0, 12), (0, 4)], [(0, 5)]],
+    [[(2, 6)]],
+]
+ALL = range(len(STEPS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan with data-parallel encoders, and everything that goes with it."""
+
+    sizes: dict
+    pipelines: int = 1
+    cuts: tuple[int, ...] = ()
+    per_pass: int = 2
+    kept: int = 2
+    frozen: tuple[str, ...] = ()
+    recompute: dict = field(default_factory=dict)
+    drop_path: float = 0.0
+    tied: bool = False
+    audio: bool = False
+    experts: bool = False
+
+
+# Units of the language model: 0 embed, 1-2 layers, 3 head.
+CASES = {
+    "pp2-dp2": Case({"data": 2}, pipelines=1, cuts=(2,), kept=1, drop_path=0.3),
+    "pp2-dp2-one-group": Case(
+        {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",)
+    ),
+    "tp2-sp-dp2": Case(
+        {"tensor": 2, "sequence_parallel": True, "data": 2}, pipelines=2, kept=99,
+        recompute={"language": (1,)}, frozen=("vision",),
+    ),
+    "dp4": Case({"data": 4}, pipelines=2, kept=1, frozen=("projector",)),
+    "dp4-frozen": Case({"data": 4}, pipelines=4, frozen=("vision", "projector")),
+    "pp4": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3),
+    "pp2-dp2-audio": Case({"data": 2}, pipelines=2, cuts=(2,), audio=True),
+    "tp2-sp-dp2-audio": Case(
+        {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
+        frozen=("audio", "audio_projector"),
+    ),
+    "dp4-audio": Case(
+        {"data": 4}, pipelines=4, kept=3, audio=True, frozen=("language", "vision"),
+    ),
+    # Ranks without a pack, or with one less, compute empty ones to join others.
+    "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
+    "pp2-dp2-experts": Case({"data": 2, "expert": 2}, cuts=(2,), audio=True, experts=True),
+}  # fmt: skip
+
+
+def model_of_case(case):
+    model = model_of(vocabulary=49, kv_heads=2)
+    language = model.language.model_copy(update={"tied_head": case.tied})
+    if case.experts:
+        experts = ExpertsConfig(
+            experts=8, experts_per_token=2, ffn_hidden_size=10, auxiliary_loss=0.5
+        )
+        runs = (LayerRun(layers=1, experts=experts),)
+        language = language.model_copy(update={"runs": runs})
+    audio = {"audio": toy_audio_encoder(layers=2)} if case.audio else {}
+    encoders = model.encoders | audio
+    return model.model_copy(update={"language": language, "encoders": encoders})
+
+
+def plan_of(case):
+    return data_parallel_plan(
+        model_of_case(case), case.cuts, pipelines=case.pipelines, per_pass=case.per_pass,
+        kept=case.kept, frozen=case.frozen, recompute=case.recompute, **case.sizes,
+    )  # fmt: skip
+
+
+def packs_of(model, number, drop_path):
+    """The packs of a step, with weights that differ between positions."""
+    for index, samples in enumerate(STEPS[number]):
+        if model.takes_audio:  # in some packs without images, and not in all that have any
+            samples = [(tiles, text, text % 3) for tiles, text in samples]
+        batch = toy_batch(model, samples, seed=100 * number + index)
+        weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
+        keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + index if drop_path else None
+        total = weights.sum().item()
+        yield replace(batch, loss_weights_L=weights, loss_weight=total, drop_path_keys_T=keys)
+
+
+def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
+    """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
+    options = replace(OPTIONS, drop_path_rate=drop_path)
+    trainer = build_trainer(plan, links, options, steps=10, seed=3)
+    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(options))
+    if load is not None:
+        assert load_checkpoint(load, *parts).step == steps.start
+    results, gradients = [], []
+    for number in steps:
+        packs = list(packs_of(plan.model, number, drop_path))
+        stream = own_stream(plan, packs)
+        result = train_step(trainer, stream, slots=trainer.most_in_lockstep(len(stream)))
+        results.append((result.loss, result.grad_norm, result.loss_tokens))
+        gather_gradients(trainer.model)
+        if trainer.encoders is not None and trainer.encoders.trained:
+            gather_encoder_gradients(trainer.encoders.model)
+        gradients.append([by_name(stage, lambda p: p.main_grad) for stage in trainer.stages])
+    trainer.wait_for_weights()
+    if save is not None:
+        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+        writer.save(steps.stop, {})
+        writer.finish()
+        assert not writer.failures
+    return results, gradients, [by_name(stage, lambda p: p) for stage in trainer.stages]
+
+
+def gather_encoder_gradients(model):
+    """Each rank has only its share of the summed gradients; now all have all."""
+    group = dist.group.WORLD
+    for buffer in model.buffers:
+        for bucket in buffer.buckets:
+            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)

@@ -1,0 +1,29 @@
+"""Answers of a pipeline."""
+
+from pathlib import Path
+
+from toy import OPTIONS
+
+from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.train import build_trainer
+from omnibal.data.annotations import Annotations
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.model.config import load_model
+from omnibal.model.limits import Caps
+
+MAX_NEW_TOKENS = 4
+SAMPLES = 6
+CAPS = Caps.of(tiles=8, tokens=400)
+
+
+def reader_of(folder: Path) -> SampleReader:
+    tokenizer = open_tokenizer(folder / "tokenizer.model")
+    annotations = Annotations.open(folder / "heldout" / "meta.json")
+    return SampleReader(annotations, tokenizer, load_model("internvl-digits"))
+
+
+def pipeline_answers(links, plan, folder):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
+    options = EvaluationOptions(samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS)
+    return evaluate(trainer, CAPS, reader_of(folder), 0, options, lambda done, total: None)

@@ -1,0 +1,440 @@
+"""Checks on a fake device: python tests/training/fake_device_cases.py NAME.
+
+Each runs in a process of its own, that has prepared Megatron-core for no other device.
+Shapes: T tokens, N heads, D head size.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from kept_cases import copies_keys
+from torch.nn.attention.varlen import varlen_attn
+from toy import OPTIONS, stages_of, toy_model, toy_plan
+
+from megatron.vlm.checkpoint.save_load import _on_host
+from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
+from megatron.vlm.measure.fake_device.kernels import RefusedByDeviceError
+from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
+from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
+from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.step.train import build_trainer
+from omnibal.cost.model import pack_features
+from omnibal.data.lengths import Lengths
+from omnibal.job.fake_replay import FakeStage, heaviest_windows
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.job.plan_data import MockData, SampleData
+from omnibal.job.planner import PlanRequest, make_plan, prediction_of
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.stage import Stage, joined
+from omnibal.pipeline.stage_memory import stage_memories
+from omnibal.pipeline.workload import Workload
+
+MIB = 1 << 20
+MOST_DEVIATION = 0.001
+"""Of predicted from allocated peaks."""
+
+
+def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def memory() -> None:
+    """Bytes of tensors that were counted by hand."""
+    with fake_cuda() as fake_device:
+        now = torch.cuda.memory_allocated
+        assert now() == 0
+        one = on_device(100, dtype=torch.float32)  # 400 bytes, in one block of 512
+        assert now() == 512
+        view = one[10:]
+        assert now() == 512, "a view has no memory of its own"
+        empty = on_device(0)
+        assert now() == 512
+        other = on_device(1025, dtype=torch.uint8)
+        assert now() == 512 + 1536
+        del one
+        assert now() == 512 + 1536, "the view still holds it"
+        del view, other, empty
+        assert now() == 0 and torch.cuda.max_memory_allocated() == 2048
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == 0
+        _kept_for_backward(fake_device)
+    assert not torch.cuda.is_available(), "the calls are taken back"
+
+
+def _kept_for_backward(fake_device: FakeCuda) -> None:
+    """What a product, a norm and an attention keep, and need besides."""
+    now, watch = torch.cuda.memory_allocated, fake_device.device.memory
+    x_TD = on_device(1024, 512).requires_grad_()  # 1 MiB
+    weight = on_device(512, 512).requires_grad_()  # half
+    y_TD = F.linear(x_TD, weight)
+    assert now() == 2.5 * MIB
+    normed_TD = F.rms_norm(y_TD, (512,), on_device(512), 1e-6)
+    assert now() == 3.5 * MIB + 1024 + 4 * 1024, "its output, weight and a number a row"
+    watch.watch()
+    normed_TD.backward(torch.empty_like(normed_TD))
+    # Input, weight and both results, and gradients of input and weight.
+    assert now() == 5 * MIB, now()
+    assert sum(size for _, size in watch.contents().values()) == watch.highest_bytes
+
+
+def attention() -> None:
+    """Flash attention keeps its inputs, output and a number a row; its backward needs a float32
+    query gradient."""
+    with fake_cuda() as fake_device:
+        qkv = [on_device(1024, 8, 64).requires_grad_() for _ in range(3)]  # 1 MiB each
+        borders = torch.tensor([0, 512, 1024], dtype=torch.int32).to("cuda")
+        before = torch.cuda.memory_allocated()
+        out = varlen_attn(*qkv, borders, borders, 512, 512, window_size=(-1, 0))
+        kept = torch.cuda.memory_allocated() - before
+        assert kept == MIB + 4 * 8 * 1024 + 512, kept
+        fake_device.device.memory.watch()
+        gradient = torch.empty_like(out)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out.backward(gradient)
+        rows = 8 * (1024 + 2 * 128)
+        most = torch.cuda.max_memory_allocated() - before
+        # What it is not asked for has a gradient too: zeros.
+        assert most == 3 * MIB + rows * (64 + 1) * 4 + 4 * 8 * 1024 + 512, most
+        heads = torch.ops.aten.scaled_dot_product_attention
+        vision = [on_device(2, 4, 64, 128).requires_grad_() for _ in range(3)]
+        before = torch.cuda.memory_allocated()
+        out = heads(*vision)
+        assert torch.cuda.memory_allocated() - before <= 2 * 4 * 64 * (128 * 2 + 4) + 4 * 512
+        heads(vision[0], vision[1][:, :2], vision[2][:, :2], is_causal=True, enable_gqa=True)
+        [flash] = [
+            one
+            for one in fake_device.device.counts.operations()
+            if one.operation == "aten::_scaled_dot_product_flash_attention"
+        ]
+        # Two products of all pairs, and of half of them, also where heads share keys.
+        pairs = 2 * 4 * 64 * 64
+        assert round(flash.tflop * 1e12) == round(1.5 * 2 * 2 * pairs * 128), flash
+
+
+def refusals() -> None:
+    """What a real device refuses, and fake tensors do not."""
+    with fake_cuda():
+        host = torch.empty(8, 8, dtype=torch.bfloat16)
+        mixed = (on_device(8, 8), on_device(8, 8, dtype=torch.float32))
+        borders = torch.tensor([0, 8], dtype=torch.int64).to("cuda")
+        summed = on_device(8, 8, dtype=torch.float32)
+        torch.addmm(
+            summed, on_device(8, 8), on_device(8, 8), out_dtype=torch.float32, out=summed
+        )  # a sum in the type that is asked for
+        cases = {
+            "a matrix product": lambda: torch.addmm(summed, on_device(8, 8), on_device(8, 8)),
+            "one type": lambda: torch.mm(*mixed),
+            "on the device": lambda: torch.mm(on_device(8, 8), host),
+            "devices": lambda: on_device(8, 8) + host,
+            "contiguous": lambda: F.scaled_dot_product_attention(
+                *(on_device(1, 1, 64, 8).transpose(2, 3) for _ in range(3))
+            ),
+            "int32": lambda: varlen_attn(
+                *(on_device(8, 2, 64) for _ in range(3)), borders, borders, 8, 8
+            ),
+        }
+        for words, wrong in cases.items():
+            try:
+                wrong()
+            except (RefusedByDeviceError, RuntimeError) as error:
+                assert words in str(error), (words, error)
+            else:
+                raise AssertionError(f"nothing refused: {words}")
+
+
+def host_reads() -> None:
+    """Values that the host waits for, by where they are read; what is on the host is free."""
+    with fake_cuda() as fake_device:
+        tensor = on_device(4)
+        torch.tensor([1, 2, 3]).tolist()
+        assert not fake_device.device.counts.host_reads()
+        tensor.sum().item()
+        tensor.cpu()
+        torch.tensor([tensor[0], tensor[1]])
+        reads = fake_device.device.counts.host_reads()
+        assert sum(read.count for read in reads) == 4, reads
+        assert all("fake_device_cases.py" in read.where for read in reads), reads
+
+
+def counts() -> None:
+    """Launches, arithmetic and bytes of operations that were counted by hand."""
+    with fake_cuda() as fake_device:
+        left, right = on_device(64, 32), on_device(32, 16)
+        left.view(-1)
+        assert not fake_device.device.counts.operations()
+        product = left @ right
+        product.zero_()
+        product + product
+        torch.mm(on_device(8, 30), on_device(30, 8))
+        counted = {one.operation: one for one in fake_device.device.counts.operations()}
+        assert set(counted) == {"aten::mm", "aten::zero_", "aten::add"}
+        assert counted["aten::mm"].kernels == 2
+        flop = 2 * 64 * 32 * 16 + 2 * 8 * 30 * 8
+        assert round(counted["aten::mm"].tflop * 1e12) == flop
+        moved = 2 * (64 * 32 + 32 * 16 + 64 * 16) + 2 * (2 * 8 * 30 + 64)
+        assert round(counted["aten::mm"].gigabytes * 1e9) == moved
+        assert round(counted["aten::zero_"].gigabytes * 1e9) == 2 * 64 * 16
+        assert round(counted["aten::add"].gigabytes * 1e9) == 3 * 2 * 64 * 16
+        [odd] = fake_device.device.counts.unaligned()
+        assert odd.sizes == (8, 30, 8) and 30 in odd.leading_dimensions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A preset with few layers, and how it is laid out."""
+
+    model: str
+    tensor: int = 1
+    sequence: bool = False
+    vision: int = 2
+    frozen: tuple[str, ...] = ()
+    recompute: RecomputeRule = RecomputeRule.NONE
+    tied: bool = False
+    stages: int = 1
+    edited: bool = False
+    """Whether every tower's last layer of a stage, and no other, is recomputed."""
+
+
+LAYOUTS = (
+    Layout(model="internvl2.5-1b", tied=True),
+    Layout(model="internvl2.5-1b", tied=True, stages=2),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, recompute=RecomputeRule.FULL),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=4, sequence=True, frozen=("vision",)),
+    Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2, edited=True),
+    Layout(model="internvl2.5-78b", tensor=8, sequence=True, recompute=RecomputeRule.CHEAPEST),
+    Layout(model="internvl2.5-8b", frozen=("vision", "language"), stages=2),
+    Layout(model="llama3.1-8b", tensor=2, sequence=True, vision=0),
+    Layout(model="qwen2.5-32b", tensor=4, vision=0, recompute=RecomputeRule.FULL),
+)
+
+
+def _with_last_recomputed(stage: Stage) -> Stage:
+    spans = [span for span in stage.units if span.layers]
+    return stage.model_copy(update={"recompute": joined(span.units[-1] for span in spans)})
+
+
+def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of micro-batches at caps, and these."""
+    model = load_model(layout.model)
+    towers = {"language": 2} | ({"vision": layout.vision} if layout.vision else {})
+    model = model.with_layers(**towers).with_tower("language", tied_head=layout.tied)
+    images = {"tiles": 3} if layout.vision else {}
+    job = JobSpec(
+        model=model,
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(
+            tensor=layout.tensor, pipeline=layout.stages, sequence_parallel=layout.sequence
+        ),
+        precision="bf16",
+        frozen=layout.frozen,
+    )
+    data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3)
+    searched = layout.recompute == RecomputeRule.CHEAPEST
+    method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
+    request = PlanRequest(job=job, data=data, method=method, recompute=layout.recompute)
+    plan, scheduled = make_plan(request).plan, data.schedule(job)
+    if layout.edited:
+        stages = [_with_last_recomputed(stage) for stage in plan.stages]
+        plan = plan.model_copy(update={"stages": tuple(stages)})
+        features = pack_features(scheduled[0].packs, scheduled[1], job.cost.features)
+        workload = Workload.of(scheduled[0], features, plan.parallel.data)
+        prediction = prediction_of(plan, job, scheduled[0], workload)
+        plan = plan.model_copy(update={"prediction": prediction})
+    return plan, scheduled
+
+
+def whole_stages() -> None:
+    """State to the byte, a peak as it is predicted, and whose contents add up, of stages of many
+    layouts."""
+    for layout in LAYOUTS:
+        plan, (packs, lengths) = plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.levels)
+        for stage in range(layout.stages):
+            _state_is_exact(plan, stage)
+            windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows, load, lambda: None)
+            if not copies_keys(plan):
+                deviation = counted.deviation or 1.0
+                assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
+            total = sum(part.gib for part in counted.contents)
+            assert abs(total - counted.allocated_gib) < 1e-9, layout
+            assert counted.peak_phase in ("forward", "backward", "optimizer"), layout
+            state = [part.gib for part in counted.contents if part.phase == "state"]
+            assert abs(sum(state) - counted.state_gib) < 1e-9, layout
+            inside = [read for read in counted.host_reads if read.phase != "optimizer"]
+            assert not inside, (layout, inside)
+
+
+def levels() -> None:
+    """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
+    plan, packs, lengths = plan_of_levels()
+    job = job_of(plan)
+    cost, workload = job.cost_of_all(plan.levels), job.workload(packs, lengths, plan.levels)
+    both = [stage_memories(cost, [plan.stages_at(level)] * 2, workload) for level in (0, 1)]
+    for stage in range(len(plan.stages)):
+        windows = heaviest_windows(cost, plan, stage, workload)
+        load = random_rows(plan, stage, packs, lengths)
+        counted = run_fake_stage(plan, stage, windows, load, lambda: None)
+        # Tensors on the links are predicted as large as the run's largest: up to two here.
+        largest_bytes = packs.tokens.max() * plan.model.language.hidden_size * 2
+        too_much = counted.predicted_gib - counted.allocated_gib
+        rounding = MOST_DEVIATION * counted.allocated_gib
+        assert -rounding < too_much < rounding + 2 * largest_bytes / 2**30, (stage, too_much)
+        none, every = (memories[stage].peak_gib for memories in both)
+        apart = min(none - counted.predicted_gib, counted.predicted_gib - every)
+        assert abs(counted.allocated_gib - counted.predicted_gib) < apart / 5, "levels count little"
+
+
+def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
+    """Two stages; nine packs of a long sample, and nine of three short ones."""
+    tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
+    lengths = Lengths(
+        items={"tiles": tiles},
+        tokens=tiles * 256 + np.repeat([1600, 250], [9, 27]).astype(np.int32),
+        loss_tokens=np.full(36, 200, np.int32),
+        source=np.zeros(36, np.int32),
+        source_names=("random",),
+        origin=None,
+    )
+    caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
+    data = SampleData(
+        lengths=lengths,
+        caps=caps[1],
+        packing=PackingMethod.BALANCED,
+        packs_per_step=6,
+        epochs=1,
+        seed=0,
+        levels=tuple(Level(caps=each) for each in caps),
+    )
+    job = JobSpec(
+        model=load_model("internvl2.5-8b").with_layers(vision=4, language=4),
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=2),
+        precision="bf16",
+    )
+    made = make_plan(PlanRequest(job=job, data=data))
+    packs, lengths = made.data
+    again = tuple(
+        joined(one for span in stage.units for one in span.units if one.layers)
+        for stage in made.plan.stages
+    )
+    none = ((),) * len(again)
+    levels = tuple(
+        PlannedLevel(**dict(level), recompute=recompute)
+        for level, recompute in zip(data.levels, (none, again), strict=True)
+    )
+    plan = made.plan.model_copy(update={"levels": levels})
+    predicted = prediction_of(plan, job, packs, job.workload(packs, lengths, levels))
+    return plan.model_copy(update={"prediction": predicted}), packs, lengths
+
+
+def job_of(plan: Plan) -> JobSpec:
+    return JobSpec.of_plan(plan)
+
+
+def _state_is_exact(plan: Plan, stage: int) -> None:
+    """What the plan says, and what core and torch add, which no plan is told: room between
+    parameters in core's buffers, the optimizer's step counts, frequencies of rotary embedding."""
+    with fake_cuda(), standing_in(plan.parallel, stage) as links:
+        replayer = StageReplayer(plan, links)
+        trainer = replayer.trainer
+        room = sum(
+            buffer.numel - sum(one.numel() for one in buffer.params)
+            for buffer in trainer.model.buffers
+        )
+        others = sum(one.nbytes for one in trainer.stage.buffers())
+        for optimizer in trainer.optimizer.chained_optimizers:
+            kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
+            others += sum(state["step"].nbytes for state in kept.values())
+        memory = plan.prediction.stages[stage].memory
+        planned = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
+        exact = round(planned * 2**30) + room * (2 + 4) + others
+        assert state_bytes_of(trainer) == exact, (plan.model.name, stage)
+
+
+def device_checks() -> None:
+    """What runs on one device in cuda_checks.py, but for the comparison of numbers."""
+    import cuda_checks
+
+    with fake_cuda() as fake_device:
+        for sizes in (([5, 300, 1], [5, 300, 1]), ([5, 300, 1], [5, 700, 260])):
+            both = cuda_checks.attended_both_ways(*sizes)
+            shapes = [[one.shape for one in way] for way in both]
+            assert shapes[0] == shapes[1]
+        assert {one.phase for one in fake_device.device.counts.operations()} == {"build"}
+    toy = toy_plan(toy_model(), stages_of(toy_model()))
+    for precision in ("fp32", "bf16"):
+        plan = toy.model_copy(update={"precision": precision})
+        with fake_cuda(), standing_in(plan.parallel, 0) as links:
+            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3, can_save=False)
+            assert len(cuda_checks._steps(trainer, 0, 1)) == 1
+            weights = list(trainer.stage.parameters())
+            bucket = ("file", "file", ([], [(None, weight) for weight in weights]))
+            [(_, _, (_, copied))] = _on_host([bucket], set())
+            assert {one.device.type for one in weights} == {"cuda"}
+            assert {one.device.type for _, one in copied} == {"cpu"}
+    real = cuda_checks.real_size_plan()
+    with fake_cuda(), standing_in(real.parallel, 0) as links:
+        sizes = (9, (1500, 1500, 1096), 400)
+        losses = cuda_checks.losses_on_one_pack(links, real, *sizes, can_save=False)
+        assert len(losses) == 4
+        assert torch.cuda.max_memory_allocated() > 5 << 30
+
+
+def planted() -> None:
+    """Mistakes in the model, each found by running one stage."""
+    layout = Layout(model="internvl2.5-1b")
+    plan, (packs, lengths) = plan_of(layout)
+    workload = job_of(plan).workload(packs, lengths, plan.levels)
+    forward = VLMStage.forward
+
+    def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> FakeStage:
+        VLMStage.forward = lambda stage, batch: change(forward(stage, batch))
+        windows = heaviest_windows(job_of(plan).cost, plan, 0, workload)[:1]
+        return run_fake_stage(plan, 0, windows, random_rows(plan, 0, packs, lengths), lambda: None)
+
+    def mixed(loss: torch.Tensor) -> torch.Tensor:
+        return loss + torch.mm(on_device(8, 8), on_device(8, 8, dtype=torch.float32)).sum()
+
+    for change, words in (
+        (mixed, "one type"),
+        (lambda loss: loss + torch.ones(3).sum(0, keepdim=True), "device"),
+    ):
+        try:
+            run_with(change)
+        except (RefusedByDeviceError, RuntimeError) as error:
+            assert words in str(error), error
+        else:
+            raise AssertionError(f"not found: {words}")
+    found = run_with(lambda loss: loss * (1 + loss.item()))
+    [read] = [one for one in found.host_reads if one.phase == "forward"]
+    assert "fake_device_cases.py" in read.where and read.count == found.micro_batches
+
+
+CASES = (
+    memory, attention, refusals, host_reads, counts, whole_stages, levels, device_checks, planted,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    chosen = sys.argv[1:]
+    for case in CASES:
+        if not chosen or case.__name__ in chosen:
+            case()
+            print(f"passed {case.__name__}")

@@ -1,0 +1,206 @@
+"""Data-parallel encoders, on four processes, against one process with everything in its
+pipeline: same loss, every gradient, same weights after."""
+
+import functools
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from data_parallel_cases import own_stream
+from data_parallel_encoder_cases import CASES, Case, model_of_case, packs_of, plan_of, train_steps
+from ranks import run_ranks
+from tensor_parallel_cases import OPTIONS, assert_equal_whole
+from toy import stages_of, toy_plan
+
+from megatron.vlm.step.train import build_trainer, train_step
+
+
+@functools.cache
+def single_process(frozen, tied, drop_path, audio, experts=False):
+    model = model_of_case(Case({}, tied=tied, audio=audio, experts=experts))
+    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
+    return run_ranks(plan.parallel, train_steps, plan, drop_path)[0]
+
+
+def assert_equal(ranks, tensor, expected):
+    """Tensors of every rank's stage, and of its whole copy of the encoders."""
+    if len(ranks[0]) == 1:  # which are units of the stages
+        merged = [name for rank in ranks for name in rank[0]]
+        assert set(merged) == expected.keys()
+        for first in range(0, len(ranks), tensor):
+            own = [parts[0] for parts in ranks[first : first + tensor]]
+            assert_equal_whole(own, tensor, {name: expected[name] for name in own[0]})
+        return
+    language = {n: value for n, value in expected.items() if is_language(n)}
+    rest = {n: value for n, value in expected.items() if not is_language(n)}
+    assert_equal_whole([parts[0] for parts in ranks], tensor, language)
+    for parts in ranks:
+        assert_equal_whole([parts[1]], 1, rest)
+
+
+def assert_same_training(ranks, tensor, reference):
+    results, gradients, weights = reference
+    for rank in ranks:
+        for got, expected in zip(rank[0], results, strict=True):
+            assert got == pytest.approx(expected, rel=1e-5)
+    for step, [expected] in enumerate(gradients):
+        assert_equal([rank[1][step] for rank in ranks], tensor, expected)
+    assert_equal([rank[2] for rank in ranks], tensor, weights[0])
+
+
+def is_language(name):
+    return name.startswith(("language.", "embedding.", "head."))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_data_parallel_encoders_train_as_one_process(name):
+    """Prevents: a loss or gradient that depends on who encodes an item, features at the wrong
+    token, and ranks that wait for ever for one that has nothing to encode."""
+    case = CASES[name]
+    plan = plan_of(case)
+    alone = single_process(case.frozen, case.tied, case.drop_path, case.audio, case.experts)
+    ranks = run_ranks(plan.parallel, train_steps, plan, case.drop_path)
+    assert_same_training(ranks, plan.parallel.tensor, alone)
+
+
+def in_pipeline(*cuts, frozen=(), **sizes):
+    model = model_of_case(Case({}))
+    return toy_plan(model, stages_of(model, *cuts), **sizes).model_copy(update={"frozen": frozen})
+
+
+RESUMES = {
+    "beside-to-pipeline": (
+        plan_of(Case({"tensor": 2, "data": 2}, pipelines=2)), in_pipeline(2, data=2),
+    ),
+    "pipeline-to-beside": (
+        in_pipeline(2, tensor=2, sequence_parallel=True), plan_of(Case({"data": 2}, cuts=(1,))),
+    ),
+    "other-sizes": (
+        plan_of(Case({"data": 4}, pipelines=4)),
+        plan_of(Case({"tensor": 2, "sequence_parallel": True}, cuts=(2,))),
+    ),
+    "frozen-language": (
+        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        in_pipeline(tensor=2, frozen=("language",)),
+    ),
+    "frozen-encoders": (
+        in_pipeline(5, frozen=("vision", "projector")),
+        plan_of(Case({"data": 2}, frozen=("vision", "projector"))),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_resumes_with_encoders_elsewhere(tmp_path, name):
+    """Prevents: a checkpoint that fits one placement of the encoders alone, or moments of another
+    parameter."""
+    before, after = RESUMES[name]
+    results, gradients, weights = single_process(before.frozen, False, 0.0, False)
+    run_ranks(before.parallel, train_steps, before, 0.0, range(2), None, tmp_path)
+    ranks = run_ranks(after.parallel, train_steps, after, 0.0, range(2, 4), tmp_path)
+    rest = (results[2:], gradients[2:], weights)
+    assert_same_training(ranks, after.parallel.tensor, rest)
+
+
+def said_by_core(links, plan, folder):
+    """What core says of states that differ between ranks, during a save."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    core = logging.getLogger("megatron.core.dist_checkpointing.validation")
+    core.addHandler(handler)
+    train_steps(links, plan, steps=range(1), save=folder)
+    return lines
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        in_pipeline(2, data=2),
+        plan_of(Case({"data": 2}, pipelines=2)),
+        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        in_pipeline(5, frozen=("vision", "projector")),
+    ],
+    ids=["pipeline", "beside", "frozen-language", "frozen-stage"],
+)
+def test_ranks_save_the_same_in_common(tmp_path, plan):
+    """Prevents: a warning of core's from every rank at every save, in which a true one is lost."""
+    assert not any(run_ranks(plan.parallel, said_by_core, plan, tmp_path))
+
+
+def test_bf16_trains_as_fp32():
+    """Prevents: an exchange that mixes types, or gradients lost to rounding."""
+    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2, audio=True))
+    fp32 = run_ranks(plan.parallel, train_steps, plan)[0][0]
+    plan = plan.model_copy(update={"precision": "bf16"})
+    for results, _, weights in run_ranks(plan.parallel, train_steps, plan):
+        for got, expected in zip(results, fp32, strict=True):
+            assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
+        assert all(weight.dtype == torch.bfloat16 for part in weights for weight in part.values())
+
+
+def passes_of_each_kind(links, plan):
+    """Passes of this rank; and items of every forward of a layer of the encoders, in one step."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    seen = []
+    layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
+    layer.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
+    stream = own_stream(plan, list(packs_of(plan.model, 0, 0.0)))
+    train_step(trainer, stream)
+    return [(one.items, one.is_kept) for one in stream.encoding.passes], seen
+
+
+def test_only_what_is_not_kept_runs_again():
+    """Prevents: a forward more than planned, or memory for more items than planned."""
+    plan = plan_of(Case({"data": 2}, pipelines=2, per_pass=2, kept=3))
+    for passes, seen in run_ranks(plan.parallel, passes_of_each_kind, plan):
+        assert [items for items, _ in passes] == [2, 1, 2]
+        assert [is_kept for _, is_kept in passes] == [True, True, False]
+        assert seen == [2, 1, 2, 2]
+
+
+def poisoned_step(links, plan):
+    """Whether a step of poison is skipped and changes nothing, and the next one's loss."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    parameters = [weight for stage in trainer.stages for weight in stage.parameters()]
+    before = [weight.detach().clone() for weight in parameters]
+    packs = list(packs_of(plan.model, 3, 0.0))
+    poison = [replace(one, pixels_TCPP=one.pixels_TCPP * float("nan")) for one in packs]
+    skipped = train_step(trainer, own_stream(plan, poison)).skipped
+    same = all(map(torch.equal, before, parameters))
+    return skipped, same, train_step(trainer, own_stream(plan, packs)).loss
+
+
+def test_step_that_is_not_finite_changes_no_copy():
+    """Prevents: encoders spoilt on some ranks, and different copies from then on."""
+    plan = plan_of(Case({"data": 2}, cuts=(2,), pipelines=2))
+    results = run_ranks(plan.parallel, poisoned_step, plan)
+    assert all(skipped and same for skipped, same, _ in results)
+    assert len({loss for _, _, loss in results}) == 1
+    assert math.isfinite(results[0][2])
+
+
+def gradients_in_norm(links, plan):
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
+    train_step(trainer, own_stream(plan, list(packs_of(plan.model, 0, 0.0))))
+    optimizers = trainer.optimizer.chained_optimizers
+    taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
+    return sum(map(torch.numel, taken))
+
+
+def test_every_gradient_counts_once_in_the_norm():
+    """Prevents: copies of the encoders counted on every tensor-parallel rank, or on one alone."""
+    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2))
+    model = model_of_case(Case({}))
+    alone = toy_plan(model, stages_of(model))
+    taken = sum(run_ranks(plan.parallel, gradients_in_norm, plan))
+    assert taken - padded_words(plan) == sum(run_ranks(alone.parallel, gradients_in_norm, alone))
+
+
+def padded_words(plan):
+    """Weights of words that only two tensor-parallel ranks have, in the embedding and the head."""
+    language = plan.model.language
+    words = 2 * language.words_of_rank(2) - language.words_of_rank(1)
+    return 2 * words * language.hidden_size
