@@ -3,11 +3,12 @@
     make mutants
     python tools/mutants.py omnibal/cost 'omnibal/pipeline/stage_*.py' --count 60 --seed 1
 
-Each mutant is one change of one expression (tools/mutations.py), in a copy of the working tree. Its
-tests are those that run the function it is in, first those of files that run few modules, up to the
-first that fails. Which those are is recorded once a file of tests, and again when the file changes
-or a module is new to the record. Verdicts are kept too: what was stopped goes on where it was, and
-after more tests were written only survivors are tried again.
+Each mutant is one change of one expression of a function (tools/mutations.py). They are tried in
+forks of one process, which imports a copy of the working tree and all tests once. A mutant's tests
+are those that run its function, first those of files that run few modules, up to the first that
+fails. Which those are is recorded once a file of tests, which the first time takes as long as the
+tests, and again when the file changes or a module is new to the record. Verdicts are kept too: what
+was stopped goes on where it was, and after more tests were written only survivors are tried again.
 
 Equivalent mutants, which change no result, stand in tools/mutants_equivalent.toml with a reason, by
 the text of their line and of the change; none of them is drawn.
@@ -17,8 +18,6 @@ import hashlib
 import json
 import os
 import random
-import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -27,11 +26,10 @@ import tempfile
 import time
 import tomllib
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.util import cache_from_source
-from itertools import chain
 from pathlib import Path
 
 from omnibal.base.errors import UserError
@@ -47,19 +45,18 @@ _PYTEST = (
     *("-m", "pytest", "-q", "--rootdir", ".", "-p", "no:xdist", "-p", "no:cacheprovider"),
     *("-p", "tools.mutants_tests"),
 )
-_NONE_FOUND = 5
-"""Exit status of pytest where none of the tests is there, as cases may have other names then."""
-_START_SECONDS = 60
-"""Allowed for starting pytest, beside what the tests take."""
+_MOST_SECONDS = 10
+"""CPU seconds that tests of a mutant may take, beside those that they take unchanged."""
 _SLOWER = 3
 """Times that tests of a mutant may take what they take unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the tests said of a mutant: "killed", "survived" or "timed out"."""
+    """What the tests said of a mutant."""
 
     outcome: str
+    """"killed", "survived", "timed out", or "not tried"."""
     by: str
     """Test that failed; of a survivor, how many passed."""
 
@@ -80,23 +77,18 @@ class Record:
     """Tests by module and function; the name of the file where its fixtures run the function."""
 
     def tests_of(self, mutant: Mutant) -> list[tuple[float, str]]:
-        """Tests that run the mutant's function, or any of its module where it is in none.
-
-        Each with its CPU seconds, the quickest first.
-        """
-        functions = self.functions.get(mutant.path, {})
-        of_function = functions.get(mutant.function, ())
-        names = set(of_function if mutant.function else chain.from_iterable(functions.values()))
+        """Tests that run the mutant's function with their CPU seconds, the quickest first."""
+        names = set(self.functions.get(mutant.path, {}).get(mutant.function, ()))
         tests = set(self.seconds) if self.file in names else names
         return sorted((sum(self.seconds[test]), test) for test in tests if test in self.seconds)
 
 
 class Workspace:
-    """A copy of the working tree, in which modules may be changed."""
+    """A copy of the working tree, which stays as it is while files are written."""
 
     def __init__(self, root: Path, copy: Path) -> None:
         self.root, self.copy = root, copy
-        # Relative paths after the copy's come from here: a plugin of pytest, for any root.
+        # The plugin of pytest is this repository's, whatever the root.
         self._environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{_HOME}"}
         if added := os.environ.get("PYTHONPATH"):
             self._environment["PYTHONPATH"] += os.pathsep + added
@@ -107,41 +99,16 @@ class Workspace:
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(root / name, copy / name)
 
-    def run(self, arguments: Sequence[str], cpu_seconds: float) -> tuple[int | None, str]:
-        """Run Python there.
-
-        Returns: exit status, None where it took longer than `cpu_seconds`, or ten times as long
-            without working; and what it printed.
-        """
-        limit = int(cpu_seconds) + 1
-        with self.started(arguments, limit) as process:
-            try:
-                printed, _ = process.communicate(timeout=10 * limit)
-            except subprocess.TimeoutExpired:
-                return None, ""
-        timed_out = process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
-        return None if timed_out else process.returncode, printed
-
     @contextmanager
-    def started(
-        self, arguments: Sequence[str], cpu_seconds: int | None = None
-    ) -> Iterator[subprocess.Popen]:
-        """Python running there until the end of the block; its output is kept if its time is
-        limited."""
-
-        def limit() -> None:
-            if cpu_seconds is not None:
-                resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
-
+    def tests(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen]:
+        """Run pytest there, which ends with the block."""
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [sys.executable, *_PYTEST, *arguments],
             cwd=self.copy,
             env=self._environment,
-            stdout=subprocess.DEVNULL if cpu_seconds is None else subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=limit,
         )
         try:
             yield process
@@ -149,21 +116,6 @@ class Workspace:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-
-    @contextmanager
-    def changed(self, mutant: Mutant) -> Iterator[None]:
-        """The copy with one mutant in it."""
-        path = self.copy / mutant.path
-        # Python takes bytecode for current by seconds and size, which a mutant may share.
-        compiled = Path(cache_from_source(str(path)))
-        source = path.read_text()
-        try:
-            compiled.unlink(missing_ok=True)
-            path.write_text(mutant.applied(source))
-            yield
-        finally:
-            path.write_text(source)
-            compiled.unlink(missing_ok=True)
 
 
 def modules_of(root: Path, patterns: Sequence[str]) -> list[str]:
@@ -234,9 +186,10 @@ def _new_record(work: Workspace, name: str, sha256: str, modules: list[str]) -> 
         made = Path(temporary) / "lines.json"
         include = [str(work.copy / top / "*") for top in sorted(tops)]
         options = ["--record-lines", str(made), "--record-modules", *include]
-        _, printed = work.run([*_PYTEST, name, *options], cpu_seconds=3600)
+        with work.tests([name, *options]) as process:
+            process.wait()
         if not made.exists():
-            raise UserError(f"{name}: its tests cannot be run: {printed[-500:]}")
+            raise UserError(f"{name}: pytest did not come to its end; see what it says alone")
         lines = json.loads(made.read_text())
     return {
         "file": name,
@@ -302,30 +255,21 @@ class Trial:
     def cpu_seconds(self) -> float:
         """Most that they may take."""
         taken = sum(sum(tests.values()) for tests in self.chosen.values())
-        return _START_SECONDS + _SLOWER * taken
+        return _MOST_SECONDS + _SLOWER * taken
 
 
 def tried(work: Workspace, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the tests of every mutant until one fails."""
-    left = []
-    for trial in trials:
-        if trial.chosen:
-            left.append(trial)
-        else:
-            yield trial, Verdict(outcome="survived", by="no test runs it")
-    done = set()
-    for place, verdict in _tried_in_one_process(work, left):
-        done.add(place)
-        yield left[place], verdict
-    for place, trial in enumerate(left):
-        if place not in done:
-            yield trial, _tried_alone(work, trial)
+    """Run the tests of every mutant until one fails.
 
-
-def _tried_in_one_process(
-    work: Workspace, trials: Sequence[Trial]
-) -> Iterator[tuple[int, Verdict]]:
-    """Verdicts of mutants that are one function's code, by their places."""
+    Raises:
+        UserError: the tests cannot be imported together.
+    """
+    yield from (
+        (trial, Verdict(outcome="survived", by="no test runs it"))
+        for trial in trials
+        if not trial.chosen
+    )
+    trials = [trial for trial in trials if trial.chosen]
     files = sorted({file for trial in trials for file in trial.chosen})
     mutants = [
         {
@@ -338,40 +282,25 @@ def _tried_in_one_process(
             },
         }
         for trial in trials
-        if trial.mutant.function
     ]
-    places = [place for place, trial in enumerate(trials) if trial.mutant.function]
-    if not mutants:
-        return
     with tempfile.TemporaryDirectory() as temporary:
         listed, verdicts = Path(temporary) / "mutants.json", Path(temporary) / "verdicts"
         listed.write_text(json.dumps(mutants))
         verdicts.touch()
         options = ["--mutants", str(listed), "--verdicts", str(verdicts)]
-        with work.started([*_PYTEST, *options, *files]) as process, verdicts.open() as file:
-            while process.poll() is None or verdicts.stat().st_size > file.tell():
+        done = 0
+        with work.tests([*options, *files]) as process, verdicts.open() as file:
+            while done < len(trials):
+                has_ended = process.poll() is not None
                 line = file.readline()
                 if line.endswith("\n"):
                     number, outcome, by = json.loads(line)
-                    yield places[number], Verdict(outcome=outcome, by=by)
+                    yield trials[number], Verdict(outcome=outcome, by=by)
+                    done += 1
+                elif has_ended:
+                    raise UserError(f"{' '.join(files)}: cannot be imported together by pytest")
                 else:
                     time.sleep(0.1)
-
-
-def _tried_alone(work: Workspace, trial: Trial) -> Verdict:
-    """Run the tests in a process of their own, with the changed module on the disk."""
-    limit = trial.cpu_seconds
-    with work.changed(trial.mutant), tempfile.TemporaryDirectory() as temporary:
-        listed = Path(temporary) / "tests.json"
-        listed.write_text(json.dumps(trial.tests))
-        options = ["-x", "--tb=no", "-rfE", "--chosen-tests", str(listed)]
-        status, printed = work.run([*_PYTEST, *options, *trial.chosen], limit)
-    if status is None:
-        return Verdict(outcome="timed out", by=f"{limit:.0f} CPU seconds")
-    if status in (0, _NONE_FOUND):
-        return Verdict(outcome="survived", by=f"{len(trial.tests)} tests pass")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
-    return Verdict(outcome="killed", by=failed[1] if failed else f"status {status}")
 
 
 class Verdicts:
@@ -397,7 +326,7 @@ class Verdicts:
 
 
 def summary(verdicts: Sequence[tuple[Mutant, Verdict]]) -> tuple[str, float]:
-    """Survivors and counts by package, and the share of all that is killed, 1 of none."""
+    """Survivors and counts by package, and the share of all tried that is killed, 0 of none."""
     lines = []
     packages: dict[str, list[str]] = {}
     for mutant, verdict in sorted(verdicts, key=lambda pair: (pair[0].path, pair[0].line)):
@@ -406,10 +335,12 @@ def summary(verdicts: Sequence[tuple[Mutant, Verdict]]) -> tuple[str, float]:
             lines.append(_line(mutant, verdict))
     packages["all"] = [verdict.outcome for _, verdict in verdicts]
     for package, outcomes in packages.items():
-        timed_out, survived = outcomes.count("timed out"), outcomes.count("survived")
-        of_them = f", {timed_out} of them by time" if timed_out else ""
-        lines.append(f"{package}: {len(outcomes) - survived} of {len(outcomes)} killed{of_them}")
-    return "\n".join(lines), 1 - packages["all"].count("survived") / max(len(verdicts), 1)
+        number = Counter(outcomes)
+        killed = number["killed"] + number["timed out"]
+        all_tried = killed + number["survived"]
+        besides = [f", {number[one]} {one}" for one in ("timed out", "not tried") if number[one]]
+        lines.append(f"{package}: {killed} of {all_tried} killed{''.join(besides)}")
+    return "\n".join(lines), killed / max(all_tried, 1)
 
 
 def _line(mutant: Mutant, verdict: Verdict) -> str:

@@ -84,11 +84,12 @@ class _Trials:
             if os.getppid() != self._parent:
                 break  # nobody waits for the rest
             tests = [items[test] for test in mutant["tests"] if test in items]
-            found = replacement(**mutant["place"]) if tests else None
+            found = replacement(**mutant["place"])
+            verdict = ("not tried", "its function is not found at run time")
             if found is not None:
-                outcome, by = _tried(session, tests, *found, int(mutant["cpu_seconds"]) + 1)
-                with self._verdicts.open("a") as file:
-                    file.write(json.dumps([number, outcome, by]) + "\n")
+                verdict = _tried(session, tests, *found, int(mutant["cpu_seconds"]) + 1)
+            with self._verdicts.open("a") as file:
+                file.write(json.dumps([number, *verdict]) + "\n")
         return True
 
 
@@ -163,24 +164,9 @@ def _first_failure(session: pytest.Session, tests: list[pytest.Item]) -> str:
     return ""
 
 
-class _Chosen:
-    """Runs only the tests of a list, in its order."""
-
-    def __init__(self, tests: list[str]) -> None:
-        self._places = {test: place for place, test in enumerate(tests)}
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted(
-            (item for item in items if item.nodeid in self._places),
-            key=lambda item: self._places[item.nodeid],
-        )
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-lines", type=Path, help="JSON file to write")
     parser.addoption("--record-modules", nargs="*", default=[], help="patterns of paths")
-    parser.addoption("--chosen-tests", type=Path, help="JSON file with a list of tests")
     parser.addoption("--mutants", type=Path, help="JSON file of mutants and their tests")
     parser.addoption("--verdicts", type=Path, help="file to write a line a mutant to")
 
@@ -191,5 +177,3 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Recorder(output, config.rootpath, modules))
     if mutants := config.getoption("--mutants"):
         config.pluginmanager.register(_Trials(mutants, config.getoption("--verdicts")))
-    if chosen := config.getoption("--chosen-tests"):
-        config.pluginmanager.register(_Chosen(json.loads(chosen.read_text())))

@@ -49,7 +49,7 @@ class Mutant:
     line: int
     """Counted from 1."""
     function: str
-    """Qualified name of the outermost function that holds the expression; "" outside of all."""
+    """Qualified name of the outermost function that holds the expression."""
     start: int
     """Bytes of the module before the expression."""
     before: str
@@ -67,10 +67,10 @@ class Mutant:
 
 
 def mutants_by_place(path: str, source: str) -> list[list[Mutant]]:
-    """Mutants of a module, grouped by the expression that they change, in the order of the text.
+    """Mutants of a module's functions, grouped by the expression that they change, in the order of
+    the text.
 
-    Numbers that a module gives a name (`_MOST_TRIALS = 48`) are left out, as what is only said in
-    messages, annotations and decorators: a test that notices 49 would only repeat the number.
+    What is only said in messages is left out.
     """
     places = _Places(path, source)
     places.visit(ast.parse(source))
@@ -104,7 +104,7 @@ class _Places(ast.NodeVisitor):
         self._function = ""
 
     def generic_visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.expr | ast.AugAssign):
+        if self._function and isinstance(node, ast.expr | ast.AugAssign):
             self._add(node, _changes(node))
         super().generic_visit(node)
 
@@ -134,19 +134,11 @@ class _Places(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         outer = self._function
         self._function = outer or ".".join((*self._classes, node.name))
-        self._visit_all([*node.args.defaults, *node.args.kw_defaults, *node.body])
+        self._visit_all(node.body)
         self._function = outer
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._value(node.value)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self._value(node.value)
-
-    def _value(self, node: ast.expr | None) -> None:
-        named = isinstance(node, ast.Constant) and not self._classes and not self._function
-        if node is not None and not named:
-            self.visit(node)
+        self._visit_all([node.value])
 
     def visit_If(self, node: ast.If) -> None:
         self._condition(node.test)

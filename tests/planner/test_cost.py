@@ -1,5 +1,7 @@
 """Counted costs against published sizes, formulas and communication volumes."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from cost_cases import workload_of_a_step
@@ -7,8 +9,9 @@ from cost_cases import workload_of_a_step
 from omnibal.cost.analytic import analytic_cost, model_flops
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CopyTime, Rates
+from omnibal.model.rates import AttentionTime, CopyTime, Rates
 from omnibal.model.units import unit_kinds, unit_names
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import per_step_costs, trained_parameters
@@ -403,3 +406,53 @@ def test_copies_timed_with_their_latency_are_long_ones():
     streamed = 4 + 2 * (2 + 4 + 12)
     rates = [each.optimizer_ms_per_parameter for each in (before, *after)]
     assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])
+
+
+def test_routers_are_computed_in_fp32():
+    """Prevents: a router's product at the rate of bf16, or at a peak that no kernel reaches."""
+    slow = only(peak_tflops={"bf16": 1e15, "fp32": 40.0}, matmul_efficiency=0.5)
+    experts = ExpertsConfig(experts=7, experts_per_token=2, ffn_hidden_size=64)
+    model = MODEL.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
+    cost = analytic_cost(model, slow, Parallel(pipeline=1), "bf16")
+    unit = cost.units["language_layer_experts7"]
+    router_ms = 2 * 4096 * 6144 * 7 / (40e9 * 0.5)
+    assert PACK @ unit.forward_ms == pytest.approx(router_ms)
+    assert PACK @ unit.backward_ms == pytest.approx(2 * router_ms)
+
+
+def test_measured_attention_stands_in_for_counted():
+    """Prevents: attention at the peak's rate on top of its measured time, full kernels' times for
+    causal ones, or forward's for backward's."""
+    counted = CLUSTER.model_copy(update={"basis": "measured"})
+    ms_per_flop = {
+        (of, causal): scale * 1e-11
+        for scale, (of, causal) in enumerate(product(("forward", "backward"), (True, False)), 1)
+    }
+
+    def measured_ms(of: str, causal: bool, samples: int, tokens: int, width: int) -> float:
+        """A latency, and whole tiles of 128 keys, of which a query leaves half of one empty."""
+        pairs = samples * tokens * ((tokens / 2 if causal else tokens) + 64)
+        passes = 1 if of == "forward" else 2.5
+        return 0.05 + ms_per_flop[of, causal] * passes * pairs * 2 * 2 * width
+
+    sizes = {"heads": 48, "kv_heads": 8, "head_size": 128, "value_size": 128}
+    attention = tuple(
+        AttentionTime(
+            tokens=t, of=of, causal=causal, ms=measured_ms(of, causal, 1, t, 48 * 128), **sizes
+        )
+        for of, causal in ms_per_flop
+        for t in (512, 1024, 4096)
+    )
+    rates = {"bf16": Rates(device="test", attention=attention)}
+    before = cost_of(cluster=counted)
+    after = cost_of(cluster=counted.model_copy(update={"rates": rates}))
+    peak = counted.tflops("bf16") * 1e9 * counted.matmul_efficiency
+    for unit, causal, samples, tokens, width in (
+        ("language_layer", True, 1, 4096, 6144),
+        ("vision_layer", False, 9, 1025, 3200),
+    ):
+        counted_ms = 4 * width * samples * tokens**2 / (2 if causal else 1) / peak
+        for of, passes in (("forward", 1), ("backward", 2.5)):
+            changed, plain = (getattr(each.units[unit], f"{of}_ms") for each in (after, before))
+            expected = measured_ms(of, causal, samples, tokens, width) - passes * counted_ms
+            assert PACK @ (changed - plain) == pytest.approx(expected), (unit, of)

@@ -475,6 +475,12 @@ def test_a_whole_copy_costs_what_its_units_cost():
     assert cost.weights_bytes == 2 * parameters
     assert cost.gradients_bytes == 4 * parameters
     assert cost.optimizer_bytes == pytest.approx(12 * parameters / 16)
+    # Every trained parameter is exchanged: its weight in bf16, its gradient in fp32.
+    assert cost.gather_ms == pytest.approx(cost.reduction_ms / 2)
+    each = encoders_cost(model.with_tower("vision", layers=1), cluster, parallel, "bf16")
+    fewer = (layers - 1) * units["vision_layer"].parameters / parameters
+    for name in ("update_ms", "gather_ms", "reduction_ms"):
+        assert getattr(each, name) == pytest.approx((1 - fewer) * getattr(cost, name)), name
     assert vision.feature_bytes == 256 * model.language.hidden_size * 2
     assert vision.input_bytes == 3 * 448 * 448 * 4
 

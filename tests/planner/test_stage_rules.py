@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations, pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.shared_numbers import NumberChoices
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_parameters
 from omnibal.pipeline.stage_rules import limits_in_words
@@ -243,3 +245,30 @@ def test_what_does_not_go_with_limited_stages_is_refused():
         replace(asked, job=limited, data=replace(asked.data, levels=levels))
     with pytest.raises(UserError, match="data-parallel encoders"):
         replace(limited, placement=EncoderPlacement.DATA_PARALLEL)
+
+
+@pytest.mark.parametrize("freedom", [RecomputeFreedom.TOWERS, RecomputeFreedom.ALL])
+def test_shared_numbers_are_walked_one_step_at_a_time(freedom: RecomputeFreedom):
+    """Prevents: numbers of layers that a tower does not have, or one that no step leads to."""
+    towers = SimpleNamespace(
+        first=np.array([1, 5, 8]), stop=np.array([4, 7, 12]), has_backward=[True, False, True]
+    )
+    choices = NumberChoices.of(freedom, SimpleNamespace(layers=towers))
+    every_number = freedom is RecomputeFreedom.TOWERS
+    vision = [0, 1, 2, 3] if every_number else [0, 3]
+    every = {(a, 0, b) for a in vision for b in range(5)}
+    for numbers in sorted(every):
+        place = vision.index(numbers[0])
+        assert list(choices.larger_encoders(numbers)) == [
+            (larger, 0, 0) for larger in vision[place + 1 : place + 2]
+        ]
+        assert list(choices.smaller_encoders(numbers)) == [
+            (smaller, *numbers[1:]) for smaller in vision[max(place - 1, 0) : place]
+        ]
+        worth = np.array([3, 1, 4])
+        larger = [number for number in (1, 3, 4) if number > numbers[-1]]
+        found = choices.larger_language(numbers, worth)
+        if not larger:
+            assert found is None
+        else:
+            assert found == (*numbers[:-1], larger[0] if every_number else 4)
