@@ -13,11 +13,10 @@ from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_files
 from omnibal.cost.profile import Measured, read_profile
 from omnibal.cost.source import ANALYTIC
-from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.lengths import read_lengths as _read_lengths
-from omnibal.export.directory import Export, check_expressible, export_input, make_export
-from omnibal.export.trainers import EXPORTS
+from omnibal.export.directory import Export
+from omnibal.export.trainers import export_of
 from omnibal.families.named import named_model
 from omnibal.job.check import check_plan
 from omnibal.job.check import open_plan as _open_plan
@@ -32,7 +31,7 @@ from omnibal.lint.launch import Finding, Launch
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import TARGETS, TargetName, trainer_of
+from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
@@ -173,11 +172,8 @@ def export_plan(
             f"trainer {name!r} was given; it must be one of {', '.join(TargetName)}, or the plan "
             "be made for one of them"
         )
-    target = TARGETS[TargetName(name)]
-    check_expressible(files, target)
-    annotations = None if data is None else Annotations.open(Path(data))
-    given = export_input(files, target, annotations, folder.absolute(), workers)
-    made = make_export(given, EXPORTS[TargetName(name)])
+    source = None if data is None else Path(data)
+    made = export_of(files, TargetName(name), source, folder, workers)
     made.write()
     return made
 

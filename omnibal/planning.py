@@ -20,11 +20,10 @@ from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, li
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level
-from omnibal.model.limits import Caps
+from omnibal.model.limits import DEFAULT_MICRO_BATCHES, IMAGE_TOKENS, SEARCH_SAMPLES, Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, PackRules, Sharding
 from omnibal.packing.packing import PackingMethod
-from omnibal.pipeline.baselines import SplitRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
@@ -37,7 +36,6 @@ from omnibal.search.encoder_placement import (
 )
 from omnibal.search.feasible import does_not_fit_message, find_changes
 from omnibal.search.goal import (
-    DEFAULT_MICRO_BATCHES,
     Earlier,
     Goal,
     GoalData,
@@ -57,7 +55,6 @@ from omnibal.search.parallel_sizes import (
     without_best,
 )
 from omnibal.search.sizes_with_levels import (
-    LEAST_GAIN,
     levels_total,
     need_levels,
     search_with_levels,
@@ -65,11 +62,6 @@ from omnibal.search.sizes_with_levels import (
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 
-SEARCH_SAMPLES = 20_000
-"""Samples drawn to try caps and sizes on: a search takes about as long for any more."""
-IMAGE_TOKENS = 1_024
-"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
-token is of 32 x 32, as in Qwen3-VL."""
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Strategies of at most so many times the best time on drawn samples are planned on all data, and
 most of them: packs of 20,000 samples and of all differ by about a percent."""
@@ -91,8 +83,7 @@ class Planned:
     @property
     def prediction(self) -> Prediction:
         """What is predicted of the plan."""
-        assert self.result.plan.prediction is not None
-        return self.result.plan.prediction
+        return _prediction(self.result)
 
     @property
     def gap(self) -> float:
@@ -215,10 +206,7 @@ class _Search:
             usual = data.micro_batches or DEFAULT_MICRO_BATCHES
             return _shapes(job, data.caps, max(packs // job.parallel.data, 1) if packs else usual)
         if isinstance(data, Stream):
-            caps = data.caps or self._find_caps(
-                job, data.lengths, data.window, PackingMethod.BALANCED, 0
-            )
-            return _streamed(data, caps)
+            return _streamed(data, self._caps_of_stream(job, data))
         return self._sample_data(job, data)
 
     def _sample_data(self, job: JobSpec, data: Samples) -> SampleData:
@@ -552,7 +540,9 @@ def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | Do
 
 def _final_ms(result: PlanResult) -> float:
     """Time per sample of a plan; levels must save a share of it to be taken."""
-    return relative_ms(_prediction(result)) * (1 + LEAST_GAIN * bool(result.plan.levels))
+    return relative_ms(_prediction(result)) * (
+        1 + level_search.LEAST_GAIN * bool(result.plan.levels)
+    )
 
 
 def _prediction(result: PlanResult) -> Prediction:
@@ -615,8 +605,7 @@ def _shared(request: PlanRequest) -> PlanRequest | None:
     data = request.data
     if not isinstance(data, SampleData) or data.steps is None or data.levels:
         return None
-    split = SplitRule(method=request.method, recompute=request.recompute)
-    if request.job.has_data_parallel_encoders or not split.is_joint:
+    if request.job.has_data_parallel_encoders or not request.is_joint:
         return None
     try:
         shared = level_search.shared_anew(

@@ -9,8 +9,6 @@ import typer
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import (
-    DEFAULT_CAP_SAMPLES,
-    DEFAULT_MICRO_BATCHES,
     MOST_PROCESSES,
     JobOptions,
     JsonOption,
@@ -22,6 +20,7 @@ from omnibal.cli.options import (
     limits_given,
 )
 from omnibal.data.lengths import read_lengths
+from omnibal.model.limits import DEFAULT_MICRO_BATCHES, SEARCH_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.report import command_tables
 
@@ -50,7 +49,7 @@ class SearchOptions:
     samples: Annotated[
         int,
         typer.Option(min=1, max=MAX_COUNT, help="drawn to try caps on; more where steps are large"),
-    ] = DEFAULT_CAP_SAMPLES
+    ] = SEARCH_SAMPLES
     processes: Annotated[
         int | None,
         typer.Option(

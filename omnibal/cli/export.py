@@ -45,16 +45,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as the files, flags and command of another trainer."""
-    from omnibal.data.annotations import Annotations
     from omnibal.data.external_lengths import cached_folder
-    from omnibal.data.loongforge_manifest import is_manifest, read_manifest
-    from omnibal.export.directory import (
-        check_expressible,
-        export_input,
-        make_export,
-        with_manifest,
-    )
-    from omnibal.export.trainers import EXPORTS
+    from omnibal.export.trainers import export_of
     from omnibal.job.check import open_plan
 
     check_new_folder(to)
@@ -65,15 +57,8 @@ def export(
     files = open_plan(directory)
     check_outside("--to", to, [directory])
     name = _trainer_name(files.plan, target)
-    chosen = TARGETS[name]
-    check_expressible(files, chosen)
     with status("reading the data"):
-        manifest = read_manifest(data) if data is not None and is_manifest(data) else None
-        annotations = None if data is None or manifest else Annotations.open(data)
-    given = export_input(files, chosen, annotations, to.absolute(), workers)
-    if manifest is not None:
-        given = with_manifest(given, manifest)
-    made = make_export(given, EXPORTS[name])
+        made = export_of(files, name, data, to, workers)
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")
@@ -95,7 +80,7 @@ def export(
         ("Memory of the fullest device", f"{max(expected.peak_gib):.1f} GiB"),
         ("Files", ", ".join(made.files)),
     ]
-    facts = Facts(f"For {chosen.title}, simulated", entries)
+    facts = Facts(f"For {TARGETS[name].title}, simulated", entries)
     print_result(as_json, result, facts, f"what to run: {to / 'RUN.md'}")
 
 

@@ -60,18 +60,6 @@ class LevelOptions:
             )
         return LevelRule(count=int(self.levels))
 
-    def refuse_without_samples(self) -> None:
-        """Refuse options that need samples, for a plan of shapes only.
-
-        Raises:
-            UserError: any is given.
-        """
-        if self.levels not in (_AUTO, "1") or self.curriculum_steps:
-            raise UserError(
-                "--packing-levels and --curriculum-steps are about packs of samples, and the plan "
-                "is of shapes only: give --lengths, or leave them out"
-            )
-
 
 def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
     """A note where an epoch has so few steps that these are far from alike."""

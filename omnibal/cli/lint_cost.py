@@ -9,10 +9,11 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
-from omnibal.cli.plan import DEFAULT_IMAGE_SHARE, IMAGE_TOKENS
+from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.model.config import Accuracy, ModelConfig
+from omnibal.model.limits import IMAGE_TOKENS
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for

@@ -24,7 +24,12 @@ from omnibal.model.config import (
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.layers import MAX_IMBALANCE
-from omnibal.model.limits import FEATURE_NAME, MAX_PACKS_PER_STEP, USABLE_MEMORY_FRACTION
+from omnibal.model.limits import (
+    DEFAULT_MICRO_BATCHES,
+    FEATURE_NAME,
+    MAX_PACKS_PER_STEP,
+    USABLE_MEMORY_FRACTION,
+)
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.model.targets import OWN, TrainerConstraints
 from omnibal.model.units import model_parts
@@ -34,9 +39,6 @@ if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait fo
     from omnibal.job.job import JobSpec
     from omnibal.search.strategy import FreeSizes
 
-DEFAULT_MICRO_BATCHES = 8  # as of goals
-DEFAULT_CAP_SAMPLES = 20_000
-"""Default number of samples to try caps and strategies on."""
 MOST_PROCESSES = 1_024  # more is a mistake in a number
 _MOST_GIB = 1e9
 """Largest memory in GiB, and largest network rate in GB/s."""
@@ -381,21 +383,3 @@ def _parsed_limit(text: str) -> tuple[str, int]:
     if not 1 <= int(cap) <= MAX_COUNT:
         raise UserError(f"--limit {text}: the count must be from 1 to {MAX_COUNT}; give one")
     return name, int(cap)
-
-
-def refuse_given(context: typer.Context, options: Sequence[str], why: str) -> None:
-    """Refuse options that were given on the command line.
-
-    Raises:
-        UserError: it names them, and why they cannot be given.
-    """
-    sources = {name: context.get_parameter_source(name) for name in options}
-    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-    if given:
-        # Of an option with two names, such as --compare, the one of the two that was given.
-        names = {one.name: one.opts[0] for one in context.command.params}
-        listed = ", ".join(
-            names[name].replace("--", "--no-" if context.params[name] is False else "--", 1)
-            for name in given
-        )
-        raise UserError(f"{listed} cannot be given: {why}; leave it out")

@@ -13,7 +13,6 @@ from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import (
-    DEFAULT_MICRO_BATCHES,
     JsonOption,
     LengthsArgument,
     LimitOption,
@@ -28,7 +27,7 @@ from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import cluster_file, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
-from omnibal.model.limits import Caps, check_limits, check_packs_per_step
+from omnibal.model.limits import DEFAULT_MICRO_BATCHES, Caps, check_limits, check_packs_per_step
 from omnibal.model.parallel import MAX_DEVICES, Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, write_packs

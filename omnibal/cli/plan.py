@@ -41,14 +41,13 @@ from omnibal.model.limits import Caps, check_limits, memory_cap_gib, option_of, 
 from omnibal.model.parallel import MAX_DEVICES
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packing import PackingMethod
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report import command_tables
 from omnibal.search.conflicts import Feature, check_complete, check_together
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
-    from omnibal.pipeline.baselines import SplitRule
     from omnibal.planning import Planned
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.goal import Goal, GoalData
@@ -57,9 +56,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 DEFAULT_IMAGE_SHARE = 0.5
 """Image share of the tokens of a pack of shapes."""
-IMAGE_TOKENS = 1_024
-"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
-token is of 32 x 32, as in Qwen3-VL."""
 _FEATURES = {
     "gpus": Feature.SIZES,
     "micro_batches": Feature.MICRO_BATCHES,
@@ -257,10 +253,8 @@ class PartitionOptions:
         ),
     ] = None
 
-    def split_rule(self) -> "SplitRule":
+    def split_rule(self) -> SplitRule:
         """Return the method, and the recompute rule that was given or goes with it."""
-        from omnibal.pipeline.baselines import SplitRule
-
         is_joint = self.method is PartitionMethod.OMNIBAL
         usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
         return SplitRule(method=self.method, recompute=self.recompute or usual)
@@ -327,10 +321,11 @@ def plan(
 def _check_options(context: typer.Context, data: DataOptions, encoder: str | None) -> None:
     """Refuse options that do not go together."""
     given: dict[Feature, str] = {}
+    options = {one.name: one.opts[0] for one in context.command.params}
     for name, feature in _FEATURES.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            text = _option_text(name, context.params[name])
+            text = _option_text(options[name], context.params[name])
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
@@ -341,13 +336,11 @@ def _check_options(context: typer.Context, data: DataOptions, encoder: str | Non
     check_complete({**given, **has_samples})
 
 
-def _option_text(name: str, value: object) -> str:
+def _option_text(option: str, value: object) -> str:
     """An option as it was given."""
-    if value is False:
-        return f"--no-{name}"
-    option = {"made_for": "for", "levels": "packing-levels"}.get(name, name.replace("_", "-"))
-    is_named_alone = value is True or isinstance(value, list)
-    return f"--{option}" if is_named_alone else f"--{option} {value}"
+    if value is False:  # the other name of the two that such an option has
+        return option.replace("--", "--no-", 1)
+    return option if value is True or isinstance(value, list) else f"{option} {value}"
 
 
 def _goal(

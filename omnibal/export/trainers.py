@@ -1,7 +1,10 @@
 """Every trainer's export: the one place that a new one is added to."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from omnibal.data.annotations import Annotations
+from omnibal.data.loongforge_manifest import is_manifest, read_manifest
 from omnibal.export import (
     loongforge,
     megatron_bridge,
@@ -10,8 +13,16 @@ from omnibal.export import (
     ms_swift,
     xtuner,
 )
+from omnibal.export.directory import (
+    Export,
+    check_expressible,
+    export_input,
+    make_export,
+    with_manifest,
+)
 from omnibal.export.exported import Exported, ExportInput
-from omnibal.model.targets import TargetName
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TARGETS, TargetName
 
 EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
@@ -22,3 +33,27 @@ EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
     TargetName.MINDSPEED_MM: mindspeed_mm.export,
 }
+
+
+def export_of(
+    files: PlanFiles, name: TargetName, data: Path | None, folder: Path, workers: int
+) -> Export:
+    """Make the files of a plan for a trainer, which are not yet written.
+
+    Args:
+        data: annotation file, meta JSON or LoongForge's manifest; None to leave out what names
+            samples.
+        folder: that they will be written to.
+        workers: loader processes of every rank, where files depend on them.
+
+    Raises:
+        UserError: the trainer cannot be told the plan, or the data is not the plan's.
+    """
+    target = TARGETS[name]
+    check_expressible(files, target)  # before the data is read, which may take long
+    manifest = read_manifest(data) if data is not None and is_manifest(data) else None
+    annotations = None if data is None or manifest else Annotations.open(data)
+    given = export_input(files, target, annotations, folder.absolute(), workers)
+    if manifest is not None:
+        given = with_manifest(given, manifest)
+    return make_export(given, EXPORTS[name])

@@ -10,6 +10,13 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
+DEFAULT_MICRO_BATCHES = 8
+"""Packs of a rank in a step, where a plan is not told."""
+SEARCH_SAMPLES = 20_000
+"""Samples drawn to try caps and sizes on: a search takes about as long for any more."""
+IMAGE_TOKENS = 1_024
+"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
+token is of 32 x 32, as in Qwen3-VL."""
 MAX_PACKS_PER_STEP = 1_000_000  # a step of more is a mistake in a number
 USABLE_MEMORY_FRACTION = 0.9
 """Share of device memory to plan with; the rest is for context, communication and fragmentation."""

@@ -22,8 +22,6 @@ from omnibal.search.conflicts import Feature, check_together
 from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
 
-DEFAULT_MICRO_BATCHES = 8  # of a rank in a step
-
 
 def _check_counts(least: int, **counts: int | None) -> None:
     """Refuse counts that are no whole numbers from the least on; None stands for none given."""

@@ -35,10 +35,10 @@ from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
 from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
-_SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
+SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
 _FINALISTS = 3  # simulated again on more samples
 _MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
-_ROUNDS = 2
+ROUNDS = 2
 """Rounds of moves around the best set."""
 _MOST_MOVES = 4 * MAX_SEARCHED - 2
 _SHARED_PACKS = 2_000
@@ -142,7 +142,7 @@ def search_levels(
     _try_one_level(request, estimates, trials)
     if not trials.found:
         raise _nothing_fits(request, trials)
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         trials.run(estimates.moves(trials.ranked()[0].levels))
     final = trials.on_more_samples()
     finalists = [each.levels for each in trials.ranked()[:_FINALISTS]]
@@ -257,7 +257,7 @@ def notes(found: LevelSearch) -> list[str]:
 
 def max_trials() -> int:
     """Most sets that a search simulates."""
-    return _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + _FINALISTS + 1
+    return _MOST_SIMULATED + ROUNDS * _MOST_MOVES + _FINALISTS + 1
 
 
 def _recomputed_share(job: JobSpec, data: SampleData) -> float:
@@ -367,7 +367,7 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
             longest=data.least_caps(),
             curriculum_steps=data.curriculum_steps,
         )
-        some = whole.drawn(_SIMULATED_SAMPLES)
+        some = whole.drawn(SIMULATED_SAMPLES)
         return cls(
             work=_Exactly(trials=some, count=request.exactly),
             processes=processes,

@@ -5,7 +5,7 @@ are best depends on the sizes: ranks that share long packs need fewer stages to 
 
 1. Sets of levels are estimated at all sizes (`omnibal.search.level_estimates`); what packs they
    have does not depend on the sizes, and is made once.
-2. Those of least estimates are simulated, with the best strategies of one level.
+2. Those of least estimates are simulated.
 3. So are sets next to the best, and the best set at the other sizes.
 4. The best few are planned on the samples that strategies of one level were planned on, and rank
    with these.
@@ -31,6 +31,7 @@ from omnibal.search.level_estimates import (
     some_of_each,
     top_caps,
 )
+from omnibal.search.level_sets import LEAST_GAIN, ROUNDS, SIMULATED_SAMPLES
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
@@ -39,8 +40,6 @@ from omnibal.search.trial import encoders_ms_per_sample
 _MOST_OF_SIZING = 4
 """Sets of levels that are simulated at one choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
-_ROUNDS = 2
-"""Rounds of moves around the best set."""
 _NEAR = 1.2
 """Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
 estimate has it: those within this factor of the least are simulated."""
@@ -48,9 +47,6 @@ _LEAST_ROWS = 1.04
 """Rows of packs in a step of a trial: it packs by ISF, and plans pack to a few percent less."""
 _SIZINGS_OF_BEST = 4
 """Other sizes that the best set of levels is tried at."""
-_SIMULATED_SAMPLES = 12_000  # as of levels at given sizes
-LEAST_GAIN = 0.01
-"""Share of time that levels must save to be taken in place of one."""
 
 LevelChoice = tuple[Sizing, tuple[Level, ...]]
 
@@ -93,17 +89,17 @@ class LevelSetting:
         data = self.data
         if self.rule.is_hbp:
             data = replace(data, fill=FillRule.GREEDY)
+        request = self.setting.request
+        part = len(data.lengths) / (request.all_samples or len(data.lengths))
         trials = LevelTrials(
             job=self.setting.job(sizing),
             data=data,
             tokens_per_step=self.tokens_per_step(sizing),
             longest=self.longest,
             least_rows=_LEAST_ROWS,
+            curriculum_steps=part * request.curriculum_steps,
         )
-        of_all = self.setting.request.all_samples or len(data.lengths)
-        part = len(data.lengths) / of_all
-        trials = replace(trials, curriculum_steps=part * self.setting.request.curriculum_steps)
-        return trials.drawn(_SIMULATED_SAMPLES)
+        return trials.drawn(SIMULATED_SAMPLES)
 
     def pack(self) -> None:
         """Pack the samples of every level that a set may have, which all sizes share."""
@@ -205,8 +201,7 @@ def search_with_levels(
     sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     levels = LevelSetting.of(setting, request, rule)
-    rivals = () if plain is None else plain.ranking
-    found = _search_sets(levels, sizings, rivals, on_progress, processes)
+    found = _search_sets(levels, sizings, on_progress, processes)
     if plain is None and not found.strategies:
         raise failed or UserError(
             f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give "
@@ -217,7 +212,7 @@ def search_with_levels(
 
 def levels_total(request: StrategyRequest) -> int:
     """What `search_with_levels` reports of levels, at most."""
-    return len(possible_sizings(request)) + _MOST_SIMULATED + 2 * (_MOST_MOVES + _FINALISTS)
+    return len(possible_sizings(request)) + _MOST_SIMULATED + ROUNDS * _MOST_MOVES + 2 * _FINALISTS
 
 
 def joined(
@@ -245,7 +240,6 @@ def joined(
 def _search_sets(
     levels: LevelSetting,
     sizings: Sequence[Sizing],
-    rivals: Sequence[Strategy],
     advance: Callable[[int], None],
     processes: int,
 ) -> FoundLevels:
@@ -254,8 +248,6 @@ def _search_sets(
     Args:
         levels: what is tried on what.
         sizings: to choose from.
-        rivals: strategies of one level, the fastest first: sets are not planned that are simulated
-            to be slower than the best of them.
         advance: called with the trials that are done since the last call.
     """
     levels.pack()
@@ -266,7 +258,7 @@ def _search_sets(
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     trials.run(near)
-    for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
+    for _ in range(0 if levels.rule.is_hbp else ROUNDS):
         if trials.found:
             trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
     finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]]

@@ -23,7 +23,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packing import PackingMethod
-from omnibal.packing.packs import Packs
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.partition import estimated_step_ms
@@ -152,15 +152,13 @@ class GivenTrial:
     def micro_batches(self, samples_per_step: int) -> float:
         """Micro-batches of the busiest rank in a step, in the mean."""
         packs, _ = self.request.data.schedule(self.request.job)
-        most = np.zeros(packs.steps)
-        np.maximum.at(most, packs.step, packs.slot + 1)
-        return float(most.mean())
+        return _busiest_micro_batches(packs)
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
         """The steps as they are, whatever number of samples is asked for."""
         packs, _ = self.request.data.schedule(self.request.job)
         samples = len(packs.packs.samples) / packs.steps
-        whole = max(round(self.micro_batches(samples_per_step)), 1)
+        whole = max(round(_busiest_micro_batches(packs)), 1)
         return [
             StepSize(
                 micro_batches=whole,
@@ -169,6 +167,12 @@ class GivenTrial:
                 steps_per_sample=1 / samples,
             )
         ]
+
+
+def _busiest_micro_batches(packs: ScheduledPacks) -> float:
+    most = np.zeros(packs.steps)
+    np.maximum.at(most, packs.step, packs.slot + 1)
+    return float(most.mean())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
