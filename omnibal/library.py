@@ -139,8 +139,8 @@ def simulate(directory: Path | str) -> StepTimes:
     """
     files = open_plan(directory)
     packs, lengths = files.steps
-    workload = files.job.workload(packs, lengths, files.plan.levels)
-    cost = files.job.cost_of_all(files.plan.levels)
+    workload = files.job.workload(packs, lengths, files.plan.pack_levels)
+    cost = files.job.cost_of_all(files.plan.pack_levels)
     return simulate_levels(cost, files.plan.stages_at_levels, workload)
 
 
