@@ -101,7 +101,7 @@ def test_each_level_recomputes_its_own_layers():
 
 
 def own_groups(links, plan):
-    groups = create_context_groups(plan.parallel, [level.context for level in plan.pack_levels])
+    groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     ranks = {size: dist.get_process_group_ranks(group) for size, group in groups.items()}
     data = dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
     return ranks, data

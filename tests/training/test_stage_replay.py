@@ -197,7 +197,8 @@ def save_planned(directory, *contexts):
         packs_per_step=6,
         levels=tuple(
             Level(caps=each, context=context) for each, context in zip(caps, contexts, strict=False)
-        ),
+        )
+        or (Level(caps=caps[-1]),),
     )
     save_plan(make_plan(PlanRequest(job=job, data=data)), directory)
     return directory

@@ -246,7 +246,7 @@ def build_trainer(
         can_save: whether core has the gloo groups that the optimizer's state is gathered in.
         provider: of the layers' linears and attention.
     """
-    groups = create_context_groups(plan.parallel, [level.context for level in plan.pack_levels])
+    groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     initialize_parameters(stage, seed)
     exchange = _data_parallel_config(plan.parallel)
