@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 _AUTO, _HBP = "auto", "hbp"
 _FEW_STEPS = 4
+"""Steps of an epoch below which one that takes what is over stands out."""
 _UNEVEN = 2.0
 """How many times as many tokens a step may have as another one of few."""
 

@@ -36,11 +36,13 @@ from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
+"""Samples of a trial, and of the finalists': packs of more differ by about a percent."""
 _FINALISTS = 3  # simulated again on more samples
 _MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
 ROUNDS = 2
 """Rounds of moves around the best set."""
 _MOST_MOVES = 4 * MAX_SEARCHED - 2
+"""Two context sizes and two caps a level, but for the top caps."""
 _SHARED_PACKS = 2_000
 """Most packs of a level of given steps by which its form is chosen."""
 LEAST_GAIN = 0.01

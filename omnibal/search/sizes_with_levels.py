@@ -40,6 +40,8 @@ from omnibal.search.trial import encoders_ms_per_sample
 _MOST_OF_SIZING = 4
 """Sets of levels that are simulated at one choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
+"""Sets simulated from estimates, sets simulated around the best one of a round, and sets planned in
+full: 0.1 to 0.5 s each, so that levels add at most half a minute to a search."""
 _NEAR = 1.2
 """Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
 estimate has it: those within this factor of the least are simulated."""
