@@ -14,7 +14,9 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule
 from omnibal.model.limits import Caps
+from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.search.conflicts import Feature, check_together
@@ -48,6 +50,11 @@ class Samples(PackSettings):
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
         _check_counts(1, epochs=self.epochs, **steps)
         _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
+        for given, kind in ((self.packing, PackingMethod), (self.fill, FillRule)):
+            if not isinstance(given, kind):
+                raise UserError(
+                    f"{given!r} was given for a {kind.__name__}; give one of {list(kind)}"
+                )
 
     @property
     def settings(self) -> PackSettings:
