@@ -1,6 +1,7 @@
 """Sizes of the parallel groups, and their limits by model and cluster."""
 
 import math
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -16,6 +17,17 @@ _BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
+class WeightSharding(StrEnum):
+    """How data-parallel ranks hold weights, gradients and optimizer state."""
+
+    REPLICATED = "replicated"
+    """Whole weights and gradients on every rank; optimizer state is divided all the same."""
+    FULL = "full"
+    """All data-parallel ranks divide them."""
+    HYBRID = "hybrid"
+    """Groups of neighbouring ranks divide them, and are copies of each other."""
+
+
 class Parallel(Frozen):
     """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
 
@@ -27,6 +39,10 @@ class Parallel(Frozen):
     expert: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
     """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
     layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
+    sharded: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    """Neighbouring data-parallel ranks that divide weights, gradients and optimizer state among
+    them (ZeRO-3): 1 where each holds whole weights, all for fully sharded data parallelism, and
+    between for hybrid, where groups of so many hold copies of each other."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
@@ -47,6 +63,22 @@ class Parallel(Frozen):
                 "of it, so that expert-parallel groups hold whole tensor-parallel ones or parts"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shards_divide_data(self) -> "Parallel":
+        if self.data % self.sharded:
+            raise ValueError(
+                f"a group of {self.sharded} ranks that shard weights must divide the {self.data} "
+                f"data-parallel ranks: choose a divisor of {self.data}"
+            )
+        return self
+
+    @property
+    def sharding(self) -> WeightSharding:
+        """How data-parallel ranks hold weights."""
+        if self.sharded == 1:
+            return WeightSharding.REPLICATED
+        return WeightSharding.FULL if self.sharded == self.data else WeightSharding.HYBRID
 
     @property
     def expert_data(self) -> int:
