@@ -134,9 +134,9 @@ class JobSpec:
         Raises:
             UserError: with what it allows.
         """
+        self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
-        self.trainer.check_sizes(parallel)
         if parallel.sharded > 1:
             self._check_sharded()
         if self.precision == "fp8":

@@ -105,7 +105,7 @@ class Parallel(Frozen):
         return self.model_copy(update={"data": self.sharded})
 
     def held(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
-        """The same sizes with weights held in a way; None where the ranks cannot.
+        """Sizes with weights held in another way; None where the ranks cannot.
 
         A hybrid group has the ranks of one node, of which there must be several in the job.
         """
