@@ -21,8 +21,8 @@ from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level, are_plain
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, IMAGE_TOKENS, SEARCH_SAMPLES, Caps
-from omnibal.model.parallel import Parallel
-from omnibal.model.targets import OWN, PackRules, Sharding
+from omnibal.model.parallel import Parallel, WeightSharding
+from omnibal.model.targets import OWN, PackRules
 from omnibal.pipeline.prediction import Prediction
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
@@ -60,6 +60,7 @@ from omnibal.search.sizes_with_levels import (
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
+from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
 
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
@@ -76,6 +77,8 @@ class Planned:
     result: PlanResult
     placement: PlacementChoice
     """The placement of encoders, and what is predicted of the other one."""
+    sharding: ShardingChoice
+    """How ranks hold weights, and why not otherwise."""
     strategies: StrategySearch | None = None
     """Parallel sizes that were compared, with the reason why each is slower; None where they were
     given."""
@@ -116,8 +119,11 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
     on as many devices are searched for, at as many samples per step.
     """
     job = replace(goal.job, trainer=OWN)
-    if goal.job.trainer.sharding is Sharding.OPTIMIZER or goal.free.sizes is not None:
-        return replace(goal, job=job)
+    always_shards = goal.job.trainer.always_shards
+    # Limits are compared one by one, and holding weights whole is none of them.
+    ways = tuple(WeightSharding) if always_shards else (WeightSharding.REPLICATED,)
+    if not always_shards or goal.free.sizes is not None:
+        return replace(goal, job=job, free=replace(goal.free, shardings=ways))
     data: GoalData = goal.data
     if isinstance(data, Samples):
         data = replace(data, micro_batches=None, samples_per_step=mean_samples_per_step(result))
@@ -125,7 +131,7 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
         data = replace(data, micro_batches=None, packs_per_step=mean_samples_per_step(result))
     sizes = FreeSizes(gpus=result.plan.parallel.world_size)
     tensor = job.cost_source.tensor or 1
-    free = replace(goal.free, sizes=sizes, levels=LevelRule(count=1))
+    free = replace(goal.free, sizes=sizes, shardings=ways, levels=LevelRule(count=1))
     return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
 
 
@@ -157,16 +163,56 @@ class _Search:
                     "lengths`"
                 )
 
-    # Given sizes: every placement of encoders is planned by itself.
+    # Given sizes: every placement of encoders and sharding of weights is planned by itself.
 
     def at_given_sizes(self) -> Planned:
-        """The plan of the fastest placement of encoders, at the job's sizes."""
+        """The plan of the fastest sharding of weights and placement of encoders, at the job's
+        sizes."""
+        jobs = self._sharded_jobs()
+        planned, refused = dict[Parallel, Planned](), dict[Parallel, UserError]()
+        for job in jobs:
+            try:
+                planned[job.parallel] = self._at_placements(job)
+            except UserError as error:
+                if len(jobs) == 1:
+                    raise
+                refused[job.parallel] = error
+        if not planned:
+            raise next(iter(refused.values()))
+        predicted = {each: made.prediction for each, made in planned.items()}
+        best = min(predicted, key=lambda each: relative_ms(predicted[each]))
+        reasons = {each: str(error) for each, error in refused.items()}
+        sharding = ShardingChoice.of_plans(best, predicted, reasons)
+        return replace(planned[best], sharding=sharding)
+
+    def _sharded_jobs(self) -> list[JobSpec]:
+        """The job with weights held in every way that is free and that its sizes allow."""
+        job = self.goal.job
+        if self.goal.free.shardings is None:
+            return [job]
+        held = (job.parallel.held(way, job.cluster) for way in self.goal.shardings)
+        every = dict.fromkeys(each for each in held if each is not None)
+        allowed = [each for each in every if job.allows(each)]
+        if len(self.goal.shardings) > 1 and allowed:
+            return [job.sized(each) for each in allowed]
+        if every:
+            return [job.sized(next(iter(every)))]
+        node = job.cluster.gpus_per_node // job.parallel.tensor
+        raise UserError(
+            f"--sharding hybrid was given with {job.parallel.options}, and a group has the {node} "
+            f"data-parallel ranks of a node of {job.cluster.name}, which must be at least 2, and "
+            f"fewer than all {job.parallel.data} and a divisor of them: give --sharding full, or "
+            "another --dp"
+        )
+
+    def _at_placements(self, given: JobSpec) -> Planned:
+        """The plan of the fastest placement of encoders."""
         placements = self.goal.free.placements
         results: dict[EncoderPlacement, PlanResult] = {}
         refused: dict[EncoderPlacement, UserError] = {}
         for placement in placements:
             try:
-                job = replace(self.goal.job, placement=placement)
+                job = replace(given, placement=placement)
                 results[placement] = self._make_plan_of_levels(self._request(job))
             except UserError as error:
                 if len(placements) == 1:
@@ -185,7 +231,8 @@ class _Search:
             and pipeline is not None
             and pipeline.plan.has_shared_packs,
         )
-        return Planned(result=results[chosen], placement=choice)
+        sharding = ShardingChoice(parallel=given.parallel, others={})
+        return Planned(result=results[chosen], placement=choice, sharding=sharding)
 
     def _request(self, job: JobSpec) -> PlanRequest:
         split = self.goal.free.split
@@ -340,7 +387,8 @@ class _Search:
             )
         result, found = self._plan_of_strategies(request, found)
         placement = _placement_of(request, found, _prediction(result))
-        return Planned(result=result, placement=placement, strategies=found)
+        sharding = ShardingChoice.of_strategies(found)
+        return Planned(result=result, placement=placement, sharding=sharding, strategies=found)
 
     def _strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
         goal, data, job = self.goal, self.goal.data, self.goal.job
@@ -373,6 +421,7 @@ class _Search:
             job=job,
             sizes=sizes,
             placements=goal.free.placements if has_choice else (EncoderPlacement.PIPELINE,),
+            shardings=goal.shardings,
             lengths=of_samples.lengths,
             settings=self._settings(of_samples),
             samples_per_step=samples_per_step,

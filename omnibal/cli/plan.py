@@ -38,7 +38,7 @@ from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps, check_limits, memory_cap_gib, option_of, words
-from omnibal.model.parallel import MAX_DEVICES
+from omnibal.model.parallel import MAX_DEVICES, WeightSharding
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
@@ -268,10 +268,27 @@ class EncoderChoice(StrEnum):
     DATA_PARALLEL = "data-parallel"
 
 
+class ShardingChoice(StrEnum):
+    """Ways to hold weights to plan, of which the fastest is taken."""
+
+    AUTO = "auto"
+    REPLICATED = "replicated"
+    FULL = "full"
+    HYBRID = "hybrid"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions(PartitionOptions):
-    """Options for where units run: encoders, the split and recomputation."""
+    """Options for where units run: encoders, weights, the split and recomputation."""
 
+    sharding: Annotated[
+        ShardingChoice | None,
+        typer.Option(
+            help="how data-parallel ranks hold weights and gradients: whole, divided over all, "
+            "divided over those of a node, or as is predicted to be fastest (default: auto with "
+            "--gpus, else replicated, or as the trainer of --for does)"
+        ),
+    ] = None
     encoder: Annotated[
         EncoderChoice | None,
         typer.Option(
@@ -280,6 +297,14 @@ class PlacementOptions(PartitionOptions):
             "--gpus, else pipeline)"
         ),
     ] = None
+
+    def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
+        """Ways to hold weights to choose from, where sizes are free or given; None for the job's
+        own."""
+        chosen = self.sharding or (ShardingChoice.AUTO if is_free else None)
+        if chosen is ShardingChoice.AUTO:
+            return tuple(WeightSharding)
+        return None if chosen is None else (WeightSharding[chosen.name],)
 
     def placements(self, *, is_free: bool) -> tuple[EncoderPlacement, ...]:
         """Placements to choose from, where sizes are free or given."""
@@ -307,7 +332,7 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    _check_options(context, data, partition.encoder)
+    _check_options(context, data, sizes, partition)
     goal = _goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
     save_plan(planned.result, output)
@@ -318,7 +343,9 @@ def plan(
     _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
 
 
-def _check_options(context: typer.Context, data: DataOptions, encoder: str | None) -> None:
+def _check_options(
+    context: typer.Context, data: DataOptions, sizes: SizeOptions, partition: PlacementOptions
+) -> None:
     """Refuse options that do not go together."""
     given: dict[Feature, str] = {}
     options = {one.name: one.opts[0] for one in context.command.params}
@@ -329,8 +356,16 @@ def _check_options(context: typer.Context, data: DataOptions, encoder: str | Non
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
-    if encoder == EncoderChoice.DATA_PARALLEL:
+    if partition.encoder is EncoderChoice.DATA_PARALLEL:
         given[Feature.BESIDE] = Feature.BESIDE.value
+    if partition.sharding in (ShardingChoice.FULL, ShardingChoice.HYBRID):
+        given[Feature.SHARDING] = f"--sharding {partition.sharding}"
+    for option, size, feature in (
+        ("--pp", sizes.pp, Feature.STAGES),
+        ("--ep", sizes.ep, Feature.EXPERT),
+    ):
+        if size is not None and size > 1:
+            given[feature] = f"{option} {size}"
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
     check_complete({**given, **has_samples})
@@ -367,6 +402,7 @@ def _goal(
         sizes=free_sizes,
         levels=data.level_rule,
         placements=placements,
+        shardings=partition.shardings(is_free=free_sizes is not None),
         split=partition.split_rule(),
     )
     return Goal(job=job, data=of_goal, free=free)
@@ -448,6 +484,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
         summary["encoder"] = _encoder_summary(choice)
+    summary["sharding"] = planned.sharding.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
@@ -469,7 +506,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         command_tables.stages_table(plan, prediction),
         memory,
         command_tables.lost_time_table(prediction),
-        command_tables.plan_facts(plan, prediction),
+        command_tables.plan_facts(plan, prediction, planned.sharding),
     )
 
 

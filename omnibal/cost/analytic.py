@@ -155,7 +155,14 @@ def analytic_cost(
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
     trained = {one.kind.name: one.counts for one in counted if one.trained and _is_language(one)}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
-    once = _Once(cluster, precision, device, runtime, is_sharded=distributed_optimizer)
+    once = _Once(
+        cluster,
+        precision,
+        device,
+        runtime,
+        is_sharded=distributed_optimizer,
+        divides_gradients=parallel.sharded > 1,
+    )
     rates = once.rates(stage_group(parallel))
     overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
@@ -204,6 +211,8 @@ class _Once:
     _: KW_ONLY
     is_sharded: bool
     """Whether these ranks divide the optimizer's state."""
+    divides_gradients: bool
+    """Whether they divide gradients too."""
 
     def rates(self, group: Group) -> ParameterRates:
         """Count a parameter that the ranks of a group hold.
@@ -215,8 +224,9 @@ class _Once:
         size, gradient_bytes = ELEMENT_BYTES[self.precision], self.runtime.gradient_bytes
         state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[self.precision]
         shards = group.ranks if self.is_sharded else 1
-        divides = self.runtime.averages_gradients and group.ranks > 1
-        moved_bytes = (3 if divides else 1) * gradient_bytes + 2 * state_bytes / shards
+        averages = self.runtime.averages_gradients and group.ranks > 1
+        zeroed_bytes = gradient_bytes / (shards if self.divides_gradients else 1)
+        moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
         update_ms = moved_bytes / self.device.streamed_bytes_per_ms
         update_ms += weight_cast_bytes(self.device) / self.device.bytes_per_ms
         byte_ms = ring_ms_per_byte(self.cluster, group, self.precision)

@@ -209,14 +209,14 @@ def costs_at(
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Error message for a level that attention, its heads or ranks that share out experts do not
-    allow; None if they do."""
+    """Error message for a level that attention, its heads or ranks in lockstep do not allow; None
+    if they do."""
     lockstep_ranks = parallel.lockstep_ranks
     if level.context % lockstep_ranks and lockstep_ranks % level.context:
         return (
             f"context size {level.context} was given with {parallel.options}, whose "
-            f"{lockstep_ranks} data-parallel ranks that share out experts run in lockstep; one "
-            "must divide the other: take another context size, or another --ep"
+            f"{lockstep_ranks} data-parallel ranks that share out experts, or divide weights, run "
+            "in lockstep; one must divide the other: take another context size, --ep or --sharding"
         )
     if level.context > 1 and any(kind.attention == "linear" for kind in model.language.kinds):
         return (
@@ -409,6 +409,7 @@ def _with_exchange(unit: UnitCost, added: _Added, times: _Times, goes_back: bool
     runs_back = bool(unit.backward_ms.any())
     again_ms = runs_back * times.again_ms
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
+    working_bytes[0] += unit.whole_bytes if runs_back else 0
     return replace(
         unit,
         forward_ms=unit.forward_ms + forward_ms,

@@ -108,6 +108,17 @@ def stage_group(parallel: Parallel) -> Group:
     return Group(parallel.data, stride=parallel.tensor)
 
 
+def shard_group(parallel: Parallel) -> Group:
+    """The data-parallel ranks of a stage that divide its weights among them."""
+    return Group(parallel.sharded, stride=parallel.tensor)
+
+
+def shard_copies(parallel: Parallel) -> Group:
+    """The ranks of a stage that hold the same part of divided weights."""
+    stride = parallel.tensor * parallel.sharded
+    return Group(parallel.data // parallel.sharded, stride=stride)
+
+
 def expert_copies(parallel: Parallel) -> Group:
     """The ranks of a stage that hold the same experts."""
     return Group(parallel.expert_data, stride=parallel.expert)

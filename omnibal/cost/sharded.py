@@ -1,19 +1,24 @@
 """Costs where data-parallel ranks divide weights and gradients too, as FSDP and ZeRO-3 do.
 
-A rank keeps its share of every weight, of its gradient and of the optimizer's state. A unit's whole
-weights are gathered before its forward and again before its backward, and let go after each; its
-gradients are whole until they are reduce-scattered, after every micro-batch's backward (Rajbhandari
-et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et al. 2023, FSDP, arXiv 2304.11277, section
-3.2). The exchange runs beside the computation of the unit before it, one unit ahead:
+A rank keeps its share of every weight, of its gradient and of the optimizer's state: one of
+`Parallel.sharded`, neighbours, which with fewer than all ranks are groups that hold copies of each
+other (hybrid). A unit's whole weights are gathered before its forward and again before its
+backward, and let go after each; its gradients are whole until they are reduce-scattered, after
+every micro-batch's backward (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et
+al. 2023, FSDP, arXiv 2304.11277, section 3.2), and summed as shares. The exchange runs beside the
+computation of the unit before it, one unit ahead:
 
     forward  = gather of the first + sum over units of max(forward, gather of the next)
     backward = gather of the last + reduce of the first
                + sum over units of max(backward, gather of the one before + reduce of the one after)
 
 What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
-Recomputation is taken to hide nothing, so that the time is on the safe side where layers recompute;
-so is the memory, as the largest unit is taken for the one gathered ahead. All ranks meet in every
-exchange: they run their micro-batches in lockstep.
+Exchanges of tensor-parallel ranks and of ranks that share a pack hide nothing, as they take the
+same links, and neither does recomputation, so that the time is on the safe side; so is the memory,
+as the largest unit is taken for the one gathered ahead. All ranks of a group meet in every
+exchange: they run their micro-batches in lockstep. Once a step the copies of a share all-reduce its
+gradients, behind the last backward where a group keeps to its node, and after it where gathers take
+the network too.
 """
 
 from collections import Counter
@@ -23,12 +28,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.base.errors import UserError
-from omnibal.cost.links import Group, pass_line
-from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
+from omnibal.cost.links import pass_line, ring_ms_per_byte, shard_copies, shard_group
+from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXPOSED_MS, HEAD, unit_names
 
 _GATHERED = 2
@@ -43,7 +48,7 @@ class ShardedExchange:
     """
 
     forward_ms: np.ndarray
-    """Forward of a unit of every kind, [K, F]."""
+    """Forward of a unit of every kind without its own exchanges, [K, F]."""
     backward_ms: np.ndarray
     gather_ms: np.ndarray
     """To gather the weights of a unit of every kind, [K]."""
@@ -60,30 +65,35 @@ class ShardedExchange:
         cost: CostModel,
         model: ModelConfig,
         cluster: ClusterConfig,
-        ranks: int,
+        parallel: Parallel,
         precision: Precision,
+        runtime: RuntimeOptions,
     ) -> "ShardedExchange":
-        """Count the exchange of `ranks` data-parallel ranks.
+        """Count the exchange of the data-parallel ranks that divide weights.
 
         Args:
             cost: of ranks that hold weights whole.
-            precision: of weights, in which gradients are exchanged too.
+            parallel: sizes; tensor-parallel ranks gather their parts side by side.
+            precision: of weights.
+            runtime: which says the precision that gradients are exchanged in.
         """
-        line = pass_line(cluster, Group(ranks), precision)
+        line = pass_line(cluster, shard_group(parallel), precision)
         units = [cost.units[kind.name] for kind in cost.kinds]
-        names = [kind.name for kind in cost.kinds]
-        size = cost.weight_bytes_per_parameter
+        names, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
+        reduced_size = _scattered_bytes(cost, runtime)
 
-        def exchange_ms(parameters: Sequence[int]) -> np.ndarray:
+        def exchange_ms(parameters: Sequence[int], size: float) -> np.ndarray:
             bytes_ = size * np.array(parameters, np.float64)
-            return np.where(bytes_ > 0, _ring_ms(line, bytes_, ranks), 0.0)
+            return np.where(bytes_ > 0, _ring_ms(line, bytes_, parallel.sharded), 0.0)
 
         return cls(
-            forward_ms=np.stack([unit.forward_ms for unit in units]),
-            backward_ms=np.stack([unit.backward_ms for unit in units]),
-            gather_ms=exchange_ms([unit.parameters for unit in units]),
-            gather_back_ms=exchange_ms([unit.parameters * unit.has_backward for unit in units]),
-            reduce_ms=exchange_ms([unit.trained_parameters for unit in units]),
+            forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
+            backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
+            gather_ms=exchange_ms([unit.parameters for unit in units], size),
+            gather_back_ms=exchange_ms(
+                [unit.parameters * unit.has_backward for unit in units], size
+            ),
+            reduce_ms=exchange_ms([unit.trained_parameters for unit in units], reduced_size),
             sequence=tuple(names.index(name) for name in unit_names(model)),
         )
 
@@ -115,76 +125,84 @@ def _ring_ms(line: Line, bytes_: np.ndarray, ranks: int) -> np.ndarray:
     return line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks if ranks > 1 else 0 * bytes_
 
 
-def check_sharded(parallel: Parallel) -> None:
-    """Refuse parallel sizes that do not go with weights divided over data-parallel ranks.
-
-    Raises:
-        UserError: there are several stages, tensor- or expert-parallel ranks.
-    """
-    others = {"--pp": parallel.pipeline, "--tp": parallel.tensor, "--ep": parallel.expert}
-    given = [f"{option} {size}" for option, size in others.items() if size > 1]
-    if given:
-        raise UserError(
-            f"{', '.join(given)} was given, and the trainer divides weights over data-parallel "
-            "ranks, which is planned for whole models alone: leave it out"
-        )
+def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
+    """Bytes of a gradient as it is reduce-scattered."""
+    if runtime.scatters_weights_precision:
+        return cost.weight_bytes_per_parameter
+    return cost.gradient_bytes_per_parameter
 
 
-def sharded_cost(cost: CostModel, ranks: int) -> CostModel:
-    """Costs where `ranks` data-parallel ranks divide weights and gradients too.
+def sharded_cost(
+    cost: CostModel,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    runtime: RuntimeOptions,
+) -> CostModel:
+    """Costs where data-parallel ranks divide weights and gradients too.
 
     Two features more are times already: what the exchange of weights and gradients takes before a
     forward and after a backward besides what is hidden (`ShardedExchange.exposed_ms`).
 
     Args:
-        cost: of ranks that hold weights whole and divide the optimizer's state.
+        cost: of the ranks of one group (`Parallel.of_shards`) that hold weights whole and divide
+            the optimizer's state.
+        parallel: sizes of the job.
     """
+    ranks, copies = parallel.sharded, shard_copies(parallel)
+    size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
     most = max(unit.parameters for unit in cost.units.values())
-    size = cost.weight_bytes_per_parameter
+    sent = _scattered_bytes(cost, runtime)
+    # As backward makes it, and where it is sent in another precision that copy.
+    whole_gradient = size + (sent if sent != size else 0)
     units = {
-        name: _sharded_unit(unit, size, most, is_head=name == HEAD)
+        name: _sharded_unit(unit, size, whole_gradient, most, is_head=name == HEAD)
         for name, unit in cost.units.items()
     }
-    experts = cost.expert_rates
+    # An all-reduce is two passes.
+    reduction_ms = 2 * ring_ms_per_byte(cluster, copies, precision) * gradient_size / ranks
+    is_hidden = copies.ranks > 1 and shard_group(parallel).is_within(cluster)
+    in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     return replace(
         cost,
         features=(*cost.features, *EXPOSED_MS),
         units=units,
         weight_bytes_per_parameter=size / ranks,
-        gradient_bytes_per_parameter=cost.gradient_bytes_per_parameter / ranks,
-        gradient_reduction_ms_per_parameter=0.0,
+        gradient_bytes_per_parameter=gradient_size / ranks,
+        gradient_reduction_ms_per_parameter=reduction_ms,
         weight_gather_ms_per_parameter=0.0,
-        bucket_parameters=np.inf,
-        expert_rates=ParameterRates(
-            optimizer_bytes=experts.optimizer_bytes,
-            optimizer_ms=experts.optimizer_ms,
-            gradient_reduction_ms=0.0,
-            weight_gather_ms=0.0,
+        bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
+        expert_rates=replace(
+            cost.expert_rates, gradient_reduction_ms=reduction_ms, weight_gather_ms=0.0
         ),
         runs_in_lockstep=True,
-        source=f"{cost.source}, weights and gradients divided over {ranks} ranks",
+        source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}",
     )
 
 
-def _sharded_unit(unit: UnitCost, size: float, most: int, *, is_head: bool) -> UnitCost:
+def _sharded_unit(
+    unit: UnitCost, size: float, whole_gradient: float, most: int, *, is_head: bool
+) -> UnitCost:
     """A unit's costs with the two features more, and room for whole weights and gradients.
 
     Args:
         unit: costs where weights are whole.
-        size: bytes of a weight, and of a gradient until it is divided.
+        size: bytes of a weight.
+        whole_gradient: bytes of a gradient until it is divided.
         most: parameters of the largest unit, the next one at worst.
         is_head: whether it is the head, which takes the exposed exchange of all units: it has a
             backward whatever is frozen.
     """
     changed = with_features(unit, len(EXPOSED_MS))
     gathered = size * (unit.parameters + (_GATHERED - 1) * most)
-    changed["transient_bytes"][:, 0] += gathered + size * unit.trained_parameters
+    whole_bytes = gathered + whole_gradient * unit.trained_parameters
+    changed["transient_bytes"][:, 0] += whole_bytes
     if not unit.has_backward:
         changed["passing_bytes"][0] += gathered
     if is_head:
         changed["forward_ms"][-2] = changed["backward_ms"][-1] = 1.0
         changed["collective_ms"][0, -2] = changed["collective_ms"][1, -1] = 1.0
-    return replace(unit, **changed)
+    return replace(unit, **changed, whole_bytes=whole_bytes)
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:

@@ -12,7 +12,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
 from omnibal.job.plan import Plan
-from omnibal.model.targets import RecomputeFreedom, Sharding, TrainerConstraints, trainer_of
+from omnibal.model.parallel import WeightSharding
+from omnibal.model.targets import RecomputeFreedom, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED
 from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
@@ -135,15 +136,19 @@ def _named(spans: tuple[object, ...]) -> str:
 
 
 def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    made_for = trainer_of(plan.made_for).sharding
-    if made_for is not target.sharding and plan.parallel.data > 1:
+    # Plans from before it was a parallel size do not say it.
+    always = trainer_of(plan.made_for).always_shards
+    planned = WeightSharding.FULL if always else plan.parallel.sharding
+    if planned not in target.shardings and plan.parallel.data > 1:
         divided = {
-            Sharding.OPTIMIZER: "the optimizer's state alone",
-            Sharding.ALL: "weights and gradients too",
+            WeightSharding.REPLICATED: "the optimizer's state alone",
+            WeightSharding.FULL: "weights and gradients too",
+            WeightSharding.HYBRID: f"weights and gradients in groups of {plan.parallel.sharded}",
         }
+        able = " or ".join(divided[each] for each in target.shardings)
         yield (
             f"the plan is predicted with {plan.parallel.data} data-parallel ranks that divide "
-            f"{divided[made_for]}, and those of {target.title} divide {divided[target.sharding]}"
+            f"{divided[planned]}, and those of {target.title} divide {able}"
         )
 
 

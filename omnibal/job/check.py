@@ -224,11 +224,12 @@ def _check_recomputed(plan: Plan, level: int) -> None:
 
 def _check_recomputed_in_lockstep(plan: Plan) -> None:
     """Refuse levels of which ranks that run in lockstep repeat other exchanges in the backward."""
-    if plan.parallel.lockstep_ranks == 1 or len({level.recompute for level in plan.levels}) <= 1:
+    lockstep_ranks = plan.parallel.expert_lockstep_ranks
+    if lockstep_ranks == 1 or len({level.recompute for level in plan.levels}) <= 1:
         return
     raise UserError(
         f"levels recompute different layers with {plan.parallel.options}, whose "
-        f"{plan.parallel.lockstep_ranks} data-parallel ranks that share out experts run packs of "
+        f"{lockstep_ranks} data-parallel ranks that share out experts run packs of "
         "several levels in lockstep: one would repeat a layer's exchange of tokens and another "
         f"not, and both wait for ever; give all levels the same recompute, or {_ANEW}, which does"
     )

@@ -17,7 +17,7 @@ from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.counts import ELEMENT_BYTES
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.model import CostModel, pack_features, trained_features
-from omnibal.cost.sharded import ShardedExchange, check_sharded, exposed_columns, sharded_cost
+from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
@@ -27,8 +27,8 @@ from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
-from omnibal.model.parallel import Parallel, check_parallel
-from omnibal.model.targets import FREE, OWN, Sharding, TrainerConstraints, trainer_of
+from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
+from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -53,6 +53,7 @@ class JobSpec:
     model: ModelConfig
     cluster: ClusterConfig
     parallel: Parallel
+    """Sizes; where the trainer always divides weights over all data-parallel ranks, they do."""
     precision: Precision
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
@@ -79,16 +80,20 @@ class JobSpec:
         if self.has_data_parallel_encoders:
             _check_encoders_beside(self.model)
         self._check_limits()
+        if self.trainer.always_shards and self.parallel.sharded == 1:
+            object.__setattr__(
+                self, "parallel", self.parallel.held(WeightSharding.FULL, self.cluster)
+            )
         self.check_sizes(self.parallel)
         cost, encoders, exchange = self._unit_costs(), None, None
         if self.has_data_parallel_encoders:
             sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
             encoders = encoders_cost(*sizes, self.cost_source)
-        if self.trainer.sharding is Sharding.ALL:
-            check_sharded(self.parallel)
-            ranks = self.parallel.data
-            exchange = ShardedExchange.of(cost, self.model, self.cluster, ranks, self.precision)
-            cost = sharded_cost(cost, ranks)
+        if self.parallel.sharded > 1:
+            cluster = self.cost_source.with_rates(self.cluster)
+            shards = cluster, self.parallel, self.precision, self.trainer.runtime
+            exchange = ShardedExchange.of(cost, self.model, *shards)
+            cost = sharded_cost(cost, *shards)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
         object.__setattr__(self, "exchange", exchange)
@@ -96,7 +101,8 @@ class JobSpec:
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
         costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
-        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
+        parallel = self.parallel if self.parallel.sharded == 1 else self.parallel.of_shards
+        cost = costs(self.model, self.cluster, parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost
@@ -128,11 +134,26 @@ class JobSpec:
         Raises:
             UserError: with what it allows.
         """
+        self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
-        self.trainer.check_sizes(parallel)
+        if parallel.sharded > 1:
+            self._check_sharded()
         if self.precision == "fp8":
             layer_products(self.model, self.cluster, parallel, self.precision)
+
+    def _check_sharded(self) -> None:
+        """Refuse what does not go with weights that data-parallel ranks divide."""
+        others = {
+            "--precision fp8": self.precision == "fp8",
+            "--encoder data-parallel": self.has_data_parallel_encoders,
+        }
+        given = [option for option, is_given in others.items() if is_given]
+        if given:
+            raise UserError(
+                f"{' '.join(given)} was given with weights that data-parallel ranks divide, which "
+                "is planned without: leave it out, or give --sharding replicated"
+            )
 
     @property
     def has_data_parallel_encoders(self) -> bool:
@@ -147,13 +168,23 @@ class JobSpec:
     @property
     def lockstep_ranks(self) -> int:
         """Neighbouring data-parallel ranks that run their micro-batches in lockstep."""
-        return self.parallel.data if self.exchange is not None else self.parallel.lockstep_ranks
+        return self.parallel.lockstep_ranks
+
+    def with_exposed(self, features: np.ndarray) -> np.ndarray:
+        """Features of micro-batches with the exchange of divided weights that these do not hide;
+        unchanged where ranks hold weights whole. Both [..., F]"""
+        if self.exchange is None:
+            return features
+        columns = exposed_columns(self.cost.features)
+        exposed_ms = self.exchange.exposed_ms(features[..., : columns[0]].reshape(-1, columns[0]))
+        features = features.copy()
+        features[..., columns] = exposed_ms.reshape(*features.shape[:-1], len(columns))
+        return features
 
     def _with_exchange(self, workload: Workload) -> Workload:
         """The workload with the exchange of weights that its micro-batches do not hide."""
-        assert self.exchange is not None
-        features, columns = workload.features.copy(), exposed_columns(self.cost.features)
-        features[:, columns] = self.exchange.exposed_ms(features[:, : -len(columns)])
+        columns = exposed_columns(self.cost.features)
+        features = self.with_exposed(workload.features)
         if workload.unpadded is None:
             return replace(workload, features=features)
         unpadded = workload.unpadded.copy()

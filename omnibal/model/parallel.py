@@ -1,6 +1,7 @@
 """Sizes of the parallel groups, and their limits by model and cluster."""
 
 import math
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -16,6 +17,17 @@ _BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
+class WeightSharding(StrEnum):
+    """How data-parallel ranks hold weights, gradients and optimizer state."""
+
+    REPLICATED = "replicated"
+    """Whole weights and gradients on every rank; optimizer state is divided all the same."""
+    FULL = "full"
+    """All data-parallel ranks divide them."""
+    HYBRID = "hybrid"
+    """Groups of neighbouring ranks divide them, and are copies of each other."""
+
+
 class Parallel(Frozen):
     """Sizes of the parallel groups; the launch needs tensor x pipeline x data processes."""
 
@@ -27,6 +39,10 @@ class Parallel(Frozen):
     expert: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
     """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
     layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
+    sharded: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    """Neighbouring data-parallel ranks that divide weights, gradients and optimizer state among
+    them (ZeRO-3): 1 where each holds whole weights, all for fully sharded data parallelism, and
+    between for hybrid, where groups of so many hold copies of each other."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
@@ -48,18 +64,61 @@ class Parallel(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shards_divide_data(self) -> "Parallel":
+        if self.data % self.sharded:
+            raise ValueError(
+                f"a group of {self.sharded} ranks that shard weights must divide the {self.data} "
+                f"data-parallel ranks: choose a divisor of {self.data}"
+            )
+        return self
+
+    @property
+    def sharding(self) -> WeightSharding:
+        """How data-parallel ranks hold weights."""
+        if self.sharded == 1:
+            return WeightSharding.REPLICATED
+        return WeightSharding.FULL if self.sharded == self.data else WeightSharding.HYBRID
+
     @property
     def expert_data(self) -> int:
         """Ranks of a stage that hold the same experts, and reduce their gradients."""
         return self.tensor * self.data // self.expert
 
     @property
-    def lockstep_ranks(self) -> int:
+    def expert_lockstep_ranks(self) -> int:
         """Neighbouring data-parallel ranks that share out experts, so that all run in lockstep.
 
         Tensor-parallel ranks do so anyway: it is 1 where these alone share experts out.
         """
         return max(self.expert // self.tensor, 1)
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that meet in every pass, so that all run in lockstep:
+        those that share out experts, or divide weights."""
+        return max(self.expert_lockstep_ranks, self.sharded)
+
+    @property
+    def of_shards(self) -> "Parallel":
+        """The sizes of one group of ranks that divide weights, as if it were all of the job."""
+        return self.model_copy(update={"data": self.sharded})
+
+    def held(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
+        """Sizes with weights held in another way; None where the ranks cannot.
+
+        A hybrid group has the ranks of one node, of which there must be several in the job.
+        """
+        node = max(cluster.gpus_per_node // self.tensor, 1)
+        sizes = {
+            WeightSharding.REPLICATED: 1,
+            WeightSharding.FULL: self.data,
+            WeightSharding.HYBRID: node,
+        }
+        is_hybrid = 1 < node < self.data and self.data % node == 0
+        if sharding is WeightSharding.HYBRID and not is_hybrid:
+            return None
+        return self.model_copy(update={"sharded": sizes[sharding]})
 
     @property
     def world_size(self) -> int:
@@ -73,7 +132,8 @@ class Parallel(Frozen):
 
     def __str__(self) -> str:
         sizes = f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
-        return sizes if self.expert == 1 else f"{sizes} (expert {self.expert})"
+        sizes = sizes if self.expert == 1 else f"{sizes} (expert {self.expert})"
+        return sizes if self.sharded == 1 else f"{sizes} (sharded over {self.sharded})"
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -86,12 +146,14 @@ class Parallel(Frozen):
         """The sizes in short, such as "TP 2 x PP 1 x DP 4, EP 8"."""
         divided = [f"{name} {size}" for name, size in self.sizes.items() if name != "EP"]
         shared = [f"EP {self.expert}"] if self.expert > 1 else []
-        return ", ".join([" x ".join(divided), *shared])
+        weights = [f"weights over {self.sharded}"] if self.sharded > 1 else []
+        return ", ".join([" x ".join(divided), *shared, *weights])
 
     @property
     def options(self) -> str:
         """The command-line options that give these sizes."""
-        return " ".join(f"--{name.lower()} {size}" for name, size in self.sizes.items())
+        sizes = " ".join(f"--{name.lower()} {size}" for name, size in self.sizes.items())
+        return sizes if self.sharded == 1 else f"{sizes} --sharding {self.sharding}"
 
     def place(self, rank: int) -> dict[str, int]:
         """Place of a rank in every group: tensor varies fastest, then data, then pipeline.
@@ -122,8 +184,9 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
 
     Raises:
         UserError: there are more stages than layers, tensor-parallel ranks do not divide the
-            language model's heads or a feed-forward size, or are more than a node's devices, or
-            expert-parallel ranks do not divide the experts.
+            language model's heads or a feed-forward size, or are more than a node's devices,
+            expert-parallel ranks do not divide the experts, or weights are sharded beside what
+            that does not go with.
     """
     if parallel.pipeline > model.layers:
         raise UserError(
@@ -133,6 +196,22 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
         )
     _check_tensor(model, parallel, cluster)
     _check_expert(model, parallel)
+    _check_sharded(model, parallel)
+
+
+def _check_sharded(model: ModelConfig, parallel: Parallel) -> None:
+    if parallel.sharded == 1:
+        return
+    others = {"--pp": parallel.pipeline, "--ep": parallel.expert}
+    if expert_counts(model):
+        others["--tp"] = parallel.tensor
+    given = [f"{option} {size}" for option, size in others.items() if size > 1]
+    if given:
+        raise UserError(
+            f"{' '.join(given)} was given with weights divided over {parallel.sharded} ranks of "
+            f"{model.name}, which is planned for whole pipelines and whole experts alone: leave it "
+            "out, or give --sharding replicated"
+        )
 
 
 def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:

@@ -27,6 +27,10 @@ class RuntimeOptions(Frozen):
     line's made-up ones are; None for samples of any length."""
     bf16_gradients: bool = False
     """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`), not in fp32."""
+    scatters_weights_precision: bool = False
+    """Whether gradients of weights that ranks divide are reduce-scattered in the weights' precision
+    before they are summed over micro-batches (FSDP's and ZeRO-3's usual setting), instead of in the
+    precision of that sum."""
     averages_gradients: bool = False
     """Whether gradients are divided by the number of data-parallel ranks in a pass of their own
     before they are reduced, as Megatron does without `--ddp-average-in-collective`."""

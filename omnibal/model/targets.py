@@ -5,6 +5,7 @@ recomputed, how samples may be packed. What it cannot be told is not planned for
 limits are from is said in docs/trainers.md, trainer by trainer, with the version that was read.
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated
 
@@ -12,7 +13,7 @@ from pydantic import Field
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 
 
@@ -103,15 +104,6 @@ ANY_PACKS = PackRules()
 """No limits: packs as this project's trainer takes them."""
 
 
-class Sharding(StrEnum):
-    """What data-parallel ranks divide among them."""
-
-    OPTIMIZER = "optimizer"
-    """Optimizer state, as Megatron's distributed optimizer and ZeRO-1 do."""
-    ALL = "all"
-    """Weights and gradients too, gathered layer by layer for every pass, as FSDP and ZeRO-3 do."""
-
-
 class TrainerConstraints(Frozen):
     """What a trainer can be told of a plan, and how it runs a step; defaults are this project's."""
 
@@ -123,7 +115,8 @@ class TrainerConstraints(Frozen):
     """Version, or commit, whose files and flags were read; of this project's own, none."""
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
-    sharding: Sharding = Sharding.OPTIMIZER
+    shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)
+    """Ways in which data-parallel ranks may hold weights."""
     runtime: RuntimeOptions = OWN_RUNTIME
     """How it runs a step where an export says nothing of it."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
@@ -136,6 +129,23 @@ class TrainerConstraints(Frozen):
     def has_data_parallelism_alone(self) -> bool:
         """Whether all ranks hold whole models."""
         return self.most_pipeline == self.most_tensor == 1
+
+    @property
+    def always_shards(self) -> bool:
+        """Whether all data-parallel ranks divide weights, whatever is asked for."""
+        return self.shardings == _FULLY
+
+    def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
+        """Refuse ways of holding weights of which the trainer has none.
+
+        Raises:
+            UserError: with those that it has.
+        """
+        if not set(shardings).intersection(self.shardings):
+            raise UserError(
+                f"--sharding {', '.join(shardings)} was given for {self.title}, whose weights are "
+                f"{' or '.join(self.shardings)}: leave it out, or give one of these"
+            )
 
     def check_sizes(self, parallel: Parallel) -> None:
         """Refuse parallel sizes that the trainer does not have.
@@ -154,8 +164,12 @@ class TrainerConstraints(Frozen):
                     f"{option} {size} was given for {self.title}, whose {name} size is at most "
                     f"{most}: plan with `omnibal plan --for {self.name} {option} {most}`"
                 )
+        if parallel.data > 1:
+            self.check_shardings((parallel.sharding,))
 
 
+_FULLY = (WeightSharding.FULL,)
+_WHOLE = (WeightSharding.REPLICATED,)
 OWN = TrainerConstraints()
 """This project's trainer, which takes any plan."""
 
@@ -178,6 +192,7 @@ TARGETS = {
             version="4.6.0",
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
+            shardings=_WHOLE,
             runtime=_MEGATRON_RUNTIME,
         ),
         TrainerConstraints(
@@ -186,7 +201,8 @@ TARGETS = {
             version="4.6.0",
             stages=_SHARDED,
             packs=_NEXT_FIT,
-            sharding=Sharding.ALL,
+            shardings=_FULLY,
+            runtime=RuntimeOptions(scatters_weights_precision=True),
             most_pipeline=1,
             most_tensor=1,
             has_experts=False,
@@ -197,7 +213,8 @@ TARGETS = {
             version="5cda4fb",
             stages=_SHARDED,
             packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
-            sharding=Sharding.ALL,
+            shardings=_FULLY,
+            runtime=RuntimeOptions(scatters_weights_precision=True),
             most_pipeline=1,
             most_tensor=1,
             has_experts=False,
@@ -210,6 +227,7 @@ TARGETS = {
                 update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
             ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
+            shardings=_WHOLE,
             runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
         ),
         TrainerConstraints(
@@ -218,6 +236,7 @@ TARGETS = {
             version="core 0.16.1",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            shardings=_WHOLE,
             runtime=_MEGATRON_RUNTIME,
         ),
         TrainerConstraints(
@@ -225,6 +244,7 @@ TARGETS = {
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
+            shardings=_WHOLE,
             runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),
@@ -234,6 +254,7 @@ TARGETS = {
             version="2026-10",
             stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
             packs=_GIVEN.model_copy(update={"tokens_alone": True}),
+            shardings=_WHOLE,
         ),
     )
     if each.name is not None

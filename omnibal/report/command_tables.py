@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Sizing
+    from omnibal.search.weight_sharding import ShardingChoice
 
 _SHOWN_CANDIDATES = 10
 
@@ -123,10 +124,12 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     has_placements = len({sizing.placement for sizing in tried}) > 1
     has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
     levels = ["levels"] if has_levels else []
+    has_shards = any(sizing.parallel.sharded > 1 for sizing in tried)
     plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
 
     def sizes(sizing: "Sizing") -> list[str]:
         own = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
+        own += [str(sizing.parallel.sharded)] * has_shards
         return [*own, sizing.placement.option] if has_placements else own
 
     fastest = [
@@ -151,7 +154,14 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     return Table.of_rows(
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
-        (*names, *["encoders"] * has_placements, *plan, "samples\nper s", over_best),
+        (
+            *names,
+            *["weights\nover"] * has_shards,
+            *["encoders"] * has_placements,
+            *plan,
+            "samples\nper s",
+            over_best,
+        ),
         fastest,
         others,
     )
@@ -254,8 +264,10 @@ def _data_text(plan: Plan) -> str:
     return text
 
 
-def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
-    """The prediction of the whole job."""
+def plan_facts(
+    plan: Plan, prediction: Prediction, sharding: "ShardingChoice | None" = None
+) -> Facts:
+    """The prediction of the whole job, and why weights are not held otherwise."""
     parallel, exchange = plan.parallel, prediction.exchange
     entries = [
         ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
@@ -271,6 +283,11 @@ def plan_facts(plan: Plan, prediction: Prediction) -> Facts:
         entries.append(("samples per second", per_second))
     if prediction.gpu_days is not None:
         entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
+    if parallel.sharded > 1:
+        held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
+        entries.append(("weights", held))
+    if sharding is not None and sharding.others:
+        entries.append(("other ways to hold weights", sharding.reason))
     return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
 
 

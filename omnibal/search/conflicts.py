@@ -21,6 +21,7 @@ class Feature(StrEnum):
     SIZES = "--gpus"
     LEVELS = "--packing-levels"
     CURRICULUM = "--curriculum-steps"
+    SHARDING = "--sharding full or hybrid"
     BESIDE = "--encoder data-parallel"
     SPLIT = "--method or --recompute"
     SAMPLES_PER_STEP = "--samples-per-step"
@@ -33,6 +34,8 @@ class Feature(StrEnum):
     IMAGE_SHARE = "--image-share"
     DISPATCH = "--dispatch"
     COMPARE = "--compare"
+    STAGES = "--pp above 1"
+    EXPERT = "--ep above 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,21 @@ CONFLICTS = (
         Feature.BESIDE,
         Feature.SPLIT,
         "the encoders' memory is shared with the stages by the joint search alone",
+    ),
+    Conflict(
+        Feature.SHARDING,
+        Feature.STAGES,
+        "weights are gathered for every micro-batch, and a pipeline needs many to be full",
+    ),
+    Conflict(
+        Feature.SHARDING,
+        Feature.EXPERT,
+        "experts are gathered whole, and not shared out as well",
+    ),
+    Conflict(
+        Feature.SHARDING,
+        Feature.BESIDE,
+        "only encoders in the pipeline are gathered unit by unit",
     ),
     Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
     Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),

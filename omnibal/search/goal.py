@@ -16,6 +16,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule
 from omnibal.model.limits import Caps
+from omnibal.model.parallel import WeightSharding
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
@@ -118,9 +119,13 @@ class Free:
     """Sets of levels to choose from."""
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     """Placements of encoders to choose from."""
+    shardings: tuple[WeightSharding, ...] | None = None
+    """Ways to hold weights to choose from, as far as the trainer has them; None for the job's."""
     split: SplitRule = JOINT
 
     def __post_init__(self) -> None:
+        if self.shardings == ():
+            raise UserError("shardings are empty; give one at least, or None for the job's own")
         if not self.placements:
             raise UserError("placements are empty; give one of encoders at least to choose from")
         if self.sizes is not None:
@@ -129,8 +134,13 @@ class Free:
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":
-        """All that can be: sizes, levels and placement of encoders, on so many devices."""
-        return cls(sizes=FreeSizes(gpus=gpus), placements=tuple(EncoderPlacement))
+        """All that can be: sizes, levels, placement of encoders and sharding of weights, on so many
+        devices."""
+        return cls(
+            sizes=FreeSizes(gpus=gpus),
+            placements=tuple(EncoderPlacement),
+            shardings=tuple(WeightSharding),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -138,7 +148,8 @@ class Goal:
     """A job, its data, and what is free.
 
     Raises:
-        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`).
+        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`), or the
+            trainer holds weights in none of the ways.
     """
 
     job: JobSpec
@@ -148,16 +159,30 @@ class Goal:
 
     def __post_init__(self) -> None:
         check_together({feature: feature.value for feature in self.features})
+        if self.free.shardings is not None:
+            self.job.trainer.check_shardings(self.free.shardings)
+
+    @property
+    def shardings(self) -> tuple[WeightSharding, ...]:
+        """Ways to hold weights to choose from, which the trainer has."""
+        asked = self.free.shardings or (self.job.parallel.sharding,)
+        has = self.job.trainer.shardings
+        return tuple(way for way in asked if way in has) or has
 
     @property
     def features(self) -> set[Feature]:
         """Features that do not go with everything."""
         data, free = self.data, self.free
+        sizes = self.job.parallel if free.sizes is None else free.sizes
+        must_shard = WeightSharding.REPLICATED not in self.shardings
         has = {
             Feature.SIZES: free.sizes is not None,
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
             Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
+            Feature.SHARDING: must_shard and not self.job.trainer.always_shards,
+            Feature.STAGES: (sizes.pipeline or 1) > 1,
+            Feature.EXPERT: (sizes.expert or 1) > 1,
             Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),
             Feature.EARLIER: isinstance(data, Earlier),

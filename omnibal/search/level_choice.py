@@ -165,7 +165,7 @@ def estimated_form(
     """
     (cost,) = job.costs_at([level])
     whole = WholeModel.of(job, cost)
-    parts = part_features(packs, lengths, level, cost.features)
+    parts = job.with_exposed(part_features(packs, lengths, level, cost.features))
     micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
     rows = len(packs) * level.context / job.parallel.data

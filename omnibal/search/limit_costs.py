@@ -25,7 +25,6 @@ from omnibal.model.targets import (
     PackRules,
     Padding,
     RecomputeFreedom,
-    Sharding,
     StageRules,
     TrainerConstraints,
 )
@@ -117,7 +116,7 @@ def binding_limits(
         LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
         LimitName.ORDER: packs.next_fit and has_samples,
         LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
-        LimitName.SHARDING: trainer.sharding is not Sharding.OPTIMIZER,
+        LimitName.SHARDING: trainer.always_shards,
     }
     return [limit for limit in LimitName if binding[limit]]
 

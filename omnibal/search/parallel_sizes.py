@@ -3,7 +3,8 @@
 Every product of the first three that the model and the cluster allow, with every expert size that
 these allow, is compared at the same number of samples per step, on the same samples, in the same
 packs, by the time per sample of `omnibal.search.trial`, so as `omnibal caps` compares caps.
-Sequence parallelism goes with every tensor size above 1.
+Sequence parallelism goes with every tensor size above 1. Where there is one stage, weights may be
+whole on every rank, divided over all data-parallel ranks, or over those of a node.
 
 Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
 how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
@@ -223,7 +224,8 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     _check_given(request)
     divides = request.sizes.sequence_parallel is not False
-    found = [
+    ways, cluster = request.shardings, request.job.cluster
+    whole = [
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
@@ -236,6 +238,8 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         for data in [request.sizes.gpus // (tensor * pipeline)]
         for expert in expert_sizes(request.job.model, tensor, data)
     ]
+    held = (each.held(way, cluster) for each in whole for way in ways)
+    found = list(dict.fromkeys(each for each in held if each is not None))
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
         return possible

@@ -15,7 +15,7 @@ from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level, largest_caps
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
@@ -76,6 +76,8 @@ class StrategyRequest(Comparison):
 
     sizes: FreeSizes
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
+    shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
+    """Ways to hold weights, which the trainer has."""
     caps: Caps | None = None
     """Caps of every strategy; None to choose them too."""
     given: StreamData | SampleData | None = None
@@ -91,7 +93,7 @@ class StrategyRequest(Comparison):
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Parallel sizes and where encoders run."""
+    """Parallel sizes, how many ranks divide weights among them, and where encoders run."""
 
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
@@ -328,14 +330,16 @@ class StrategyProblem:
         """Sizes and placement, whatever the caps."""
         return choice[0]
 
-    def group(self, choice: Choice) -> tuple[int, int, int, EncoderPlacement]:
-        """Tensor, pipeline and data size, and the placement, whatever the expert size and caps."""
+    def group(self, choice: Choice) -> tuple[int, int, int, int, EncoderPlacement]:
+        """Tensor, pipeline and data size, the sharding and the placement, whatever the expert size
+        and caps."""
         parallel = choice[0].parallel
-        return parallel.tensor, parallel.pipeline, parallel.data, choice[0].placement
+        sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
+        return *sizes, choice[0].placement
 
-    def kind(self, choice: Choice) -> EncoderPlacement:
-        """The placement of encoders."""
-        return choice[0].placement
+    def kind(self, choice: Choice) -> tuple[EncoderPlacement, WeightSharding]:
+        """The placement of encoders, and how weights are held."""
+        return choice[0].placement, choice[0].parallel.sharding
 
     def order(self, choice: Choice) -> tuple:
         """Sizes, then caps."""
@@ -345,8 +349,8 @@ class StrategyProblem:
     def rank(self, found: Strategy) -> tuple:
         """The time, then the smallest sizes."""
         parallel, caps = found.parallel, found.caps
-        sizes = parallel.tensor, parallel.pipeline, parallel.expert, *reversed(caps.values.tolist())
-        return found.ms_per_sample, *sizes, found.placement
+        sizes = parallel.tensor, parallel.pipeline, parallel.expert, parallel.sharded
+        return found.ms_per_sample, *sizes, *reversed(caps.values.tolist()), found.placement
 
 
 StrategyTrials = BoundedTrials[Choice, Strategy]

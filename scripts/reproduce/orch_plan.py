@@ -1,16 +1,26 @@
-"""OrchMLLM's job in this project's trainer: encoders in the pipeline or data-parallel, simulated.
+"""OrchMLLM's job in this project's trainer: pipelines, or weights divided over ranks; simulated.
 
     python scripts/reproduce/orch_plan.py
 
 The model and the mixture are those of `orch.py`. Of 2,560 GPUs, 8 are tensor-parallel, 4 stages and
 80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Data-parallel
-encoders are whole on every rank, which 80 GB do not hold.
+encoders are whole on every rank, which 80 GB do not hold. Then, in steps of the paper's size, 16
+samples a GPU, that pipeline beside one stage whose data-parallel ranks divide all weights.
 """
 
 import argparse
+import math
+from collections.abc import Iterator
 
 import numpy as np
-from orch_system import FRAMES_PER_SECOND, Samples, mixture, the_model
+from orch_system import (
+    FRAMES_PER_SECOND,
+    RANKS,
+    SAMPLES_OF_RANK,
+    Samples,
+    mixture,
+    the_model,
+)
 from paper import print_table
 
 from omnibal.base.errors import DoesNotFit
@@ -33,6 +43,15 @@ CLUSTERS = ("h100-80g", "h200-141g")
 CLIP_S = 10
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
+STEPS = 2
+"""Steps of the paper's size that are simulated."""
+WAYS = (
+    (PARALLEL, 18_432),
+    (Parallel(pipeline=1, data=2_560, sharded=2_560), 12_288),
+    (Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True), 12_288),
+    (Parallel(tensor=2, pipeline=1, data=1_280, sharded=320, sequence_parallel=True), 12_288),
+)
+"""Sizes, and tokens of a pack, in steps of the paper's size."""
 
 
 def main() -> None:
@@ -52,6 +71,29 @@ def main() -> None:
     print_table("Placements of the encoders, simulated", columns, rows)
     for refusal in refusals:
         print(refusal)
+    print_table(
+        f"Steps of {SAMPLES_OF_RANK} samples a GPU, {CLUSTERS[0]}, simulated",
+        ("sizes", "tokens of a pack", "packs of a rank", "step s", "MFU", "peak GiB", "lost most"),
+        list(rows_of_ways()),
+    )
+
+
+def rows_of_ways() -> Iterator[list[str]]:
+    """Every way to divide the model, in steps of as many samples as the paper's."""
+    samples = RANKS * SAMPLES_OF_RANK
+    lengths = lengths_of(mixture(STEPS * samples, seed=0))
+    for parallel, tokens in WAYS:
+        caps = Caps.of(tiles=tokens // 256, clips=tokens // 256, tokens=tokens)
+        packs = samples * float(lengths.tokens.mean()) / tokens
+        micro_batches = math.ceil(packs / parallel.data)
+        try:
+            found = planned(
+                lengths, CLUSTERS[0], EncoderPlacement.PIPELINE, parallel, caps, micro_batches
+            )
+        except DoesNotFit as error:
+            print(error.need)
+            found = ("", "", "does not fit", "")
+        yield [parallel.text, f"{tokens:,}", f"{micro_batches}", *found]
 
 
 def lengths_of(samples: Samples) -> Lengths:
@@ -70,7 +112,14 @@ def lengths_of(samples: Samples) -> Lengths:
     )
 
 
-def planned(lengths: Lengths, cluster: str, placement: EncoderPlacement) -> tuple[str, ...]:
+def planned(
+    lengths: Lengths,
+    cluster: str,
+    placement: EncoderPlacement,
+    parallel: Parallel = PARALLEL,
+    caps: Caps = CAPS,
+    micro_batches: int = MICRO_BATCHES,
+) -> tuple[str, ...]:
     """A plan's time, share of the peak, memory, and where its time goes.
 
     Raises:
@@ -79,14 +128,14 @@ def planned(lengths: Lengths, cluster: str, placement: EncoderPlacement) -> tupl
     job = JobSpec(
         model=the_model(CLIP_S * FRAMES_PER_SECOND),
         cluster=load_cluster(cluster),
-        parallel=PARALLEL,
+        parallel=parallel,
         precision="bf16",
         placement=placement,
     )
     data = SampleData(
         lengths=lengths,
-        levels=(Level(caps=CAPS),),
-        packs_per_step=PARALLEL.data * MICRO_BATCHES,
+        levels=(Level(caps=caps),),
+        packs_per_step=parallel.data * micro_batches,
     )
     result = make_plan(PlanRequest(job=job, data=data))
     prediction = result.plan.prediction
@@ -96,7 +145,7 @@ def planned(lengths: Lengths, cluster: str, placement: EncoderPlacement) -> tupl
         job.model, job.cluster, ()
     )
     run_ms = prediction.step_ms * packs.steps
-    peak = 1e9 * job.cluster.tflops("bf16") * PARALLEL.world_size
+    peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size
     lost = prediction.lost.named()
     largest = sorted(((ms, name) for name, ms in lost.items() if name != "ideal"), reverse=True)[:3]
     return (

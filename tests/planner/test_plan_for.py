@@ -17,7 +17,7 @@ from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
+from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, TargetName
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.search.limit_costs import (
     CostOfLimits,
@@ -173,7 +173,7 @@ def test_a_limit_is_lifted_alone():
                 for field in type(before).model_fields
                 if getattr(before, field) != getattr(after, field)
             }
-            changed |= {"sharding"} if limits.sharding != fewer.sharding else set()
+            changed |= {"sharding"} if limits.shardings != fewer.shardings else set()
             together = {
                 LimitName.ORDER: {"full_steps"},
                 LimitName.ENCODERS_ON_FIRST: {"language_everywhere"},
@@ -182,10 +182,10 @@ def test_a_limit_is_lifted_alone():
         without = limits
         for limit in LimitName:
             without = lifted(without, limit)
-        assert (without.stages, without.packs, without.sharding) == (
+        assert (without.stages, without.packs, without.shardings) == (
             FREE,
             ANY_PACKS,
-            Sharding.OPTIMIZER,
+            OWN.shardings,
         )
 
 

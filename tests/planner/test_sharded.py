@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from expert_cases import DIGITS
 from plan_cases import example_lengths
+from pydantic import ValidationError
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.links import Group, pass_line
 from omnibal.cost.model import trained_features
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.data.lengths import Lengths
@@ -15,23 +18,33 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
-from omnibal.model.units import unit_names
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.targets import OWN, TARGETS, StageRules, TargetName, TrainerConstraints
+from omnibal.model.units import feature_names_at, unit_names
+from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, workload_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.pipeline.workload import Workload
 from omnibal.search.limit_costs import LimitName, lifted
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
 LEVELS = (Level(caps=Caps.of(tiles=30, tokens=8192)),)
 XTUNER = TARGETS[TargetName.XTUNER]
+IN_BF16 = RuntimeOptions(scatters_weights_precision=True)
+
+
+def over(ranks: int, **sizes: int) -> Parallel:
+    """One stage whose ranks all divide weights, unless sizes say otherwise."""
+    return Parallel(**({"pipeline": 1, "data": ranks, "sharded": ranks} | sizes))
 
 
 def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: list[float]) -> float:
@@ -58,8 +71,8 @@ def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: lis
 def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: tuple) -> None:
     """Prevents: exchange counted as hidden that no computation hides, or twice."""
     cluster = slow_cluster(gb_per_s)
-    cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=8), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, MODEL, cluster, 8, "bf16")
+    cost = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
+    exchange = ShardedExchange.of(cost, MODEL, cluster, over(8), "bf16", IN_BF16)
     draw = np.random.default_rng(0)
     scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
     features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
@@ -86,40 +99,49 @@ def slow_cluster(gb_per_s: float) -> ClusterConfig:
     return cluster.model_copy(update={"intra_node_gb_per_s": gb_per_s})
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_weights_go_round_a_ring(ranks: int) -> None:
+@pytest.mark.parametrize("runtime", [IN_BF16, OWN_RUNTIME], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     """Prevents: a rank that sends its own share too, frozen units whose gradients are exchanged,
-    and units without a backward that are gathered for one."""
+    units without a backward that are gathered for one, and gradients that are sent in another
+    precision than they are counted in."""
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
-    cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=ranks), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, MODEL, cluster, ranks, "bf16")
+    cost = analytic_cost(MODEL, cluster, over(ranks), "bf16", frozen)
+    exchange = ShardedExchange.of(cost, MODEL, cluster, over(ranks), "bf16", runtime)
+    gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
-        parameters, ring_ms = cost.units[kind.name].parameters, 0.0
-        for step in range(1, ranks):
-            ring_ms += 2 * parameters / ranks / (5e6 * 0.5) + (0.03 if step == 1 else 0)
+        parameters, byte_ms = cost.units[kind.name].parameters, 0.0
+        for _ in range(1, ranks):
+            byte_ms += parameters / ranks / (5e6 * 0.5)
+        gather_ms, reduce_ms = 2 * byte_ms + 0.03, gradient_bytes * byte_ms + 0.03
         is_trained = kind.tower == "language"
         found = exchange.gather_ms, exchange.gather_back_ms, exchange.reduce_ms
-        expected = [ring_ms, is_trained * ring_ms, is_trained * ring_ms]
+        expected = [gather_ms, is_trained * gather_ms, is_trained * reduce_ms]
         assert [each[place] for each in found] == pytest.approx(expected), kind.name
 
 
+@pytest.mark.parametrize("runtime", [IN_BF16, OWN_RUNTIME], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["all", "language"])
-def test_whole_weights_are_there_for_a_while(frozen: tuple[str, ...]) -> None:
+def test_whole_weights_are_there_for_a_while(
+    frozen: tuple[str, ...], runtime: RuntimeOptions
+) -> None:
     """Prevents: a device out of memory where a unit's weights are gathered beside the next one's,
     gradients of frozen weights, and an exchange that is counted once a step besides."""
-    given = Parallel(pipeline=1, data=8), "bf16", frozen
-    whole = analytic_cost(MODEL, load_cluster("h100-80g"), *given)
-    shared = sharded_cost(whole, 8)
+    cluster = load_cluster("h100-80g")
+    whole = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
+    shared = sharded_cost(whole, cluster, over(8), "bf16", runtime)
+    # Gradients of bf16, and a copy in fp32 where they are sent so.
+    gradient_bytes = 2 if runtime is IN_BF16 else 6
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
     largest = sorted(unit.parameters for unit in whole.units.values())[-1]
     for name, before in whole.units.items():
         after, waits = shared.units[name], 1.0 if name == "head" else 0.0
-        # Its own weights and the next unit's, its gradients whole; all of bf16.
+        # Its own weights and the next unit's, its gradients whole.
         gathered = 2 * (before.parameters + largest)
         expected = np.pad(before.transient_bytes, [(0, 0), (0, 2)])
         expected[:, 0] += gathered + (
-            0 if before.trained_parameters == 0 else 2 * before.parameters
+            0 if before.trained_parameters == 0 else gradient_bytes * before.parameters
         )
         np.testing.assert_allclose(after.transient_bytes, expected, rtol=1e-12)
         passing = np.pad(before.passing_bytes, (0, 2))
@@ -144,10 +166,10 @@ def job(ranks: int, **changes: object) -> JobSpec:
     whole = JobSpec(
         model=MODEL,
         cluster=load_cluster("h100-80g"),
-        parallel=Parallel(pipeline=1, data=ranks),
+        parallel=over(ranks),
         precision="bf16",
     )
-    return replace(whole, trainer=TrainerConstraints(sharding=Sharding.ALL), **changes)
+    return replace(whole, **changes)
 
 
 def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
@@ -155,7 +177,7 @@ def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
 
     arXiv 1910.02054, section 5: all three kinds of state are divided by the ranks.
     """
-    whole, shared = replace(job(8), trainer=OWN).cost, job(8).cost
+    whole, shared = job(8, parallel=over(8, sharded=1)).cost, job(8).cost
     assert shared.weight_bytes_per_parameter == whole.weight_bytes_per_parameter / 8
     assert shared.gradient_bytes_per_parameter == whole.gradient_bytes_per_parameter / 8
     assert shared.optimizer_bytes_per_parameter == whole.optimizer_bytes_per_parameter
@@ -207,12 +229,159 @@ def parameters(model: object) -> int:
     return sum(cost.units[name].parameters for name in names)
 
 
-@pytest.mark.parametrize("option", ["pipeline", "tensor"])
-def test_other_parallel_sizes_are_refused(option: str) -> None:
-    """Prevents: a prediction of something that the trainer does not do."""
-    sizes = {"pipeline": 1, "data": 2} | {option: 2}
-    with pytest.raises(UserError, match="2 was given"):
-        replace(job(2), parallel=Parallel(**sizes))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel": over(2, pipeline=2)}, "--pp 2 was given with weights divided over 2"),
+        ({"precision": "fp8"}, "--precision fp8 was given with weights"),
+        ({"placement": EncoderPlacement.DATA_PARALLEL}, "--encoder data-parallel was given"),
+        ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
+        ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
+        ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),
+        ({"model": DIGITS, "parallel": over(2, expert=2)}, "--ep 2 was given with weights"),
+        ({"model": DIGITS, "parallel": over(2, tensor=2, sequence_parallel=True)}, "--tp 2 was"),
+    ],
+)
+def test_what_does_not_go_with_sharded_weights_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
+    """Prevents: a prediction of something that a trainer does not do."""
+    with pytest.raises(UserError, match=message) as raised:
+        job(2, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_groups_that_cannot_be_are_no_parallel_sizes() -> None:
+    """Prevents: shares that no rank holds, of a plan edited by hand."""
+    for sharded in (3, 8):
+        with pytest.raises(ValidationError, match="must divide the 4 data-parallel ranks"):
+            over(4, sharded=sharded)
+
+
+def test_copies_of_shares_are_reduced_once_a_step() -> None:
+    """Prevents: hybrid shares that are never the same again, a reduction of what is frozen, and
+    optimizer state divided over ranks that hold other shares.
+
+    Eight groups of a node: an all-reduce over one adapter a rank, by hand.
+    """
+    cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
+    given = {"cluster": cluster, "frozen": ("vision",)}
+    hybrid, alone = (job(size, parallel=over(size, sharded=8), **given).cost for size in (64, 8))
+    gb_per_s = cluster.inter_node_gb_per_s * cluster.network_share
+    for parameters in (1e9, 5e9):
+        sent_bytes = 4 * parameters / 8 * 2 * 7 / 8
+        ms = hybrid.reduction_ms(parameters, 0)
+        assert ms == pytest.approx(sent_bytes / (gb_per_s * 1e6))
+        assert hybrid.reduction_ms(parameters, parameters) == pytest.approx(ms)
+        assert alone.reduction_ms(parameters, 0) == 0
+    assert hybrid.optimizer_bytes(1e9, 0) == pytest.approx(12e9 / 8)
+    stages = stages_from_cuts(MODEL, ())
+    once, of_all = (per_step_costs(cost, stages) for cost in (hybrid, alone))
+    trained = sum(hybrid.units[name].trained_parameters for name in unit_names(MODEL))
+    assert once.reduction_ms[0] == pytest.approx(hybrid.reduction_ms(trained, 0))
+    assert once.update_ms == pytest.approx(of_all.update_ms)
+    # Within the last backward, as long as gathers stay within the node.
+    assert once.exposed_ms(np.array([1e6]))[0] < once.reduction_ms[0] / 2
+    wide = per_step_costs(job(64, parallel=over(64, sharded=16), **given).cost, stages)
+    assert not wide.overlaps and wide.reduction_ms[0] > 0
+
+
+def test_tensor_parallel_ranks_gather_their_parts() -> None:
+    """Prevents: whole weights gathered on every tensor-parallel rank, over links that the other
+    tensor-parallel ranks of the node use too; and gathers hidden behind their exchange."""
+    alone, parts = (
+        job(2, parallel=Parallel(tensor=tensor, pipeline=1, data=16, sharded=16,
+                                 sequence_parallel=tensor > 1))
+        for tensor in (1, 2)
+    )  # fmt: skip
+    names = [kind.name for kind in alone.cost.kinds]
+    layer = names.index("language_layer")
+    line = pass_line(alone.cluster, Group(16, stride=2), "bf16")
+    held = parts.cost.units["language_layer"].parameters
+    expected = line.fixed_ms + line.each_ms * 2 * held * 15 / 16
+    assert parts.exchange.gather_ms[layer] == pytest.approx(expected)
+    assert held < alone.cost.units["language_layer"].parameters / 1.8
+    unit = parts.cost.units["language_layer"]
+    computed = (unit.forward_ms - unit.collective_ms[0])[:-2]
+    assert parts.exchange.forward_ms[layer] == pytest.approx(computed)
+    assert unit.collective_ms[0].sum() > 0
+
+
+def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
+    """Prevents: exposed exchange counted of whole packs, or lost where packs have levels; and
+    working memory of a shared pack's attention without the weights that are whole meanwhile."""
+    levels = (
+        Level(caps=Caps.of(tiles=6, tokens=110)),
+        Level(caps=Caps.of(tiles=12, tokens=440), context=4),
+    )
+    shared = job(8)
+    lengths = example_lengths(count=400)
+    data = SampleData(
+        lengths=lengths, caps=levels[-1].caps, packing=PackingMethod.BALANCED, packs_per_step=16,
+        epochs=1, seed=0, levels=levels,
+    )  # fmt: skip
+    packs, lengths = data.schedule(shared)
+    workload = shared.workload(packs, lengths, levels)
+    names = feature_names_at(shared.cost.features, levels)
+    columns = [names.index(name) for name in ("exposed_forward_ms", "exposed_backward_ms")]
+    plain = workload.features[:, : columns[0]]
+    for row, found in zip(plain, workload.features[:, columns], strict=True):
+        assert found == pytest.approx(shared.exchange.exposed_ms(row[None])[0])
+        assert found.min() > 0
+    assert {1, 4} == set(workload.context.tolist())
+    whole = job(8, parallel=over(8, sharded=1))
+    for cost, before in zip(shared.costs_at(levels), whole.costs_at(levels), strict=True):
+        for name, unit in cost.units.items():
+            more = unit.transient_bytes[:, 0] - before.units[name].transient_bytes[:, 0]
+            assert more == pytest.approx(np.full(len(more), unit.whole_bytes)), name
+
+
+def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
+    """Prevents: a straggler that nobody waits for, and packs dealt as if nobody did.
+
+    The step by hand: every slot takes its slowest rank's passes.
+    """
+    lengths = example_lengths(count=600)
+    for sharded in (8, 4):
+        shared = job(8, parallel=over(8, sharded=sharded))
+        data = SampleData(
+            lengths=lengths, caps=Caps.of(tiles=12, tokens=2048), packing=PackingMethod.BALANCED,
+            packs_per_step=32, epochs=1, seed=0,
+        )  # fmt: skip
+        steps_ms = {}
+        for dealt in ("alike", "apart"):
+            of_deal = shared if dealt == "alike" else job(8, parallel=over(8, sharded=1))
+            packs, used = data.schedule(of_deal)
+            workload = shared.workload(packs, used, ())
+            stages = [stages_from_cuts(MODEL, ())]
+            times = workload_times(shared.cost, stages, workload)
+            once = per_step_costs(shared.cost, stages[0])
+            found_ms = predict_steps(times, workload, once).step_ms
+            walked_ms = [
+                walked_step_ms(times, workload, np.flatnonzero(workload.step == step), sharded)
+                for step in range(packs.steps)
+            ]
+            once_ms = once.without_exchange().update_ms[0] + once.exposed_ms(
+                times.backward_ms[:, 0].max()
+            )
+            assert found_ms == pytest.approx(np.array(walked_ms) + once_ms[0], rel=0.02)
+            steps_ms[dealt] = found_ms.mean()
+            lost = lost_time(shared.cost, stages, workload, float(found_ms.mean()))
+            assert lost.expert_wait_ms > 0
+        assert steps_ms["alike"] < steps_ms["apart"]
+
+
+def walked_step_ms(times: StageTimes, workload: Workload, rows: np.ndarray, sharded: int) -> float:
+    """Time of the slowest group of one stage's ranks, whose slots wait for their slowest rank."""
+    groups = []
+    for group in np.unique(workload.dp_rank[rows] // sharded):
+        own = rows[workload.dp_rank[rows] // sharded == group]
+        slots = [own[workload.slot[own] == slot] for slot in np.unique(workload.slot[own])]
+        assert all(len(slot) == sharded for slot in slots)
+        groups.append(
+            sum(times.forward_ms[s, 0].max() + times.backward_ms[s, 0].max() for s in slots)
+        )
+    return max(groups)
 
 
 def test_padding_is_one_more_segment_of_every_pack() -> None:
@@ -262,7 +431,7 @@ def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
 
 def test_tokens_without_loss_cost_the_head_too() -> None:
     """Prevents: logits of prompts left out for trainers that compute them."""
-    plain = replace(job(2), trainer=OWN)
+    plain = job(2, parallel=over(2, sharded=1))
     whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     lengths = example_lengths(count=200)
     data = SampleData(

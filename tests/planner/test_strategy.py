@@ -34,7 +34,7 @@ from omnibal.job.plan import read_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps, memory_cap_gib
-from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
@@ -60,6 +60,7 @@ from omnibal.search.strategy import (
     Sizing,
     StrategyRequest,
 )
+from omnibal.search.weight_sharding import ShardingChoice
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
 CAPS = Caps.of(tiles=8, tokens=320)
@@ -213,6 +214,44 @@ def test_ranking_is_the_planners_own():
     for each in found.ruled_out:
         bound_ms = 1e3 / each.most_samples_per_second
         assert CLEARLY_WORSE * best_ms < bound_ms <= planned[each.parallel]
+
+
+def test_sharded_weights_rank_as_the_planner_alone_says():
+    """Prevents: a way to hold weights that is not tried, or timed as another; and an answer that
+    some choice planned alone beats, where memory is short, links slow or both plentiful."""
+    fast = {"intra_node_gb_per_s": 1_000.0, "inter_node_gb_per_s": 1_000.0, "link_latency_us": 0}
+    slow = {"intra_node_gb_per_s": 0.05, "inter_node_gb_per_s": 0.02}
+    winners = set()
+    for changes in (fast, slow, fast | {"memory_gib": 0.05}, {"memory_gib": 0.03}):
+        cluster = CLUSTER.model_copy(update=changes)
+        searched = strategy_request(
+            cluster=cluster, gpus=8, samples_per_step=30, shardings=tuple(WeightSharding)
+        )
+        every = possible_parallels(searched)
+        one_stage = [each for each in every if each.pipeline == 1]
+        assert {each.pipeline for each in every if each.sharded > 1} == {1}
+        ways = {(each.tensor, each.sharding) for each in one_stage}
+        assert {(1, way) for way in WeightSharding} <= ways
+        assert {each.sharded for each in one_stage if each.tensor == 1} == {1, 4, 8}
+        found = search_strategies(searched, lambda done: None)
+        planned = {}
+        for parallel in every:
+            with contextlib.suppress(DoesNotFit):
+                planned[parallel] = planned_ms_per_sample(searched, parallel)
+        assert found.best.ms_per_sample == pytest.approx(min(planned.values()), rel=1e-9)
+        for each in found.ranking:
+            assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
+        for out in found.ruled_out:
+            if out.parallel in planned and out.most_samples_per_second is not None:
+                bound_ms = 1e3 / out.most_samples_per_second
+                assert bound_ms <= planned[out.parallel] * (1 + 1e-9)
+        listed = [each.parallel for each in (*found.ranking, *found.ruled_out)]
+        assert sorted(map(str, listed)) == sorted(map(str, every))
+        winners.add(found.best.parallel.sharding)
+        choice = ShardingChoice.of_strategies(found)
+        assert choice.chosen is found.best.parallel.sharding
+        assert {choice.chosen, *choice.others} == {each.sharding for each in every}
+    assert WeightSharding.REPLICATED in winners and len(winners) > 1
 
 
 @pytest.mark.parametrize("samples_per_step", [24, 63])

@@ -1,0 +1,65 @@
+"""Ways to hold weights compared: which is fastest, and why each other one is not."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from omnibal.model.parallel import Parallel, WeightSharding
+from omnibal.pipeline.prediction import Prediction
+from omnibal.search.encoder_placement import relative_ms
+from omnibal.search.parallel_sizes import StrategySearch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardingChoice:
+    """How a plan's ranks hold weights, and what speaks against the other ways."""
+
+    parallel: Parallel
+    """Sizes of the plan."""
+    others: Mapping[WeightSharding, str]
+    """Why each other way that was looked at is slower or cannot be, with its best sizes."""
+
+    @property
+    def chosen(self) -> WeightSharding:
+        """How weights are held."""
+        return self.parallel.sharding
+
+    @property
+    def reason(self) -> str:
+        """Every other way and what speaks against it; empty where there was no other."""
+        return "; ".join(f"{way}: {why}" for way, why in self.others.items())
+
+    @classmethod
+    def of_strategies(cls, found: StrategySearch) -> Self:
+        """The way of the best strategy, beside the best strategy of every other one."""
+        best, others = found.best, dict[WeightSharding, str]()
+        for each in found.ranking:
+            slower = each.ms_per_sample / best.ms_per_sample - 1
+            why = f"{each.parallel.text} takes {slower:+.1%} per sample, {each.why}"
+            others.setdefault(each.parallel.sharding, why)
+        for out in found.ruled_out:
+            others.setdefault(out.parallel.sharding, f"{out.parallel.text}, {out.why}")
+        others.pop(best.parallel.sharding)
+        return cls(parallel=best.parallel, others=others)
+
+    @classmethod
+    def of_plans(
+        cls,
+        parallel: Parallel,
+        predicted: Mapping[Parallel, Prediction],
+        refused: Mapping[Parallel, str],
+    ) -> Self:
+        """The way of one plan, beside plans of the same sizes."""
+        best_ms = relative_ms(predicted[parallel])
+        others = {
+            each.sharding: f"{relative_ms(prediction) / best_ms - 1:+.1%} per sample"
+            for each, prediction in predicted.items()
+        }
+        others |= {each.sharding: why for each, why in refused.items()}
+        others.pop(parallel.sharding)
+        return cls(parallel=parallel, others=others)
+
+    def as_dict(self) -> dict[str, object]:
+        """Values for JSON."""
+        others = {way.value: why for way, why in self.others.items()}
+        return {"chosen": self.chosen.value, "ranks": self.parallel.sharded, "others": others}
