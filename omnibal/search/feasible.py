@@ -2,10 +2,10 @@
 
 Whether a change fits is decided by the least peak over all splits, with all recomputation that
 helps, on packs as a plan would have them. Tried are, each alone: smaller caps in round numbers,
-every larger tensor size that the model allows, every pipeline size up to twice the given or 16 and
-then doubles, data sizes of two to four times, and preset devices with more memory; where none of
-the sizes is enough, tensor and pipeline sizes together. Where a trainer's first stage holds all
-encoders, fewer stages on the same devices too.
+weights divided over more data-parallel ranks, every larger tensor size that the model allows, every
+pipeline size up to twice the given or 16 and then doubles, data sizes of two to four times, and
+preset devices with more memory; where none of the sizes is enough, tensor and pipeline sizes
+together. Where a trainer's first stage holds all encoders, fewer stages on the same devices too.
 """
 
 import math
@@ -19,7 +19,7 @@ from omnibal.job.planner import PlanRequest, placement_problem
 from omnibal.model.config import load_cluster, preset_names
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
-from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
@@ -146,6 +146,7 @@ def _try_all(changes: "_Changes") -> None:
     _try_smaller_caps(changes)
     experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
     changes.first("a larger --ep", experts)
+    changes.first("--sharding hybrid or full", map(changes.held, _more_shards(request.job)))
     if request.job.trainer.stages.encoders_on_first:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
@@ -190,12 +191,20 @@ class _Changes:
         if parallel.tensor == 1 < sizes.get("tensor", 1):
             # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
+        if parallel.sharded == parallel.data > 1:
+            changes["sharded"] = sizes.get("data", parallel.data)
         options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
         old = dict(parallel)
         text = " ".join(f"{options[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
         larger = parallel.model_copy(update=changes)
         return f"{text} instead of {instead}", lambda: self.request.sized(larger)
+
+    def held(self, parallel: Parallel) -> Candidate:
+        """Divide weights over more data-parallel ranks."""
+        instead = self.request.job.parallel.sharding
+        text = f"--sharding {parallel.sharding} instead of {instead}"
+        return text, lambda: self.request.sized(parallel)
 
     def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
         """Keep the first candidate of a kind that fits, if any."""
@@ -250,6 +259,14 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     if not job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)):
         return False
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+
+
+def _more_shards(job: JobSpec) -> list[Parallel]:
+    """The same sizes with weights divided over more ranks, the fewest first."""
+    ways = WeightSharding.HYBRID, WeightSharding.FULL
+    held = (job.parallel.held(way, job.cluster) for way in ways)
+    more = (each for each in held if each is not None and each.sharded > job.parallel.sharded)
+    return [each for each in more if job.allows(each)]
 
 
 def _larger_experts(job: JobSpec) -> list[int]:
