@@ -484,7 +484,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
         summary["encoder"] = _encoder_summary(choice)
-    summary["sharding"] = planned.sharding.as_dict()
+    summary |= planned.sharding.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []

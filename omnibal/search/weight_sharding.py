@@ -62,4 +62,8 @@ class ShardingChoice:
     def as_dict(self) -> dict[str, object]:
         """Values for JSON."""
         others = {way.value: why for way, why in self.others.items()}
-        return {"chosen": self.chosen.value, "ranks": self.parallel.sharded, "others": others}
+        return {
+            "sharding": self.chosen.value,
+            "sharding_ranks": self.parallel.sharded,
+            "other_shardings": others,
+        }

@@ -25,7 +25,6 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import OWN, TARGETS, StageRules, TargetName, TrainerConstraints
 from omnibal.model.units import feature_names_at, unit_names
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
@@ -316,10 +315,7 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
     )
     shared = job(8)
     lengths = example_lengths(count=400)
-    data = SampleData(
-        lengths=lengths, caps=levels[-1].caps, packing=PackingMethod.BALANCED, packs_per_step=16,
-        epochs=1, seed=0, levels=levels,
-    )  # fmt: skip
+    data = SampleData(lengths=lengths, packs_per_step=16, levels=levels)
     packs, lengths = data.schedule(shared)
     workload = shared.workload(packs, lengths, levels)
     names = feature_names_at(shared.cost.features, levels)
@@ -344,15 +340,13 @@ def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
     lengths = example_lengths(count=600)
     for sharded in (8, 4):
         shared = job(8, parallel=over(8, sharded=sharded))
-        data = SampleData(
-            lengths=lengths, caps=Caps.of(tiles=12, tokens=2048), packing=PackingMethod.BALANCED,
-            packs_per_step=32, epochs=1, seed=0,
-        )  # fmt: skip
+        levels = (Level(caps=Caps.of(tiles=12, tokens=2048)),)
+        data = SampleData(lengths=lengths, packs_per_step=32, levels=levels)
         steps_ms = {}
         for dealt in ("alike", "apart"):
             of_deal = shared if dealt == "alike" else job(8, parallel=over(8, sharded=1))
             packs, used = data.schedule(of_deal)
-            workload = shared.workload(packs, used, ())
+            workload = shared.workload(packs, used, levels)
             stages = [stages_from_cuts(MODEL, ())]
             times = workload_times(shared.cost, stages, workload)
             once = per_step_costs(shared.cost, stages[0])
