@@ -70,8 +70,6 @@ def whole_steps(given: ExportInput) -> ReadingOrder | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a sample's members are."""
-
     dataset: str
     key: str
     parts: tuple[str, ...]

@@ -156,7 +156,6 @@ def _recompute_flags(plan: Plan) -> Flags:
 
 
 def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
-    """Flags of Megatron-LM as ms-swift writes them."""
     return {
         name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
     }

@@ -108,7 +108,6 @@ def _rows(
 
 
 def _settings(given: ExportInput) -> str:
-    """Python for XTuner's config file."""
     if given.order is None:
         return ""
     plan, folder = given.files.plan, given.folder

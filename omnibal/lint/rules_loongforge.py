@@ -15,7 +15,6 @@ _RECOMPUTE = "--custom-pipeline-recompute-layers"
 
 
 def _flag(line: Line) -> str:
-    """The flag that lists layers."""
     return _CHUNKS if line.launch.is_by_chunk else _LAYERS
 
 

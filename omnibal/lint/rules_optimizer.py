@@ -12,7 +12,6 @@ _SWIFT = frozenset((Launcher.MS_SWIFT,))
 
 
 def _form(line: Line) -> str:
-    """Form of checkpoints."""
     return line.text("ckpt-format") or "torch_dist"
 
 
