@@ -181,7 +181,6 @@ def profile(
 
 
 def _with_sends(rates: Rates, links: Sequence[LinkMeasurement]) -> Rates:
-    """Rates with the sends between two processes among the collectives."""
     sends = [CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in links]
     return rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
 
@@ -312,7 +311,6 @@ class Profiler:
 
 
 def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
-    """Features of a pack that costs depend on, by name."""
     items = {"tiles": batch.tiles, "clips": batch.clips}
     return {name: items[name] for name in model.item_features} | {
         "tokens": batch.tokens,
@@ -487,12 +485,10 @@ def _encoder_functions(
 
 
 def _is_layer(unit: str) -> bool:
-    """Whether a unit is a layer, which may be recomputed."""
     return unit.endswith("_layer") or unit.startswith(_KIND_OF_LAYER)
 
 
 def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
-    """The forward of all language layers."""
     stage: Any = whole
     packing = stage.packing(batch)
 
