@@ -62,7 +62,7 @@ def test_figures_of_a_small_schedule():
         level=np.zeros(3, np.int32),
     )
     caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
-    metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)
+    metrics = measure_packs(scheduled, four_samples(), [Level(caps=caps)], 2, load, lower_bound=2)
     assert (metrics.samples, metrics.packed, metrics.packs, metrics.steps) == (4, 4, 3, 2)
     assert metrics.packs_lower_bound == 2
     assert metrics.gap == pytest.approx(1 / 2)
@@ -106,7 +106,7 @@ def test_figures_of_shared_packs(cut, uneven):
     """Prevents figures that take a shared pack for its first rank's."""
     packs, levels = shared_schedule(cut)
     load = np.array([4.0, 3.0, 3.0])
-    metrics = measure_packs(packs, four_samples(), levels[1].caps, 2, load, 1, levels)
+    metrics = measure_packs(packs, four_samples(), levels, 2, load, 1)
     assert metrics.dist_ratio == {"tiles": pytest.approx(1 / 16), "tokens": 0}
     assert metrics.attention_balance_ratio == pytest.approx((uneven + (1 - 1400 / 1800)) / 2)
     assert metrics.straggler_factor == 1
@@ -120,7 +120,7 @@ def test_exchanged_heads_balance_attention():
     """Prevents attention that is counted by tokens where every rank has all tokens of its heads."""
     packs, levels = shared_schedule(CutRule.CONTIGUOUS)
     heads = levels[1].model_copy(update={"exchange": ContextExchange.HEADS})
-    metrics = measure_packs(packs, four_samples(), heads.caps, 2, np.ones(3), 1, (levels[0], heads))
+    metrics = measure_packs(packs, four_samples(), (levels[0], heads), 2, np.ones(3), 1)
     assert metrics.attention_balance_ratio == pytest.approx((1 - 1400 / 1800) / 2)
 
 
