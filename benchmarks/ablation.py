@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from ablation_picture import ShownStep, before_and_after
 from ablation_runs import PAIR, Planned, TrainedStep, TrainingData, Workers, ask
 from ablation_variants import (
     MODEL_FILE,
@@ -73,7 +74,6 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.report.comparison import ShownStep, before_and_after
 
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
 USUAL_STEPS = 24

@@ -101,7 +101,8 @@ def pack(
     from omnibal.job.plan_data import SampleData
     from omnibal.packing.balanced import pack_balanced
     from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
-    from omnibal.report.loads import write_loads
+    from omnibal.report.formatting import write_ascii
+    from omnibal.report.loads import draw_loads
     from omnibal.report.page_tables import packing_facts
     from omnibal.search.caps import isf_note
 
@@ -130,7 +131,7 @@ def pack(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
     if picture is not None:
-        write_loads(job, data, packs, picture)
+        write_ascii(draw_loads(job, data, packs), picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:

@@ -45,7 +45,7 @@ from omnibal.data.tar_shards import (
     webdataset_shards,
 )
 
-_MOST_REPEATS = 10_000
+_MOST_REPEATS = 10_000  # more is a slip of the pen, and would fill the memory with indices
 
 
 class _SourceMeta(Frozen):
@@ -180,19 +180,6 @@ class _Places:
             size=np.concatenate([index.size for index in indexes]),
         )
 
-    @classmethod
-    def joined(cls, parts: Sequence["_Places"]) -> "_Places":
-        """Concatenate the samples of all parts in order."""
-        first = np.cumsum([0, *(len(part.files) for part in parts[:-1])], dtype=np.int32)
-        files = [part.file + offset for part, offset in zip(parts, first, strict=True)]
-        return cls(
-            files=tuple(path for part in parts for path in part.files),
-            file=np.concatenate(files),
-            number=np.concatenate([part.number for part in parts]),
-            start=np.concatenate([part.start for part in parts]),
-            size=np.concatenate([part.size for part in parts]),
-        )
-
     def __len__(self) -> int:
         return len(self.file)
 
@@ -249,29 +236,31 @@ class Annotations:
         """
         entries = _read_meta(meta_path)
         digest = hashlib.sha256()
-        sources, parts = [], []
+        sources: list[_Source] = []
+        indexes: list[RecordIndex] = []
+        chosen: list[np.ndarray] = []
         for name, entry in entries.items():
-            source, indexes, sha256 = _open_source(name, entry, meta_path.parent)
-            places = _Places.of(indexes)
-            if entry.length not in (None, len(places)):
+            source, found, sha256 = _open_source(name, entry, meta_path.parent)
+            records = sum(map(len, found))
+            if entry.length not in (None, records):
                 raise UserError(
-                    f"{_named(indexes)}: holds {len(places)} {source.unit}s, but {meta_path} "
+                    f"{_named(found)}: holds {records} {source.unit}s, but {meta_path} "
                     f"states length {entry.length} for {name!r}; complete the data or correct the "
                     "length"
                 )
+            chosen.append(sum(map(len, indexes)) + _repeated(records, entry.repeat_time))
             sources.append(source)
-            parts.append(places.take(_repeated(len(places), entry.repeat_time)))
+            indexes += found
             # Without data_augment: it changes no length, so lengths and plans stay good when it is
             # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
-        places = _Places.joined(parts)
+        places = _Places.of(indexes).take(np.concatenate(chosen))
         if not len(places):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
-        lengths = [len(part) for part in parts]
-        indices = np.repeat(np.arange(len(sources), dtype=np.int32), lengths)
-        return cls(sources, indices, places, digest.hexdigest())
+        of_source = np.repeat(np.arange(len(sources), dtype=np.int32), list(map(len, chosen)))
+        return cls(sources, of_source, places, digest.hexdigest())
 
     def __len__(self) -> int:
         return len(self._places)

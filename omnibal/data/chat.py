@@ -171,7 +171,6 @@ def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
 
 
 def _is_own(model: ModelConfig) -> bool:
-    """Whether the template is the tokenizer's own."""
     return model.chat_template == "tokenizer"
 
 
@@ -305,7 +304,6 @@ def _encode_by_ours(
     tokenizer: Tokenizer,
     clips_per_recording: Sequence[int],
 ) -> EncodedSample:
-    """The whole conversation, by one of this project's templates."""
     template = _TEMPLATES[model.chat_template]
     encode = _encode_apart if template.message_by_message else _encode_together
     token_ids, loss_mask = encode(written, template, tokenizer)
@@ -487,7 +485,6 @@ def _check_texts(sample: Sample, model: ModelConfig) -> None:
 
 
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
-    """Indices of the messages that are learned."""
     first = len(messages) - 2 * len(sample.turns) + 1
     greeting = [first - 2] if _greets(sample, template) and sample.greeting_learned else []
     learned = [first + 2 * place for place, turn in enumerate(sample.turns) if turn.learned]

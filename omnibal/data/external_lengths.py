@@ -79,14 +79,16 @@ def counted_lengths(
             has, or a row has videos or recordings.
     """
     folder = cached_folder(path)
-    counter = _Items(model)
     rows = _manifest_images(path) if folder is None else _cached_images(folder)
+    counts = np.zeros((len(tokens), 2), np.int64)
     for number, images in enumerate(rows):
-        counter.add(images, f"{path}: row {number}", int(tokens[number]))
+        counts[number] = _counts(images, f"{path}: row {number}", int(tokens[number]), model)
         on_progress(1)
+    names = [name for name in model.item_features if name != "clips"]
+    squared = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     return Lengths(
-        items=counter.items,
-        squares=counter.squares,
+        items=dict.fromkeys(names, counts[:, 0].astype(np.int32)),
+        squares=dict.fromkeys(squared, counts[:, 1].copy()),
         tokens=tokens.astype(np.int32),
         loss_tokens=np.zeros(len(tokens), np.int32),
         source=np.zeros(len(tokens), np.int32),
@@ -95,60 +97,38 @@ def counted_lengths(
     )
 
 
-class _Items:
-    """Items of images of one row after another, as a model takes them."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        self._model = model
-        self._rule = image_rule(model)
-        self._counts: list[tuple[int, int]] = []
-
-    def add(self, images: Sequence[Picture], where: str, tokens: int) -> None:
-        """Count the images of a row of so many tokens."""
-        check_positions(tokens, self._model, f"{where}: the sample")
-        if not images:
-            self._counts.append((0, 0))
-            return
-        if not self._model.takes_images and self._rule is None:
-            raise UserError(
-                f"{where} has {len(images)} image(s), and {self._model.name} takes none; give "
-                "--model the model that the dataset was made with"
-            )
-        items, squares, needed = self._of([_size(image, where) for image in images], where)
-        if needed > tokens:
-            raise UserError(
-                f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
-                f"{self._model.name} takes them; give --model, --min-pixels, --max-pixels or "
-                "--max-dynamic-patch as the dataset was made with"
-            )
-        self._counts.append((items, squares))
-
-    def _of(self, sizes: list[tuple[int, int]], where: str) -> tuple[int, int, int]:
-        """Items, their squares and their tokens."""
-        if self._rule is None:
-            vision = self._model.vision
-            tiles = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
-            return tiles, 0, tiles * vision.tokens_per_item
+def _counts(
+    images: Sequence[Picture], where: str, tokens: int, model: ModelConfig
+) -> tuple[int, int]:
+    """Items of the images of a row of so many tokens, as a model takes them, and their squares."""
+    check_positions(tokens, model, f"{where}: the sample")
+    if not images:
+        return 0, 0
+    rule = image_rule(model)
+    if not model.takes_images and rule is None:
+        raise UserError(
+            f"{where} has {len(images)} image(s), and {model.name} takes none; give --model the "
+            "model that the dataset was made with"
+        )
+    sizes = [_size(image, where) for image in images]
+    if rule is None:
+        vision, squares = model.vision, 0
+        items = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
+        needed = items * vision.tokens_per_item
+    else:
         try:
-            found = [image_segments(*size, self._rule) for size in sizes]
+            found = [image_segments(*size, rule) for size in sizes]
         except OddImage as error:
             raise UserError(f"{where}: one of its images {error}; remove the sample") from error
-        tokens = sum(each.all_tokens for each in found)
-        return tokens, sum(each.squares for each in found), tokens
-
-    @property
-    def items(self) -> dict[str, np.ndarray]:
-        """Counted items by their name."""
-        names = [name for name in self._model.item_features if name != "clips"]
-        column = np.array([items for items, _ in self._counts], np.int32)
-        return dict.fromkeys(names, column)
-
-    @property
-    def squares(self) -> dict[str, np.ndarray]:
-        """Sums of squares by their name."""
-        names = [squares_of(name) for name in self.items if squares_of(name) in SQUARED_FEATURES]
-        column = np.array([squares for _, squares in self._counts], np.int64)
-        return dict.fromkeys(names, column)
+        items = needed = sum(each.all_tokens for each in found)
+        squares = sum(each.squares for each in found)
+    if needed > tokens:
+        raise UserError(
+            f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
+            f"{model.name} takes them; give --model, --min-pixels, --max-pixels or "
+            "--max-dynamic-patch as the dataset was made with"
+        )
+    return items, squares
 
 
 def _size(image: Picture, where: str) -> tuple[int, int]:

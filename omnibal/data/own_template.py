@@ -363,7 +363,6 @@ def _answer(turn: Turn) -> dict[str, Any]:
 
 
 def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
-    """The special piece with which a text begins."""
     found = [piece for piece in tokenizer.special_pieces if text.startswith(piece)]
     return max(found, key=len, default=None)
 

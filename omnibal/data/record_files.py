@@ -17,7 +17,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 
-_CHUNK_BYTES = 1 << 24
+_CHUNK_BYTES = 1 << 24  # read at once: large enough that reading is what takes the time
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")

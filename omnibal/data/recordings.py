@@ -24,7 +24,7 @@ SAMPLES_PER_FRAME = 160
 """Samples between two log-mel frames: 10 ms."""
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
-_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64
+_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # what recorders make, and no more
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
 """Sizes of the data in headers of WAVs that were written to a pipe, by program, or are over 4 GiB;
 the data is then the rest of the file."""

@@ -118,7 +118,7 @@ def why_unreadable(error: Exception) -> str:
     return "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
 
 
-_WEBP_HEADER_BYTES = 30
+_WEBP_HEADER_BYTES = 30  # up to the sides of an extended file, the farthest of all
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ from omnibal.data.stored_files import (
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
-_TAR_BLOCK = 512
+_TAR_BLOCK = 512  # bytes, by the format
 
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 """webdataset's `group_by_keys`."""

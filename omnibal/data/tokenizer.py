@@ -37,7 +37,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
 # `normalizer_spec.add_dummy_prefix = false`: of a field that a message holds twice, the last wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _NEVER = "(?!)"  # a pattern that matches nowhere
-_FATAL = 3
+_FATAL = 3  # SentencePiece's level of logging
 
 
 class Tokenizer(ABC):
@@ -172,6 +172,7 @@ class AddedToken(BaseModel):
 
 
 _Named = str | AddedToken | None
+_ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 class _Settings(BaseModel):
@@ -203,19 +204,16 @@ class _Settings(BaseModel):
     @property
     def named_pieces(self) -> dict[str, str]:
         """Pieces by their role, of the roles that have one."""
-        roles = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-        given = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
-        pieces = map(_name, (*given, self.cls_token, self.mask_token))
-        return {f"{role}_token": p for role, p in zip(roles, pieces, strict=True) if p is not None}
+        pieces = {role: _name(vars(self)[role]) for role in _ROLES}
+        return {role: piece for role, piece in pieces.items() if piece is not None}
 
     @property
     def special_tokens(self) -> list[AddedToken]:
         """Special tokens: those with a role, then additional ones, in the order of Hugging Face's
         tokenizers, in which what they add gets its ids."""
-        roles = (self.bos_token, self.eos_token, self.unk_token, self.sep_token, self.pad_token)
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
-        given = (*roles, self.cls_token, self.mask_token, *others)
+        given = (*(vars(self)[role] for role in _ROLES), *others)
         tokens = [AddedToken(content=t) if isinstance(t, str) else t for t in given]
         return [t.model_copy(update={"special": True}) for t in tokens if t is not None]
 

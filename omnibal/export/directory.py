@@ -61,10 +61,8 @@ def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -
     exported = export(given)
     expected = Expected.of(given)
     shared = [*_unlike_predicted(given), *_left_out(expected)]
-    exported = Exported(
-        files=exported.files,
-        command=exported.command,
-        settings=exported.settings,
+    exported = replace(
+        exported,
         given_up=(*exported.given_up, *shared),
         notes=(*exported.notes, *_on_trust(given)),
     )

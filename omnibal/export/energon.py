@@ -18,7 +18,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_lines
 from omnibal.export.exported import ExportInput, Writer, json_file, script_file
 from omnibal.export.order_file import sample_numbers
-from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.reading_order import ReadingOrder
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
@@ -56,12 +56,11 @@ def whole_steps(given: ExportInput) -> ReadingOrder | None:
     Raises:
         UserError: no step is full.
     """
-    plan, order = given.files.plan, given.order
-    if order is None or plan.data is None:
+    order, full = given.order, given.packs_per_step
+    if order is None:
         return None
-    ranks = plan.parallel.data
-    full = packs_per_step(plan.data, ranks)
     if len(order) < full:
+        ranks = given.files.plan.parallel.data
         raise UserError(
             f"the plan has {len(order):,} packs for {ranks:,} data-parallel ranks, so that no step "
             "is full and nothing would be trained; plan for fewer ranks, or with more samples"
@@ -71,8 +70,6 @@ def whole_steps(given: ExportInput) -> ReadingOrder | None:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Where a sample's members are."""
-
     dataset: str
     key: str
     parts: tuple[str, ...]
@@ -197,6 +194,14 @@ def _sample_lines(numbers: np.ndarray, annotations: Annotations) -> Iterator[dic
             record = annotations.stored(index).content.decode().strip()
             names = zip(found.parts[1:], map(str, found.files), strict=True)
             yield {"key": found.key, "record": record, "files": list(names)}
+
+
+def without_packs(trainer: str) -> str:
+    """Sentence on what an export without packs does not tell the trainer."""
+    return (
+        "Only the split, recomputation and the batch are told: without packs for Energon, "
+        f"{trainer} makes micro-batches of its own, and the prediction is not of those."
+    )
 
 
 def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[str]:

@@ -1,12 +1,11 @@
 """What a plan's run by another trainer is expected to take: steps, time and memory."""
 
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
 from omnibal.base.frozen import Frozen
 from omnibal.export.exported import ExportInput
-from omnibal.export.reading_order import packs_per_step
 from omnibal.job.planner import prediction_of
 from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
@@ -15,16 +14,16 @@ from omnibal.pipeline.prediction import Prediction
 class Expected(Frozen):
     """Figures of a run, all of them simulated; None where the plan has no samples."""
 
-    steps: int | None
+    steps: int | None = None
     """Steps that the trainer runs, all of them full."""
     packs_per_step: int
     """Packs of all data-parallel ranks in a step."""
     micro_batches: int
     """Packs of one rank in a step."""
-    packs: int | None
-    samples: int | None
+    packs: int | None = None
+    samples: int | None = None
     """Samples of these packs, each counted once an epoch."""
-    samples_per_step: float | None
+    samples_per_step: float | None = None
     dropped_packs: int
     """Packs of a last step that is not full, which the trainer leaves out."""
     dropped_samples: int
@@ -48,27 +47,12 @@ class Expected(Frozen):
         Raises:
             UserError: the plan has neither data nor shapes.
         """
-        plan = given.files.plan
-        prediction = _prediction(given)
-        shapes = plan.data or plan.shapes
-        assert shapes is not None  # as `prediction` is of its packs
-        ranks, per_gpu = plan.parallel.data, prediction.samples_per_second_per_gpu
-        full = (
-            shapes.micro_batches_per_step * ranks
-            if plan.data is None
-            else packs_per_step(plan.data, ranks)
-        )
-        trained = _Trained.of(given, full)
-        left_out = 0 if plan.data is None else plan.data.left_out
+        plan, prediction = given.files.plan, _prediction(given)
+        per_gpu = prediction.samples_per_second_per_gpu
         return cls(
-            steps=trained.steps,
-            packs_per_step=full,
-            micro_batches=full // ranks,
-            packs=trained.packs,
-            samples=trained.samples,
-            samples_per_step=trained.samples_per_step,
-            dropped_packs=trained.dropped_packs,
-            dropped_samples=trained.dropped_samples + left_out,
+            **_trained(given),
+            packs_per_step=given.packs_per_step,
+            micro_batches=given.packs_per_step // plan.parallel.data,
             step_ms=prediction.step_ms,
             samples_per_second=None if per_gpu is None else per_gpu * plan.parallel.world_size,
             samples_per_second_per_gpu=per_gpu,
@@ -86,34 +70,22 @@ class Expected(Frozen):
         return f"{'measured' if is_measured else 'counted'} ({self.cost_source})"
 
 
-class _Trained(Frozen):
-    """What a trainer takes of a plan's packs: all full steps."""
-
-    steps: int | None
-    packs: int | None
-    samples: int | None
-    samples_per_step: float | None
-    dropped_packs: int
-    dropped_samples: int
-
-    @classmethod
-    def of(cls, given: ExportInput, full: int) -> Self:
-        if given.order is None:
-            return cls(
-                steps=None, packs=None, samples=None, samples_per_step=None,
-                dropped_packs=0, dropped_samples=0,
-            )  # fmt: skip
-        steps, left = divmod(len(given.order), full)
-        sizes = np.diff(given.order.packs.offsets)
-        trained = int(sizes[: steps * full].sum())
-        return cls(
-            steps=steps,
-            packs=steps * full,
-            samples=trained,
-            samples_per_step=trained / steps if steps else None,
-            dropped_packs=left,
-            dropped_samples=int(sizes.sum()) - trained,
-        )
+def _trained(given: ExportInput) -> dict[str, Any]:
+    """Fields about what a trainer takes of a plan's packs: all full steps."""
+    order, data, full = given.order, given.files.plan.data, given.packs_per_step
+    if order is None or data is None:
+        return {"dropped_packs": 0, "dropped_samples": 0}
+    steps, left = divmod(len(order), full)
+    sizes = np.diff(order.packs.offsets)
+    trained = int(sizes[: steps * full].sum())
+    return {
+        "steps": steps,
+        "packs": steps * full,
+        "samples": trained,
+        "samples_per_step": trained / steps if steps else None,
+        "dropped_packs": left,
+        "dropped_samples": int(sizes.sum()) - trained + data.left_out,
+    }
 
 
 def _prediction(given: ExportInput) -> Prediction:

@@ -15,7 +15,7 @@ import numpy as np
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.loongforge_manifest import Manifest
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
 
@@ -42,6 +42,23 @@ class ExportInput:
     workers: int = 0
     """Loader processes of every rank, where the files depend on them."""
 
+    @property
+    def packs_per_step(self) -> int:
+        """Packs of all data-parallel ranks in a full step."""
+        plan = self.files.plan
+        if plan.data is not None:
+            return packs_per_step(plan.data, plan.parallel.data)
+        assert plan.shapes is not None  # as an export is of a plan with either
+        return plan.shapes.micro_batches_per_step * plan.parallel.data
+
+    @property
+    def longest_pack(self) -> int:
+        """Tokens of the longest pack; of a plan of shapes only, of every one."""
+        if self.order is None:
+            assert self.files.plan.shapes is not None  # as an export is of a plan with either
+            return self.files.plan.shapes.caps["tokens"]
+        return int(self.order.packs.sums(self.files.steps[1].tokens).max())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exported:
@@ -61,7 +78,11 @@ class Exported:
 
 def text_file(text: str) -> Writer:
     """Writes text as UTF-8."""
-    return lambda path: _write(path, text)
+
+    def write(path: Path) -> None:
+        path.write_text(text, encoding="utf-8")
+
+    return write
 
 
 def json_file(value: Any) -> Writer:
@@ -77,7 +98,3 @@ def array_file(array: np.ndarray) -> Writer:
 def script_file(name: str) -> Writer:
     """Copies a script of this package, which runs beside the trainer and imports nothing of it."""
     return text_file(files("omnibal.export").joinpath("scripts", name).read_text(encoding="utf-8"))
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

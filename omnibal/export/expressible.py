@@ -96,7 +96,6 @@ def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 
 def _is_of(encoders: set[str], part: str) -> bool:
-    """Whether a part of the model is an encoder, or its projector."""
     return part in encoders or part == "projector" or part.removesuffix("_projector") in encoders
 
 

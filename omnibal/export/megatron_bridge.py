@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from omnibal.export.energon import energon_files, energon_notes
+from omnibal.export.energon import energon_files, energon_notes, without_packs
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.layout import Layout
 from omnibal.export.megatron_flags import (
@@ -12,6 +12,7 @@ from omnibal.export.megatron_flags import (
     language_recompute,
     padding_sentences,
     plan_layout,
+    recompute_fields,
     recomputed_encoders,
     torchrun,
 )
@@ -80,11 +81,7 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 
 def _recompute(number: int) -> Mapping[str, Any]:
-    return {
-        "model.recompute_granularity": "full" if number else None,
-        "model.recompute_method": "block" if number else None,
-        "model.recompute_num_layers": number or None,
-    }
+    return {f"model.recompute_{name}": value for name, value in recompute_fields(number).items()}
 
 
 def _fp8(plan: Plan) -> Mapping[str, Any]:
@@ -155,10 +152,7 @@ def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
             "on several pipeline stages or expert-parallel ranks",
         )
     if not has_packs:
-        yield (
-            "Only the split, recomputation and the batch are told: without packs for Energon, "
-            "Megatron-Bridge makes micro-batches of its own, and the prediction is not of those."
-        )
+        yield without_packs("Megatron-Bridge")
     encoders = recomputed_encoders(plan)
     if encoders:
         yield (

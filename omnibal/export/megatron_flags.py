@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
+
 from omnibal.export.energon import whole_steps
 from omnibal.export.exported import ExportInput
 from omnibal.export.layout import Layout, layout_of
-from omnibal.export.reading_order import packs_per_step
 from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.plan import Plan
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
@@ -36,27 +37,17 @@ class Batch:
     @classmethod
     def of(cls, given: ExportInput) -> Self:
         """Count them of the packs of all full steps, or take them from a plan of shapes only."""
-        plan, order = given.files.plan, whole_steps(given)
-        multiple = plan.token_multiple
-        if order is None or plan.data is None:
-            shapes = plan.shapes or plan.data
-            assert shapes is not None  # as an export is of a plan with either
-            length = _up_to(shapes.caps["tokens"], multiple)
-            packs = shapes.micro_batches_per_step * plan.parallel.data
-            return cls(sequence_length=length, packs_per_step=packs, steps=None, fullness=1.0)
-        tokens = order.packs.sums(given.files.steps[1].tokens)
-        length = _up_to(int(tokens.max()), multiple)
-        packs = packs_per_step(plan.data, plan.parallel.data)
+        order, multiple = whole_steps(given), given.files.plan.token_multiple
+        tokens = np.array([given.longest_pack])
+        if order is not None:
+            tokens = order.packs.sums(given.files.steps[1].tokens)
+        length = -(-int(tokens.max()) // multiple) * multiple
         return cls(
             sequence_length=length,
-            packs_per_step=packs,
-            steps=len(order) // packs,
-            fullness=float(tokens.mean()) / length,
+            packs_per_step=given.packs_per_step,
+            steps=None if order is None else len(order) // given.packs_per_step,
+            fullness=1.0 if order is None else float(tokens.mean()) / length,
         )
-
-
-def _up_to(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def plan_layout(plan: Plan) -> Layout:
@@ -119,15 +110,19 @@ def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
+def recompute_fields(number: int) -> Mapping[str, str | int | None]:
+    """Settings that recompute so many of the first layers of every stage, by their short names."""
+    return {
+        "granularity": "full" if number else None,
+        "method": "block" if number else None,
+        "num_layers": number or None,
+    }
+
+
 def recompute_flags(number: int) -> Flags:
     """One number for all stages: so many of the first layers of each; none for 0."""
-    if not number:
-        return {}
-    return {
-        "recompute-granularity": "full",
-        "recompute-method": "block",
-        "recompute-num-layers": str(number),
-    }
+    fields = recompute_fields(number).items()
+    return {f"recompute-{name.replace('_', '-')}": str(value) for name, value in fields if value}
 
 
 def flag_lines(*groups: Flags) -> list[str]:
@@ -139,10 +134,15 @@ def flag_lines(*groups: Flags) -> list[str]:
     ]
 
 
+def devices_and_nodes(plan: Plan) -> tuple[int, int]:
+    """Devices of a node that run the plan, and nodes."""
+    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
+    return per_node, -(-plan.parallel.world_size // per_node)
+
+
 def torchrun(plan: Plan, program: str) -> str:
     """The beginning of a command that starts the program on every device."""
-    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
-    nodes = -(-plan.parallel.world_size // per_node)
+    per_node, nodes = devices_and_nodes(plan)
     line = f"torchrun --nproc_per_node {per_node}"
     if nodes > 1:
         line += (

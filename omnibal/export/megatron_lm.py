@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from omnibal.export.energon import FOLDER, energon_files, energon_notes
+from omnibal.export.energon import FOLDER, energon_files, energon_notes, without_packs
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
@@ -76,10 +76,7 @@ def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
             "exchange micro-batches of one length and every pack is padded to the longest",
         )
     if not has_packs:
-        yield (
-            "Only the split, recomputation and the batch are told: without packs for Energon, "
-            "Megatron-LM makes micro-batches of its own, and the prediction is not of those."
-        )
+        yield without_packs("Megatron-LM")
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -17,6 +17,7 @@ from omnibal.export.megatron_flags import (
     flag_lines,
     optimizer_flags,
     parallel_flags,
+    recompute_fields,
     torchrun,
 )
 from omnibal.export.recomputed_layers import one_number
@@ -94,11 +95,7 @@ def _tower_fields(plan: Plan, tower: str) -> dict[str, Any]:
     number = one_number(plan.stages_at(0), tower)
     assert number is not None  # as the plan was found expressible
     # Nulls take back what the model.json at hand, or a flag of the script, may have.
-    fields |= {
-        "recompute_granularity": "full" if number else None,
-        "recompute_method": "block" if number else None,
-        "recompute_num_layers": number or None,
-    }
+    fields |= {f"recompute_{name}": value for name, value in recompute_fields(number).items()}
     return fields | {"freeze": tower in plan.frozen}
 
 

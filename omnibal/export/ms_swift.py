@@ -13,6 +13,7 @@ from omnibal.export.exported import Exported, ExportInput, Writer, script_file
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
+    devices_and_nodes,
     flag_lines,
     fp8_flags,
     language_recompute,
@@ -22,7 +23,6 @@ from omnibal.export.megatron_flags import (
 )
 from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
-from omnibal.export.reading_order import packs_per_step
 from omnibal.export.recomputed_layers import all_or_none
 from omnibal.job.plan import Plan
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
@@ -46,7 +46,7 @@ def export(given: ExportInput) -> Exported:
         **_recompute_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
-        "global_batch_size": str(_batch(given)),
+        "global_batch_size": str(given.packs_per_step),
         **_steps(given, "train_iters"),
         "train_dataloader_shuffle": "false",
         **_optimizer_flags(plan),
@@ -70,7 +70,7 @@ def export_deepspeed(given: ExportInput) -> Exported:
         "deepspeed": "zero3",
         "attn_impl": "flash_attn",
         "per_device_train_batch_size": "1",
-        "gradient_accumulation_steps": str(_batch(given) // plan.parallel.data),
+        "gradient_accumulation_steps": str(given.packs_per_step // plan.parallel.data),
         **_steps(given, "max_steps"),
         "train_dataloader_shuffle": "false",
         "dataloader_drop_last": "true",
@@ -107,31 +107,14 @@ def _takes_tiles(plan: Plan) -> bool:
     return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
 
 
-def packing_length(given: ExportInput) -> int:
-    """Tokens of the longest pack: next fit then ends every pack of the plan where it ends there."""
-    if given.order is None:
-        shapes = given.files.plan.shapes
-        assert shapes is not None  # as an export is of a plan with packs or shapes
-        return shapes.caps["tokens"]
-    return int(given.order.packs.sums(given.files.steps[1].tokens).max())
-
-
-def _batch(given: ExportInput) -> int:
-    """Packs of all ranks in a step."""
-    plan = given.files.plan
-    if plan.data is not None:
-        return packs_per_step(plan.data, plan.parallel.data)
-    assert plan.shapes is not None
-    return plan.shapes.micro_batches_per_step * plan.parallel.data
-
-
 def _steps(given: ExportInput, name: str) -> Flags:
-    return {} if given.order is None else {name: str(len(given.order) // _batch(given))}
+    order = given.order
+    return {} if order is None else {name: str(len(order) // given.packs_per_step)}
 
 
 def _data_flags(given: ExportInput) -> Flags:
     """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
-    length = str(packing_length(given))
+    length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
     rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
         **rows,
@@ -173,7 +156,6 @@ def _recompute_flags(plan: Plan) -> Flags:
 
 
 def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
-    """Flags of Megatron-LM as ms-swift writes them."""
     return {
         name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
     }
@@ -234,8 +216,7 @@ def _truth(value: bool) -> str:
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
     """Lines of shell; the model's folder is the user's to name."""
-    per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
-    nodes = -(-plan.parallel.world_size // per_node)
+    per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
@@ -299,5 +280,5 @@ def _count_command(given: ExportInput) -> str:
     return (
         f'swift export --model "$MODEL" --dataset {folder} --to_cached_dataset true '
         f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
-        f"{packing_length(given)} --output_dir counted"
+        f"{given.longest_pack} --output_dir counted"
     )

@@ -25,7 +25,7 @@ from omnibal.export.exported import (
 )
 from omnibal.export.megatron_flags import torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
-from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none
 from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE
@@ -86,14 +86,8 @@ def _files(given: ExportInput) -> dict[str, Writer]:
 
 def _sampler_order(given: ExportInput, order: ReadingOrder) -> np.ndarray:
     """Packs of all full steps, in reading order. int64"""
-    full = _global_batch(given)
+    full = given.packs_per_step
     return np.arange(len(order) // full * full, dtype=np.int64)
-
-
-def _global_batch(given: ExportInput) -> int:
-    data = given.files.plan.data
-    assert data is not None
-    return packs_per_step(data, given.files.plan.parallel.data)
 
 
 def _paths(annotations: Annotations) -> list[Path]:
@@ -113,21 +107,12 @@ def _rows(
     return np.stack([file, record, plain, plain, start, tokens], axis=1).astype(np.int64)
 
 
-def _pack_length(given: ExportInput) -> int:
-    if given.order is None:
-        shapes = given.files.plan.shapes
-        assert shapes is not None
-        return shapes.caps["tokens"]
-    return int(given.order.packs.sums(given.files.steps[1].tokens).max())
-
-
 def _settings(given: ExportInput) -> str:
-    """Python for XTuner's config file."""
     if given.order is None:
         return ""
     plan, folder = given.files.plan, given.folder
     ratio = 1.0 if all_or_none(plan.stages_at(0), LANGUAGE) else 0.0
-    batch = _global_batch(given)
+    batch = given.packs_per_step
     lines = [
         "import sys",
         "",
@@ -147,7 +132,7 @@ def _settings(given: ExportInput) -> str:
         f"    pack_config_path={str(folder)!r},",
         '    sampler_type="preset",',
         f"    sampler_config_path={str(folder / _ORDER)!r},",
-        f"    pack_max_length={_pack_length(given)},",
+        f"    pack_max_length={given.longest_pack},",
         "    group_by_length=False,",
         ")",
         f"fsdp_config = FSDPConfig(recompute_ratio={ratio})",
@@ -191,7 +176,7 @@ def _command(plan: Plan) -> str:
 def _given_up(given: ExportInput) -> Iterator[str]:
     plan, order = given.files.plan, given.order
     if order is not None:
-        length = _pack_length(given)
+        length = given.longest_pack
         share = order.packs.sums(given.files.steps[1].tokens).mean() / length
         yield (
             f"XTuner pads every pack to the longest one's {length:,} tokens, and computes the "

@@ -51,11 +51,7 @@ def hub_ids() -> dict[str, list[str]]:
 
 
 def _preset_or_path(given: str) -> str:
-    """The preset of a hub id; anything else is returned as it is.
-
-    Raises:
-        UserError: it has the form of a hub id, and is neither a path nor one of a preset.
-    """
+    """The preset of a hub id; anything else is returned as it is."""
     if _HUB_ID.fullmatch(given) is None or Path(given).exists():
         return given
     presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}

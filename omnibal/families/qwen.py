@@ -288,9 +288,6 @@ def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
     """A file's content with the language model's keys in a table, as Transformers 5 writes it.
 
     Older versions wrote them outside, and some of 4.5x in both places, of which the table counts.
-
-    Raises:
-        ValueError: sizes in the two places differ.
     """
     outside = {key: value for key, value in given.items() if key not in _FLAT}
     flat = {key: value for key, value in given.items() if key in _FLAT}

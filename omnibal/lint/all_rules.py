@@ -11,9 +11,9 @@ from omnibal.lint import (
     rules_router,
     rules_split,
 )
-from omnibal.lint.launch import Finding, Launch, Launcher
+from omnibal.lint.launch import Finding, Launch
 from omnibal.lint.line import line_of
-from omnibal.lint.rule import Rule, RuleGroup
+from omnibal.lint.rule import RuleGroup
 from omnibal.model.config import ModelConfig
 
 GROUPS: tuple[RuleGroup, ...] = (
@@ -37,17 +37,3 @@ def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
     found = (rule.finding(line) for group in GROUPS for rule in group.rules)
     told = [finding for finding in found if finding is not None]
     return sorted(told, key=lambda finding: _ORDER.index(finding.severity))
-
-
-def rules_table() -> str:
-    """All rules as tables of Markdown, a group after another."""
-    head = "| rule | what must hold | if not | of | check |\n|---|---|---|---|---|"
-    return "\n\n".join(
-        "\n".join((f"### {group.title}\n\n{head}", *map(_row, group.rules))) for group in GROUPS
-    )
-
-
-def _row(rule: Rule) -> str:
-    trainers = [launcher.value for launcher in Launcher if launcher in rule.launchers]
-    of = "all" if len(trainers) == len(Launcher) else ", ".join(trainers)
-    return f"| `{rule.name}` | {rule.holds} | {rule.severity} | {of} | {rule.source} |"

@@ -107,11 +107,7 @@ def _launch_command(script: Script, line_number: int | None) -> Command:
 
 
 def _check_continued(text: str, script: Script) -> None:
-    """Find lines that were meant to go on the command above.
-
-    Raises:
-        UserError: a command begins with a flag.
-    """
+    """Refuse commands that begin with a flag, as they were meant to go on the one above."""
     for command in script.commands[1:]:
         if not re.match(r"--?[A-Za-z]", command.words[0]):
             continue
@@ -129,11 +125,7 @@ def _check_continued(text: str, script: Script) -> None:
 
 
 def _check_quoted(script: Script, command: Command) -> None:
-    """Find a layout whose `|` a shell would take for a pipe.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Refuse a layout whose `|` a shell would take for a pipe."""
     later = [one for one in script.commands if one.line == command.line and one is not command]
     has_layout = "pipeline-model-parallel-layout" in _flag_names(command.words)
     if has_layout and any(_LAYOUT_PART.fullmatch(one.words[0]) for one in later):
@@ -177,11 +169,7 @@ def _flag_names(words: Sequence[str]) -> set[str]:
 
 
 def _check_known(script: Script, command: Command, by_name: Mapping[str, str | None]) -> None:
-    """Ask for variables that sizes and switches depend on.
-
-    Raises:
-        UserError: one is not known.
-    """
+    """Refuse variables that are not known and that sizes or switches depend on."""
     asked: dict[str, str] = {}
     for variable in unknown_names(" ".join(command.words)):
         possible = read_flags(script.variables.possible.get(variable, ()))

@@ -191,11 +191,7 @@ def _notes_on_job(line: Line, samples: Samples, job: JobSpec) -> Iterator[str]:
 
 
 def _check_predictable(line: Line) -> None:
-    """Ask for what a prediction needs.
-
-    Raises:
-        UserError: it is not given, or the line is of another model than its name says.
-    """
+    """Refuse a line that does not say what a prediction needs, or builds another model."""
     launch, other = line.launch, line.other_sizes
     if other:
         name, (built, known) = next(iter(other.items()))
@@ -248,11 +244,7 @@ def _flagged_part(part: str) -> str:
 
 
 def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
-    """Parallel sizes, with context-parallel ranks among the data-parallel ones, and notes on them.
-
-    Raises:
-        UserError: experts are divided as the costs do not have them.
-    """
+    """Parallel sizes, context-parallel ranks among the data-parallel ones, and notes on them."""
     launch, notes = line.launch, []
     assert line.data is not None
     data, expert = line.data * launch.context, 1
@@ -286,11 +278,7 @@ def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
 
 
 def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
-    """Limits of a made-up sample, or of a dataset's micro-batch.
-
-    Raises:
-        UserError: the model takes other items than images, which made-up samples have none of.
-    """
+    """Limits of a made-up sample, or of a dataset's micro-batch."""
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
     tokens = line.launch.sequence_length // (line.launch.context if cuts_samples(line) else 1)
@@ -357,9 +345,6 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
     Args:
         layers: layers of the language model by stage and chunk, or of every chunk for itself in
             model order.
-
-    Raises:
-        UserError: a stage holds nothing.
     """
     units = unit_words(model)
     first = len(units) - model.language.layers - 1

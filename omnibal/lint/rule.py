@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partialmethod
+from typing import Any, Protocol
 
 from omnibal.lint.launch import Finding, Launcher, Severity
 from omnibal.lint.line import ARGPARSE, Line
@@ -17,7 +18,17 @@ VALIDATE_ARGS = f"training/arguments.py, validate_args, {MEGATRON_LM}"
 
 Problems = Iterator[tuple[str, str]]
 """What is given and what to change, where a line breaks a rule; only the first is told."""
-Check = Callable[[Line], Problems]
+
+
+class Check(Protocol):
+    """A function of a line, whose name and docstring are its rule's."""
+
+    __name__: str
+
+    def __call__(self, line: Line) -> Problems:
+        """Yield what is given and what to change."""
+
+
 _ALL = frozenset(Launcher)
 
 
@@ -25,15 +36,24 @@ _ALL = frozenset(Launcher)
 class Rule:
     """One thing that must hold for a launch line to start."""
 
-    name: str
-    holds: str
-    """What must hold, as a part of a sentence."""
     source: str
     """File, line and version of the trainer's own check."""
     check: Check
+    """Check by the rule's name, whose docstring says what must hold."""
     severity: Severity
     launchers: frozenset[Launcher]
     """Trainers that check it."""
+
+    @property
+    def name(self) -> str:
+        """Short name that does not change, such as `layers-divide-stages`."""
+        return self.check.__name__.replace("_", "-")
+
+    @property
+    def holds(self) -> str:
+        """What must hold, as a part of a sentence."""
+        first, rest = " ".join((self.check.__doc__ or "").rstrip(".").split()).split(" ", 1)
+        return f"{first.lower() if first[1:] == first[1:].lower() else first} {rest}"
 
     def finding(self, line: Line) -> Finding | None:
         """What is wrong with a line by this rule; None where nothing is."""
@@ -58,47 +78,36 @@ class RuleGroup:
 
     def rule(
         self,
-        name: str,
-        *,
-        holds: str,
         source: str,
+        *,
         severity: Severity = "refused",
         launchers: frozenset[Launcher] | None = None,
     ) -> Callable[[Check], Check]:
-        """Make the decorated function the check of a rule, and add that to the group.
+        """Make the decorated function a rule of the group, by its name and its docstring.
 
         Args:
-            holds: what must hold, as a part of a sentence.
             source: file, line and version of the trainer's own check.
             launchers: trainers that check it; None for the group's.
         """
 
         def add(check: Check) -> Check:
             of = self.launchers if launchers is None else launchers
-            self.rules.append(Rule(name, holds, source, check, severity, of))
+            self.rules.append(Rule(source, check, severity, of))
             return check
 
         return add
 
-    def core_config(
-        self,
-        name: str,
-        lines: str,
-        *,
-        holds: str,
-        severity: Severity = "refused",
-        launchers: frozenset[Launcher] | None = None,
-    ) -> Callable[[Check], Check]:
-        """Make the decorated function the check of a rule that core's configuration has.
+    def core_config(self, lines: str, **more: Any) -> Callable[[Check], Check]:
+        """Make the decorated function a rule that core's configuration has.
 
         Args:
             lines: of the check in that file.
+            more: as `rule` takes it.
         """
-        source = f"core/transformer/transformer_config.py:{lines}, {CORE}"
-        return self.rule(name, holds=holds, source=source, severity=severity, launchers=launchers)
+        return self.rule(f"core/transformer/transformer_config.py:{lines}, {CORE}", **more)
 
-    validate_args = partialmethod(rule, source=VALIDATE_ARGS, launchers=ARGPARSE)
-    """Make the decorated function the check of a rule that Megatron-LM's `validate_args` has."""
+    validate_args = partialmethod(rule, VALIDATE_ARGS, launchers=ARGPARSE)
+    """Make the decorated function a rule that Megatron-LM's `validate_args` has."""
 
 
 def true_of(claims: Mapping[str, bool]) -> list[str]:

@@ -13,13 +13,9 @@ _ALL = frozenset(Launcher)
 _STATE = "core/parallel_state.py"
 
 
-@rule(
-    "gpus-known",
-    holds="rules of GPUs, batch and data-parallel size cannot be judged without",
-    source="this command, --gpus",
-    severity="warning",
-)
-def _gpus_known(line: Line) -> Problems:
+@rule("this command, --gpus", severity="warning")
+def gpus_known(line: Line) -> Problems:
+    """Rules of GPUs, batch and data-parallel size cannot be judged without."""
     if line.launch.gpus is None:
         least = lcm(line.grid, line.expert_grid)
         yield (
@@ -28,25 +24,17 @@ def _gpus_known(line: Line) -> Problems:
         )
 
 
-@rule(
-    "recipe-settings",
-    holds="what a recipe sets is not read, and is judged as if it were not set",
-    source="this command",
-    severity="warning",
-    launchers=frozenset((Launcher.MEGATRON_BRIDGE,)),
-)
-def _recipe(line: Line) -> Problems:
+@rule("this command", severity="warning", launchers=frozenset((Launcher.MEGATRON_BRIDGE,)))
+def recipe_settings(line: Line) -> Problems:
+    """What a recipe sets is not read, and is judged as if it were not set."""
     for recipe in filter(None, map(line.text, ("recipe", "model-recipe-name", "mr"))):
         change = "add to the line what the recipe sets of parallel sizes, split and recomputation"
         yield f"the recipe {recipe} has settings of its own", change
 
 
-@rule(
-    "gpus-divide-grid",
-    holds="GPUs must be a multiple of tensor x pipeline x context size",
-    source=f"{_STATE}:740, {CORE}",
-)
-def _grid(line: Line) -> Problems:
+@rule(f"{_STATE}:740, {CORE}")
+def gpus_divide_grid(line: Line) -> Problems:
+    """GPUs must be a multiple of tensor x pipeline x context size."""
     launch = line.launch
     if launch.gpus is not None and launch.gpus % line.grid:
         sizes = f"TP {launch.tensor} x PP {launch.pipeline} x CP {launch.context} = {line.grid}"
@@ -54,12 +42,9 @@ def _grid(line: Line) -> Problems:
         yield f"{launch.gpus:,} GPUs and {sizes}", change
 
 
-@rule(
-    "gpus-divide-expert-grid",
-    holds="GPUs must be a multiple of expert tensor x expert x pipeline size",
-    source=f"{_STATE}:793, {CORE}",
-)
-def _expert_grid(line: Line) -> Problems:
+@rule(f"{_STATE}:793, {CORE}")
+def gpus_divide_expert_grid(line: Line) -> Problems:
+    """GPUs must be a multiple of expert tensor x expert x pipeline size."""
     launch, grid = line.launch, line.expert_grid
     if launch.gpus is None or launch.gpus % grid == 0:
         return
@@ -74,56 +59,42 @@ def _expert_grid(line: Line) -> Problems:
     yield f"{launch.gpus:,} GPUs and {sizes}", change
 
 
-@rule(
-    "virtual-needs-stages",
-    holds="a stage has several chunks only where there are several stages",
-    source=f"{_STATE}:746, {CORE}",
-)
-def _virtual(line: Line) -> Problems:
+@rule(f"{_STATE}:746, {CORE}")
+def virtual_needs_stages(line: Line) -> Problems:
+    """A stage has several chunks only where there are several stages."""
     if line.virtual is not None and line.launch.pipeline == 1:
         yield f"{line.virtual} chunks of a stage with PP 1", "leave the chunks out, or raise PP"
 
 
-@validate_args(
-    "two-stages-need-overlap", holds="chunks without overlapped transfers need more than two stages"
-)
-def _overlap(line: Line) -> Problems:
+@validate_args()
+def two_stages_need_overlap(line: Line) -> Problems:
+    """Chunks without overlapped transfers need more than two stages."""
     stages, flag = line.launch.pipeline, "no-overlap-p2p-communication"
     if line.virtual is not None and line.on(flag) and stages <= 2:
         given = f"PP {stages} with {line.virtual} chunks and --{flag}"
         yield given, "leave that flag out, or raise PP"
 
 
-@validate_args(
-    "context-levels-multiply",
-    holds="the product of hierarchical context sizes must be the context size",
-    launchers=_ALL,
-)
-def _context_levels(line: Line) -> Problems:
+@validate_args(launchers=_ALL)
+def context_levels_multiply(line: Line) -> Problems:
+    """The product of hierarchical context sizes must be the context size."""
     name, context = "hierarchical-context-parallel-sizes", line.launch.context
     sizes = line.text(name)
     if sizes is not None and prod(whole_number(size) or 0 for size in line.words(name)) != context:
         yield f"sizes {sizes} and CP {context}", "give sizes with that product"
 
 
-@validate_args(
-    "context-exchange-needs-levels",
-    holds="a2a+p2p needs hierarchical context sizes",
-    launchers=_ALL,
-)
-def _context_exchange(line: Line) -> Problems:
+@validate_args(launchers=_ALL)
+def context_exchange_needs_levels(line: Line) -> Problems:
+    """a2a+p2p needs hierarchical context sizes."""
     sizes = "hierarchical-context-parallel-sizes"
     if "a2a+p2p" in line.exchanges and sizes not in line.flags:
         yield "the exchange a2a+p2p without sizes", f"give --{sizes}"
 
 
-@rule(
-    "rank-order",
-    holds="experts must have as many copies as the rest where stages are not the last ranks",
-    source=f"{_STATE}:808, {CORE}",
-    launchers=ARGPARSE,
-)
-def _order(line: Line) -> Problems:
+@rule(f"{_STATE}:808, {CORE}", launchers=ARGPARSE)
+def rank_order(line: Line) -> Problems:
+    """Experts must have as many copies as the rest where stages are not the last ranks."""
     gpus, flag = line.launch.gpus, "use-tp-pp-dp-mapping"
     if gpus is None or line.data is None or gpus % line.expert_grid or line.launch.pipeline == 1:
         return
@@ -133,11 +104,9 @@ def _order(line: Line) -> Problems:
         yield f"--{flag} with data-parallel size {line.data} and {copies} copies of experts", change
 
 
-@validate_args(
-    "fsdp2-alone",
-    holds="torch's FSDP2 allows no pipeline or expert parallelism, distributed optimizer or fp16",
-)
-def _fsdp2(line: Line) -> Problems:
+@validate_args()
+def fsdp2_alone(line: Line) -> Problems:
+    """Torch's FSDP2 allows no pipeline or expert parallelism, distributed optimizer or fp16."""
     stages, experts = line.launch.pipeline, line.launch.expert
     against = {
         f"PP {stages}": stages > 1,

@@ -18,21 +18,17 @@ def _whole(line: Line) -> Layout | None:
     return layout if isinstance(layout, Layout) and is_whole else None
 
 
-@rule(
-    "layout-form", holds="a layout must be of Megatron's form", source=f"{_LAYOUT}:282-321, {CORE}"
-)
-def _form(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:282-321, {CORE}")
+def layout_form(line: Line) -> Problems:
+    """A layout must be of Megatron's form."""
     if isinstance(line.layout, str):
         given, _, change = line.layout.rpartition("; ")
         yield given, change
 
 
-@rule(
-    "layout-divides-stages",
-    holds="the chunks of a layout must be a multiple of the stages",
-    source=f"{_LAYOUT}:40, {CORE}",
-)
-def _stages(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:40, {CORE}")
+def layout_divides_stages(line: Line) -> Problems:
+    """The chunks of a layout must be a multiple of the stages."""
     layout, stages = line.layout, line.launch.pipeline
     if not isinstance(layout, Layout) or len(layout.chunks) % stages == 0:
         return
@@ -48,13 +44,9 @@ def _stages(line: Line) -> Problems:
     )
 
 
-@core_config(
-    "layout-chunks",
-    "1344",
-    holds="a layout's chunks a stage must be the virtual pipeline size, if that is given",
-    launchers=frozenset(Launcher) - _OF_SWIFT,
-)
-def _virtual(line: Line) -> Problems:
+@core_config("1344", launchers=frozenset(Launcher) - _OF_SWIFT)
+def layout_chunks(line: Line) -> Problems:
+    """A layout's chunks a stage must be the virtual pipeline size, if that is given."""
     layout, given = _whole(line), line.launch.virtual
     if layout is not None and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks for each of {layout.pipeline} stages"
@@ -62,22 +54,18 @@ def _virtual(line: Line) -> Problems:
         yield f"{chunks}, and the virtual pipeline size is {given}", change
 
 
-@rule(
-    "layout-over-virtual-size",
-    holds="a layout stands above the virtual pipeline size",
-    source=f"megatron_args.py:1096-1117, {SWIFT}",
-    severity="ignored",
-    launchers=_OF_SWIFT,
-)
-def _swift_virtual(line: Line) -> Problems:
+@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers=_OF_SWIFT)
+def layout_over_virtual_size(line: Line) -> Problems:
+    """A layout stands above the virtual pipeline size."""
     layout, given = line.layout, line.launch.virtual
     if isinstance(layout, Layout) and given is not None and given != layout.virtual:
         chunks = f"the layout has {layout.virtual} chunks a stage"
         yield f"{chunks} and the virtual pipeline size is {given}", "leave that size out"
 
 
-@core_config("layout-alone", "1307-1324", holds="a layout says all of the split by itself")
-def _alone(line: Line) -> Problems:
+@core_config("1307-1324")
+def layout_alone(line: Line) -> Problems:
+    """A layout says all of the split by itself."""
     launch = line.launch
     beside = {
         "layers of the first stage": launch.first_layers is not None,
@@ -89,12 +77,9 @@ def _alone(line: Line) -> Problems:
         yield f"a layout beside {', '.join(true_of(beside))}", "leave one of them out"
 
 
-@rule(
-    "layout-ends",
-    holds="a layout begins with the one embedding and ends with the one loss",
-    source=f"{_LAYOUT}:94-105, {CORE}",
-)
-def _ends(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:94-105, {CORE}")
+def layout_ends(line: Line) -> Problems:
+    """A layout begins with the one embedding and ends with the one loss."""
     layout = _whole(line)
     if layout is None:
         return
@@ -106,12 +91,9 @@ def _ends(line: Line) -> Problems:
         yield given, "begin it with E and end it with L"
 
 
-@rule(
-    "layout-layers",
-    holds="a layout must have all layers of the model",
-    source=f"{_LAYOUT}:106, {CORE}",
-)
-def _layers(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:106, {CORE}")
+def layout_layers(line: Line) -> Problems:
+    """A layout must have all layers of the model."""
     layout, layers = _whole(line), line.sizes.layers
     if layout is not None and (count := layout.units.count(DECODER)) != layers:
         yield (
@@ -120,12 +102,9 @@ def _layers(line: Line) -> Problems:
         )
 
 
-@rule(
-    "layout-prediction-layers",
-    holds="a layout must have as many layers of multi-token prediction as the flags",
-    source=f"{_LAYOUT}:111, {CORE}",
-)
-def _prediction_count(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:111, {CORE}")
+def layout_prediction_layers(line: Line) -> Problems:
+    """A layout must have as many layers of multi-token prediction as the flags."""
     layout, given = _whole(line), line.launch.prediction_layers
     if layout is None:
         return
@@ -138,12 +117,9 @@ def _prediction_count(line: Line) -> Problems:
         yield f"{layers}, {flags}", f"make both {count or given}"
 
 
-@rule(
-    "layout-prediction-place",
-    holds="multi-token prediction stands behind all layers, in one last chunk of a stage",
-    source=f"{_LAYOUT}:116-135, {CORE}",
-)
-def _prediction_place(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:116-135, {CORE}")
+def layout_prediction_place(line: Line) -> Problems:
+    """Multi-token prediction stands behind all layers, in one last chunk of a stage."""
     layout = _whole(line)
     if layout is None or PREDICTION not in layout.units:
         return
@@ -155,8 +131,9 @@ def _prediction_place(line: Line) -> Problems:
         yield f"multi-token prediction (m) in {places}", "put all m before L"
 
 
-@rule("layout-encoders", holds="a layout cannot place encoders", source=f"{_LAYOUT}:147, {CORE}")
-def _encoders(line: Line) -> Problems:
+@rule(f"{_LAYOUT}:147, {CORE}")
+def layout_encoders(line: Line) -> Problems:
+    """A layout cannot place encoders."""
     layout = _whole(line)
     if layout is not None and ENCODER in layout.units:
         yield "the layout places encoder layers", "leave them out: they are on the first stage"

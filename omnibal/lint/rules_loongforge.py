@@ -8,26 +8,19 @@ from omnibal.lint.rule import LOONGFORGE, Problems, RuleGroup, true_of
 
 RULES = RuleGroup("LoongForge's lists", launchers=frozenset((Launcher.LOONGFORGE,)))
 _ARGUMENTS = "loongforge/train/arguments.py"
-split_rule = partial(
-    RULES.rule, source=f"{_ARGUMENTS}, _validate_legacy_pipeline_args, {LOONGFORGE}"
-)
-recompute_rule = partial(
-    RULES.rule, source=f"{_ARGUMENTS}, _validate_custom_model_args, {LOONGFORGE}"
-)
+split_rule = partial(RULES.rule, f"{_ARGUMENTS}, _validate_legacy_pipeline_args, {LOONGFORGE}")
+recompute_rule = partial(RULES.rule, f"{_ARGUMENTS}, _validate_custom_model_args, {LOONGFORGE}")
 _LAYERS, _CHUNKS = "--custom-pipeline-layers", "--custom-virtual-pipeline-layers"
 _RECOMPUTE = "--custom-pipeline-recompute-layers"
 
 
 def _flag(line: Line) -> str:
-    """The flag that lists layers."""
     return _CHUNKS if line.launch.is_by_chunk else _LAYERS
 
 
-@split_rule(
-    "listed-layers-for-stages",
-    holds="a list of layers has a number for every stage, or for every chunk, and a comma",
-)
-def _count(line: Line) -> Problems:
+@split_rule()
+def listed_layers_for_stages(line: Line) -> Problems:
+    """A list of layers has a number for every stage, or for every chunk, and a comma."""
     launch, layers, parts = line.launch, line.launch.layers_by_stage, line.launch.pipeline
     if launch.is_by_chunk:
         parts *= launch.virtual or 1
@@ -39,8 +32,9 @@ def _count(line: Line) -> Problems:
         )
 
 
-@split_rule("listed-layers-add-up", holds="the numbers of a list must add up to the model's layers")
-def _sum(line: Line) -> Problems:
+@split_rule()
+def listed_layers_add_up(line: Line) -> Problems:
+    """The numbers of a list must add up to the model's layers."""
     layers, given = line.sizes.layers, line.launch.layers_by_stage
     if given is not None and sum(given) != layers:
         numbers = ",".join(map(str, given))
@@ -50,8 +44,9 @@ def _sum(line: Line) -> Problems:
         )
 
 
-@split_rule("listed-layers-fill-chunks", holds="a stage must have a layer for each of its chunks")
-def _filled(line: Line) -> Problems:
+@split_rule()
+def listed_layers_fill_chunks(line: Line) -> Problems:
+    """A stage must have a layer for each of its chunks."""
     layers, chunks = line.launch.layers_by_stage, line.launch.virtual
     if layers is None or line.launch.is_by_chunk or chunks is None:
         return
@@ -60,8 +55,9 @@ def _filled(line: Line) -> Problems:
         yield f"{_LAYERS} has a stage of {min(layers)} layers for {chunks} chunks", change
 
 
-@split_rule("listed-layers-alone", holds="a list of layers says all of the split by itself")
-def _alone(line: Line) -> Problems:
+@split_rule()
+def listed_layers_alone(line: Line) -> Problems:
+    """A list of layers says all of the split by itself."""
     launch = line.launch
     beside = {
         "a layout": launch.layout is not None,
@@ -73,22 +69,18 @@ def _alone(line: Line) -> Problems:
         yield f"{_flag(line)} beside {', '.join(true_of(beside))}", "leave one of them out"
 
 
-@split_rule(
-    "listed-chunks-need-stages",
-    holds="a list by chunks needs several stages and their number of chunks",
-)
-def _chunked(line: Line) -> Problems:
+@split_rule()
+def listed_chunks_need_stages(line: Line) -> Problems:
+    """A list by chunks needs several stages and their number of chunks."""
     stages, chunks = line.launch.pipeline, line.launch.virtual
     if line.launch.is_by_chunk and (stages == 1 or chunks is None):
         change = "give PP above 1 and --num-virtual-stages-per-pipeline-rank"
         yield f"{_CHUNKS} with PP {stages} and {chunks or 'no'} chunks a stage", change
 
 
-@recompute_rule(
-    "listed-recompute-for-stages",
-    holds="a list of recomputed layers has a number for every stage, and a comma",
-)
-def _recompute_count(line: Line) -> Problems:
+@recompute_rule()
+def listed_recompute_for_stages(line: Line) -> Problems:
+    """A list of recomputed layers has a number for every stage, and a comma."""
     numbers, stages = line.launch.recompute_by_stage, line.launch.pipeline
     if numbers is not None and (len(numbers) != stages or stages == 1):
         yield (
@@ -99,10 +91,9 @@ def _recompute_count(line: Line) -> Problems:
         )
 
 
-@recompute_rule(
-    "listed-recompute-needs-full", holds="recomputed layers are listed for full recomputation"
-)
-def _recompute_full(line: Line) -> Problems:
+@recompute_rule()
+def listed_recompute_needs_full(line: Line) -> Problems:
+    """Recomputed layers are listed for full recomputation."""
     granularity = line.launch.recompute or "not given"
     if line.launch.recompute_by_stage is not None and granularity != "full":
         yield f"{_RECOMPUTE} with granularity {granularity}", "give --recompute-granularity full"

@@ -10,13 +10,9 @@ _BLOCK = "core/transformer/transformer_block.py"
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
-@core_config(
-    "recompute-words",
-    "1155-1161",
-    holds="granularity is full or selective, and the method block or uniform",
-    launchers=frozenset(Launcher) - {Launcher.MS_SWIFT},
-)
-def _words(line: Line) -> Problems:
+@core_config("1155-1161", launchers=frozenset(Launcher) - {Launcher.MS_SWIFT})
+def recompute_words(line: Line) -> Problems:
+    """Granularity is full or selective, and the method block or uniform."""
     granularity, method = (line.text(f"recompute-{name}") for name in ("granularity", "method"))
     if granularity not in (None, "full", "selective"):
         yield f"recompute granularity {granularity}", "use full or selective"
@@ -24,29 +20,25 @@ def _words(line: Line) -> Problems:
         yield f"recompute method {method}", "use block or uniform"
 
 
-@core_config("recompute-needs-method", "1166", holds="whole layers are recomputed by a method")
-def _method(line: Line) -> Problems:
+@core_config("1166")
+def recompute_needs_method(line: Line) -> Problems:
+    """Whole layers are recomputed by a method."""
     if line.launch.recompute == "full" and line.text("recompute-method") is None:
         yield "full recomputation without a method", "give block or uniform"
 
 
-@core_config(
-    "recompute-needs-number", "1172", holds="recomputation of whole layers needs a number of them"
-)
-def _number(line: Line) -> Problems:
+@core_config("1172")
+def recompute_needs_number(line: Line) -> Problems:
+    """Recomputation of whole layers needs a number of them."""
     launch = line.launch
     has_number = launch.recompute_layers is not None or launch.recompute_by_stage is not None
     if launch.recompute == "full" and not has_number:
         yield "full recomputation without a number of layers", "give --recompute-num-layers"
 
 
-@rule(
-    "recompute-number-positive",
-    holds="the loop over a stage's layers goes on by that number, and never ends with none",
-    source=f"{_BLOCK}:532, {CORE}",
-    severity="refused-at-first-step",
-)
-def _positive(line: Line) -> Problems:
+@rule(f"{_BLOCK}:532, {CORE}", severity="refused-at-first-step")
+def recompute_number_positive(line: Line) -> Problems:
+    """The loop over a stage's layers goes on by that number, and never ends with none."""
     launch, number = line.launch, line.launch.recompute_layers
     if launch.recompute != "full" or launch.recompute_method == "block":
         return
@@ -54,14 +46,10 @@ def _positive(line: Line) -> Problems:
         yield f"uniform recomputation of {number} layers at a time", "use 1 or more"
 
 
-@rule(
-    "recompute-recomputes",
-    holds="a stage recomputes layers whose index is below the number, so that 0 or less recomputes "
-    "none",
-    source=f"{_BLOCK}:560-570, {CORE}",
-    severity="ignored",
-)
-def _none(line: Line) -> Problems:
+@rule(f"{_BLOCK}:560-570, {CORE}", severity="ignored")
+def recompute_recomputes(line: Line) -> Problems:
+    """A stage recomputes layers whose index is below the number, so that 0 or less
+    recomputes none."""
     launch, number = line.launch, line.launch.recompute_layers
     is_block = launch.recompute == "full" and launch.recompute_method == "block"
     if is_block and number is not None and number <= 0 and launch.recompute_by_stage is None:
@@ -69,45 +57,35 @@ def _none(line: Line) -> Problems:
         yield given, "give 1 or more, or leave recomputation out"
 
 
-@core_config(
-    "selective-without-number", "1179", holds="a number of layers is for full recomputation"
-)
-def _selective_number(line: Line) -> Problems:
+@core_config("1179")
+def selective_without_number(line: Line) -> Problems:
+    """A number of layers is for full recomputation."""
     number = line.launch.recompute_layers
     if line.launch.recompute == "selective" and number is not None:
         change = "leave the number out, or recompute whole layers with full"
         yield f"selective recomputation with a number of layers, {number}", change
 
 
-@rule(
-    "selective-without-method",
-    holds="a method is for full recomputation",
-    source=f"{VALIDATE_ARGS}; megatron_args.py:849, {SWIFT}",
-    launchers=ARGPARSE | {Launcher.MS_SWIFT},
-)
-def _selective_method(line: Line) -> Problems:
+@rule(f"{VALIDATE_ARGS}; megatron_args.py:849, {SWIFT}", launchers=ARGPARSE | {Launcher.MS_SWIFT})
+def selective_without_method(line: Line) -> Problems:
+    """A method is for full recomputation."""
     method = line.text("recompute-method")
     if line.launch.recompute == "selective" and method is not None:
         change = "leave the method out, or recompute whole layers with full"
         yield f"selective recomputation with method {method}", change
 
 
-@core_config(
-    "saved-activations-or-sequence",
-    "1187",
-    holds="saved activations are divided by --distribute-saved-activations or by sequence "
-    "parallelism",
-)
-def _distributed(line: Line) -> Problems:
+@core_config("1187")
+def saved_activations_or_sequence(line: Line) -> Problems:
+    """Saved activations are divided by --distribute-saved-activations or by sequence
+    parallelism."""
     if line.on("distribute-saved-activations") and line.is_sequence_parallel:
         yield "both are given", "leave one of them out"
 
 
-@validate_args(
-    "saved-activations-of-layers",
-    holds="saved activations are divided with tensor parallelism and full recomputation",
-)
-def _distributed_full(line: Line) -> Problems:
+@validate_args()
+def saved_activations_of_layers(line: Line) -> Problems:
+    """Saved activations are divided with tensor parallelism and full recomputation."""
     launch, flag = line.launch, "distribute-saved-activations"
     is_full = launch.recompute == "full" and launch.recompute_method is not None
     if line.on(flag) and not (launch.tensor > 1 and is_full):
@@ -123,69 +101,54 @@ def _modules(line: Line, *names: str) -> list[str]:
     return [module for module in modules if not names or module in names]
 
 
-@core_config(
-    "recompute-modules-known", "1196-1211", holds="modules must be those that can be recomputed"
-)
-def _known_modules(line: Line) -> Problems:
+@core_config("1196-1211")
+def recompute_modules_known(line: Line) -> Problems:
+    """Modules must be those that can be recomputed."""
     wrong = [module for module in _modules(line) if module not in _MODULES]
     if wrong:
         yield f"modules {', '.join(wrong)}", f"choose of {', '.join(_MODULES)}"
 
 
-@core_config(
-    "recompute-moe-act",
-    "1213",
-    holds="the experts' activation is recomputed with grouped products",
-    launchers=frozenset((Launcher.MEGATRON_LM,)),
-)
-def _grouped(line: Line) -> Problems:
+@core_config("1213", launchers=frozenset((Launcher.MEGATRON_LM,)))
+def recompute_moe_act(line: Line) -> Problems:
+    """The experts' activation is recomputed with grouped products."""
     if _modules(line, "moe_act") and not line.on("moe-grouped-gemm"):
         yield "module moe_act without grouped products", "give --moe-grouped-gemm"
 
 
-@core_config("recompute-latent", "1218", holds="mla_up_proj is of multi-latent attention")
-def _latent(line: Line) -> Problems:
+@core_config("1218")
+def recompute_latent(line: Line) -> Problems:
+    """mla_up_proj is of multi-latent attention."""
     if _modules(line, "mla_up_proj") and not line.sizes.is_latent:
         yield "module mla_up_proj of a model without latent attention", "leave it out"
 
 
-@core_config(
-    "recompute-shared-experts", "1232", holds="shared experts are recomputed or overlapped"
-)
-def _shared(line: Line) -> Problems:
+@core_config("1232")
+def recompute_shared_experts(line: Line) -> Problems:
+    """Shared experts are recomputed or overlapped."""
     is_overlapped = line.sizes.has_shared_experts and line.on("moe-shared-expert-overlap")
     if _modules(line, "shared_experts") and is_overlapped:
         yield "both are given", "leave one of them out"
 
 
-@core_config(
-    "recompute-with-fp8",
-    "1241",
-    holds="delayed scaling cannot recompute these modules",
-    launchers=ARGPARSE | {Launcher.MS_SWIFT},
-)
-def _delayed(line: Line) -> Problems:
+@core_config("1241", launchers=ARGPARSE | {Launcher.MS_SWIFT})
+def recompute_with_fp8(line: Line) -> Problems:
+    """Delayed scaling cannot recompute these modules."""
     wrong = _modules(line, "moe_act", "layernorm")
     if wrong and line.has_delayed_scaling:
         yield f"modules {', '.join(wrong)} with fp8 recipe delayed", "use another recipe"
 
 
-@core_config(
-    "expert-layers-or-all",
-    "1260",
-    holds="expert layers are recomputed by themselves or with all others",
-)
-def _layer_flag(line: Line) -> Problems:
+@core_config("1260")
+def expert_layers_or_all(line: Line) -> Problems:
+    """Expert layers are recomputed by themselves or with all others."""
     if line.on("moe-layer-recompute") and line.launch.recompute == "full":
         yield "--moe-layer-recompute with full recomputation", "leave it out"
 
 
-@core_config(
-    "offloading-alone",
-    "1137-1149",
-    holds="activations are offloaded in one stage, without recomputation, not of all layers",
-)
-def _offloading(line: Line) -> Problems:
+@core_config("1137-1149")
+def offloading_alone(line: Line) -> Problems:
+    """Activations are offloaded in one stage, without recomputation, not of all layers."""
     number, launch = line.number("cpu-offloading-num-layers"), line.launch
     if not number and not line.on("cpu-offloading"):
         return
@@ -197,25 +160,18 @@ def _offloading(line: Line) -> Problems:
         yield f"{number} of {line.sizes.layers} layers offloaded", "offload fewer"
 
 
-@core_config(
-    "recompute-or-graphs",
-    "1781",
-    holds="full recomputation needs CUDA graphs of whole iterations, or none",
-)
-def _graphs(line: Line) -> Problems:
+@core_config("1781")
+def recompute_or_graphs(line: Line) -> Problems:
+    """Full recomputation needs CUDA graphs of whole iterations, or none."""
     graphs = line.text("cuda-graph-impl") or "none"
     is_whole = line.text("cuda-graph-scope") == "full_iteration"
     if line.launch.recompute == "full" and graphs != "none" and not is_whole:
         yield f"full recomputation with CUDA graphs ({graphs})", "leave one of them out"
 
 
-@rule(
-    "prediction-recompute",
-    holds="multi-token prediction is recomputed one layer at a time",
-    source=f"core/transformer/multi_token_prediction.py:846, {CORE}",
-    severity="refused-at-first-step",
-)
-def _prediction(line: Line) -> Problems:
+@rule(f"core/transformer/multi_token_prediction.py:846, {CORE}", severity="refused-at-first-step")
+def prediction_recompute(line: Line) -> Problems:
+    """Multi-token prediction is recomputed one layer at a time."""
     launch, number = line.launch, line.launch.recompute_layers
     is_uniform = launch.recompute == "full" and launch.recompute_method == "uniform"
     if launch.prediction_layers and is_uniform and number not in (None, 1):
@@ -225,13 +181,9 @@ def _prediction(line: Line) -> Problems:
         )
 
 
-@rule(
-    "recompute-within-stage",
-    holds="a stage recomputes no more layers than it has",
-    source=f"{_BLOCK}:532-560, {CORE}",
-    severity="warning",
-)
-def _beyond(line: Line) -> Problems:
+@rule(f"{_BLOCK}:532-560, {CORE}", severity="warning")
+def recompute_within_stage(line: Line) -> Problems:
+    """A stage recomputes no more layers than it has."""
     launch, number = line.launch, line.launch.recompute_layers
     most = -(-line.sizes.layers // launch.pipeline // (line.virtual or 1))
     is_block = launch.recompute_method == "block" and not launch.recompute_by_stage

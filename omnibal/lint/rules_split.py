@@ -39,22 +39,16 @@ def _divisors(layers: int) -> list[int]:
     return [count for count in range(1, layers + 1) if layers % count == 0]
 
 
-@rule(
-    "layers-divide-stages",
-    holds="without other flags the layers must be a multiple of the stages",
-    source=f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}",
-)
-def _even(line: Line) -> Problems:
+@rule(f"{_BLOCK}:155, transformer_config.py:1447-1460, {CORE}")
+def layers_divide_stages(line: Line) -> Problems:
+    """Without other flags the layers must be a multiple of the stages."""
     if line.is_plain and _even_share(line) is None:
         yield f"{_counted(line)} on {line.launch.pipeline} stages", _other_ends(line)
 
 
-@rule(
-    "layers-divide-chunks",
-    holds="the layers of a stage must be a multiple of its chunks",
-    source=f"{_BLOCK}:174, transformer_config.py:1470, {CORE}",
-)
-def _even_chunks(line: Line) -> Problems:
+@rule(f"{_BLOCK}:174, transformer_config.py:1470, {CORE}")
+def layers_divide_chunks(line: Line) -> Problems:
+    """The layers of a stage must be a multiple of its chunks."""
     layers, stages, chunks = _even_share(line), line.launch.pipeline, line.virtual
     if layers is None or chunks is None or stages == 1:
         return
@@ -81,22 +75,18 @@ def _on_ends(layers: dict[str, int]) -> str:
     return ", ".join(f"{count} layers on the {end} stage" for end, count in layers.items())
 
 
-@core_config(
-    "end-stages-hold-layers", "1368, :1387", holds="the first and the last stage must hold a layer"
-)
-def _ends_positive(line: Line) -> Problems:
+@core_config("1368, :1387")
+def end_stages_hold_layers(line: Line) -> Problems:
+    """The first and the last stage must hold a layer."""
     wrong = {end: count for end, count in _split_ends(line).items() if count <= 0}
     if wrong:
         change = "give it at least one, or write a layout, where a stage may have none"
         yield _on_ends(wrong), change
 
 
-@core_config(
-    "end-stages-divide-chunks",
-    "1371, :1390",
-    holds="layers of the first and the last stage must be multiples of the chunks",
-)
-def _ends_in_chunks(line: Line) -> Problems:
+@core_config("1371, :1390")
+def end_stages_divide_chunks(line: Line) -> Problems:
+    """Layers of the first and the last stage must be multiples of the chunks."""
     chunks = line.virtual or 1
     wrong = {end: count for end, count in _split_ends(line).items() if count % chunks}
     if wrong:
@@ -120,12 +110,9 @@ def _left(line: Line, layers: int, stages: int) -> str:
     )
 
 
-@core_config(
-    "middle-stages-and-layers",
-    "1406",
-    holds="middle stages and layers for them must both be there, or both not",
-)
-def _middle_exists(line: Line) -> Problems:
+@core_config("1406")
+def middle_stages_and_layers(line: Line) -> Problems:
+    """Middle stages and layers for them must both be there, or both not."""
     layers, stages = _middle(line)
     if bool(layers) != bool(stages):
         change = _other_ends(line) if line.launch.pipeline > 1 else "leave those numbers out"
@@ -133,34 +120,27 @@ def _middle_exists(line: Line) -> Problems:
 
 
 @rule(
-    "middle-stages-hold-layers",
-    holds="first and last stages hold no more layers than the model has",
-    source=f"this command alone: {CORE} builds middle stages of a negative number of layers as "
-    "empty ones, so that the model has more layers than it should",
+    f"this command alone: {CORE} builds middle stages of a negative number of layers as "
+    "empty ones, so that the model has more layers than it should"
 )
-def _middle_positive(line: Line) -> Problems:
+def middle_stages_hold_layers(line: Line) -> Problems:
+    """First and last stages hold no more layers than the model has."""
     layers, stages = _middle(line)
     if layers < 0 < stages:
         yield _left(line, layers, stages), _other_ends(line)
 
 
-@core_config(
-    "middle-layers-divide-stages",
-    "1414",
-    holds="middle layers must be a multiple of the middle stages",
-)
-def _middle_even(line: Line) -> Problems:
+@core_config("1414")
+def middle_layers_divide_stages(line: Line) -> Problems:
+    """Middle layers must be a multiple of the middle stages."""
     layers, stages = _middle(line)
     if stages and layers % stages:
         yield f"{layers} layers are left for {stages} stages", _other_ends(line)
 
 
-@core_config(
-    "middle-layers-divide-chunks",
-    "1422",
-    holds="the layers of a middle stage must be a multiple of its chunks",
-)
-def _middle_in_chunks(line: Line) -> Problems:
+@core_config("1422")
+def middle_layers_divide_chunks(line: Line) -> Problems:
+    """The layers of a middle stage must be a multiple of its chunks."""
     layers, stages = _middle(line)
     if line.virtual is None or not stages or layers % stages:
         return
@@ -169,30 +149,24 @@ def _middle_in_chunks(line: Line) -> Problems:
         yield given, _other_ends(line)
 
 
-@core_config(
-    "end-stages-or-counted",
-    "1294",
-    holds="layers of the first or last stage exclude counting embedding or loss as layers",
-)
-def _ends_or_counted(line: Line) -> Problems:
+@core_config("1294")
+def end_stages_or_counted(line: Line) -> Problems:
+    """Layers of the first or last stage exclude counting embedding or loss as layers."""
     launch = line.launch
     if _ends(line) and (launch.account_for_embedding or launch.account_for_loss):
         yield "both are given", "leave one of them out"
 
 
-@rule(
-    "end-stages-need-pipeline",
-    holds="layers of the first or last stage need a pipeline",
-    source=f"megatron_args.py:885, {SWIFT}",
-    launchers=_OF_SWIFT,
-)
-def _ends_need_stages(line: Line) -> Problems:
+@rule(f"megatron_args.py:885, {SWIFT}", launchers=_OF_SWIFT)
+def end_stages_need_pipeline(line: Line) -> Problems:
+    """Layers of the first or last stage need a pipeline."""
     if _ends(line) and line.launch.pipeline == 1:
         yield "layers of the first or last stage with PP 1", "leave them out, or raise PP"
 
 
-@validate_args("one-way-of-chunks", holds="chunks are given in one way")
-def _one_way_of_chunks(line: Line) -> Problems:
+@validate_args()
+def one_way_of_chunks(line: Line) -> Problems:
+    """Chunks are given in one way."""
     ways = {
         _SIZED_CHUNKS: line.launch.layers_per_virtual_stage,
         _COUNTED_CHUNKS: line.launch.virtual,
@@ -203,33 +177,25 @@ def _one_way_of_chunks(line: Line) -> Problems:
         yield " and ".join(given), "leave all but one out"
 
 
-@validate_args(
-    "sized-chunks-exclude-ends",
-    holds="chunks by their layers exclude layers of the first or last stage",
-)
-def _sized_chunks_and_ends(line: Line) -> Problems:
+@validate_args()
+def sized_chunks_exclude_ends(line: Line) -> Problems:
+    """Chunks by their layers exclude layers of the first or last stage."""
     if line.launch.layers_per_virtual_stage is not None and _ends(line):
         change = f"give {_COUNTED_CHUNKS} in its place"
         yield f"{_SIZED_CHUNKS} beside layers of the first or last stage", change
 
 
-@validate_args(
-    "sized-chunks-divide-stage",
-    holds="the layers of a stage must be a multiple of those of a chunk",
-)
-def _sized_chunks(line: Line) -> Problems:
+@validate_args()
+def sized_chunks_divide_stage(line: Line) -> Problems:
+    """The layers of a stage must be a multiple of those of a chunk."""
     layers, size = _even_share(line), line.launch.layers_per_virtual_stage
     if layers is not None and size is not None and layers % size:
         others = " or ".join(map(str, _divisors(layers)[:-1]))
         yield f"{layers} layers of a stage in chunks of {size}", f"use chunks of {others}"
 
 
-@validate_args(
-    "one-chunk",
-    holds="one chunk is the same as none",
-    severity="ignored",
-    launchers=ARGPARSE | _OF_SWIFT,
-)
-def _one_chunk(line: Line) -> Problems:
+@validate_args(severity="ignored", launchers=ARGPARSE | _OF_SWIFT)
+def one_chunk(line: Line) -> Problems:
+    """One chunk is the same as none."""
     if line.launch.virtual == 1 and line.launch.layout is None:
         yield "one chunk of every stage", "leave it out"

@@ -223,7 +223,6 @@ class _Reader:
         self._set(word.pieces[0].text, self._pair(word)[1], word.line)
 
     def _pair(self, word: Word) -> tuple[str, str]:
-        """Name and value of an assignment."""
         match = _assignment(word)
         assert match is not None, word
         value = Piece(match.string[match.end() :], False)
@@ -242,6 +241,5 @@ def _assignment(word: Word) -> re.Match[str] | None:
 
 
 def _assignments(words: list[Word]) -> tuple[list[Word], list[Word]]:
-    """Assignments before a command, and the command."""
     assigned = list(takewhile(_assignment, words))
     return assigned, words[len(assigned) :]

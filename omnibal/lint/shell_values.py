@@ -290,11 +290,7 @@ _ONE: dict[type[ast.unaryop], Callable[[int], int]] = {ast.USub: neg, ast.UAdd: 
 
 
 def _result(node: ast.expr) -> int:
-    """Value of an expression of whole numbers.
-
-    Raises:
-        ValueError: it has anything else in it.
-    """
+    """Value of an expression of whole numbers."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _TWO:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.strategy import Sizing
     from omnibal.search.weight_sharding import ShardingChoice
 
-_SHOWN_CANDIDATES = 10
+_SHOWN_CANDIDATES = 10  # as many as a terminal shows beside the rest of what a command says
 
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
@@ -237,7 +237,6 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
 
 
 def _of_all(per_gpu: float, plan: Plan) -> str:
-    """A rate of all devices."""
     return f"{per_gpu * plan.parallel.world_size:,.2f}"
 
 

@@ -9,7 +9,7 @@ from omnibal.model.limits import memory_cap_gib
 from omnibal.report.formatting import percent
 from omnibal.report.table import Column, Marked, Table
 
-_SHOWN_CONTENTS = 14
+_SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller ones add up to the rest
 
 
 def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:

@@ -32,8 +32,8 @@ from omnibal.report.svg import (
     text,
 )
 
-WIDE = 1080
-_LEAST_SHOWN_SHARE = 0.001
+WIDE = 1080  # pixels: the page's own width
+_LEAST_SHOWN_SHARE = 0.001  # of a step: what is less would be thinner than a pixel
 TIME_PARTS = ("forward", "backward", "wait", "data", "update", "encoder", "exchange")
 """Classes of the parts of `StageTime`, in its order."""
 _BUCKETS = 400
@@ -42,7 +42,7 @@ _PITCH_OF_NUMBERS = 20
 """Least width of a unit's block, in pixels, that has room for its number."""
 _CELLS = 64
 """Cells per axis of the pack density."""
-_METER = 150.0
+_METER = 150.0  # pixels: a table's column that still leaves room for its neighbours
 _HATCH = (
     '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
     'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" class="hatch"/>'

@@ -7,7 +7,6 @@ random order and pads them to their longest; "after" is the schedule that was ma
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.report.formatting import milliseconds, number, percent, shorten, write_ascii
+from omnibal.report.formatting import milliseconds, number, percent, shorten
 from omnibal.report.panels import (
     MARGIN,
     WIDTH,
@@ -30,13 +29,13 @@ from omnibal.report.panels import (
 from omnibal.report.svg import Plot, Rows, Scale, polyline, text
 from omnibal.steps.metrics import rank_sums, straggler_factor
 
-_STEPS_SHOWN, _RANKS_SHOWN = 24, 16
+_STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # as many bars as can be told apart in the width
 _DIGIT_WIDTH = 7.5
 """Most width of a digit of a step's number."""
-_PLOT_HEIGHT, _PLOT_GAP = 220, 24
+_PLOT_HEIGHT, _PLOT_GAP = 220, 24  # pixels
 _QUANTILES = 200
 """Drawn points of a distribution, however long the epoch."""
-_NAME_LIMIT = 28
+_NAME_LIMIT = 28  # characters: both names then fit into the title's line
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,11 +102,6 @@ def common_practice(
         samples=complete,
         pad_ratio=float(1 - filled.mean()),
     )
-
-
-def write_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks, output: Path) -> None:
-    """Write the SVG file of `draw_loads`, and the directories that it lies in."""
-    write_ascii(draw_loads(job, data, scheduled), output)
 
 
 def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> str:

@@ -53,7 +53,7 @@ from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
 from omnibal.report.timeline import timeline_figure
 from omnibal.steps.metrics import measure_packs
 
-_SOURCES_SHOWN = 12
+_SOURCES_SHOWN = 12  # rows before a table is longer than a screen
 _ABOUT_WAITS = (
     "Ranks share packs of this plan. Where a rank waits for the others within a pack's exchanges, "
     "the run measured that as forward and backward, and the prediction counts it as waiting."

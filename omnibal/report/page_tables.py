@@ -25,8 +25,8 @@ from omnibal.report.summary import (
 from omnibal.report.table import Cell, Column, Drawing, Facts, Marked, Style, Table
 from omnibal.steps.metrics import PackMetrics
 
-_EXAMPLES_SHOWN = 12
-_TEXT_LIMIT = 160
+_EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
+_TEXT_LIMIT = 160  # characters: about three lines of a cell
 
 
 def _column(

@@ -7,7 +7,7 @@ from pathlib import Path
 from omnibal.report.formatting import number
 from omnibal.report.svg import Rows, Scale, document, legend, text
 
-WIDTH, MARGIN = 1100, 28
+WIDTH, MARGIN = 1100, 28  # pixels: a picture that pages show without shrinking it
 FIRST_PANEL = 106.0
 """Top of the first panel, below the heading."""
 _LEFT, _RIGHT = 92, 1000

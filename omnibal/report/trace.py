@@ -15,7 +15,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
-_US_PER_MS = 1e3
+_US_PER_MS = 1e3  # times of the format are in microseconds
 
 
 def chrome_trace(

@@ -1,14 +1,19 @@
 """The picture of steps under each other, against the timelines it was drawn from."""
 
+import sys
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import simulate_step
-from omnibal.report.comparison import ShownStep, before_and_after
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from ablation_picture import ShownStep, before_and_after
 
 pytestmark = pytest.mark.quick
 

@@ -8,9 +8,10 @@ import pytest
 from launch_cases import sized_model
 
 from omnibal.families.named import named_model
-from omnibal.lint.all_rules import GROUPS, findings_of, rules_table
+from omnibal.lint.all_rules import GROUPS, findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launcher
+from omnibal.lint.rule import Rule
 from omnibal.model.config import ModelConfig
 
 pytestmark = pytest.mark.quick
@@ -125,6 +126,20 @@ def test_refusals_come_first():
     order = ("refused", "refused-at-first-step", "ignored", "warning")
     assert severities == sorted(severities, key=order.index)
     assert severities[0] == "refused" and severities[-1] == "warning"
+
+
+def rules_table() -> str:
+    """All rules as tables of Markdown, a group after another."""
+    head = "| rule | what must hold | if not | of | check |\n|---|---|---|---|---|"
+    return "\n\n".join(
+        "\n".join((f"### {group.title}\n\n{head}", *map(_row, group.rules))) for group in GROUPS
+    )
+
+
+def _row(rule: Rule) -> str:
+    trainers = [launcher.value for launcher in Launcher if launcher in rule.launchers]
+    of = "all" if len(trainers) == len(Launcher) else ", ".join(trainers)
+    return f"| `{rule.name}` | {rule.holds} | {rule.severity} | {of} | {rule.source} |"
 
 
 def test_the_page_has_the_rules_of_the_code():

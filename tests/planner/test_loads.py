@@ -21,7 +21,8 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
-from omnibal.report.loads import common_practice, draw_loads, write_loads
+from omnibal.report.formatting import write_ascii
+from omnibal.report.loads import common_practice, draw_loads
 from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
@@ -335,7 +336,7 @@ def test_title_says_what_is_shown() -> None:
 
 def test_names_are_text_whatever_they_hold(tmp_path) -> None:
     """Prevents markup from a name, and a file that no browser opens."""
-    write_loads(*parts(case(name=HOSTILE)), tmp_path / "new" / "l.svg")
+    write_ascii(draw_loads(*parts(case(name=HOSTILE))), tmp_path / "new" / "l.svg")
     written = (tmp_path / "new" / "l.svg").read_bytes()
     root = ElementTree.fromstring(written)
     assert root.find(f".//{SVG}script") is None

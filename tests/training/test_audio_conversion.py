@@ -172,8 +172,8 @@ def damaged(folder: Path, change) -> Path:
     [
         ({"model_type": "wav2vec2"}, "must be Whisper's"),
         ({"encoder_layers": 4}, "lacks model.encoder.layers.3"),
-        ({"encoder_layers": 2}, "has, besides, model.encoder.layers.2"),
-        ({"encoder_ffn_dim": 44}, "has other sizes model.encoder.layers.0.fc1"),
+        ({"encoder_layers": 2}, "has model.encoder.layers.2"),
+        ({"encoder_ffn_dim": 44}, "disagree: model.encoder.layers.0.fc1"),
         ({"max_source_positions": 10}, "are not Whisper's sinusoids"),
     ],
 )

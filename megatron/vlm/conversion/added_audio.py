@@ -9,8 +9,13 @@ from pathlib import Path
 
 import torch
 
-from megatron.vlm.conversion.importing import FoundTokenizer, ReleasedCheckpoint, found_tokenizer
-from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, elements, parameters
+from megatron.vlm.conversion.importing import (
+    FoundTokenizer,
+    ImportSource,
+    ReleasedCheckpoint,
+    found_tokenizer,
+)
+from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, parameters
 from megatron.vlm.conversion.whisper import ReleasedAudio, open_audio, with_audio
 from megatron.vlm.model.initialize import initial_values
 from omnibal.base.errors import UserError
@@ -20,25 +25,16 @@ from omnibal.model.config import ModelConfig
 _OF_WORDS = ("embedding.word_embeddings.weight", "head.weight")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointWithAudio:
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWithAudio(ImportSource):
     """A released checkpoint with Whisper's encoder as one more of its model."""
 
+    directory: Path
     released: ReleasedCheckpoint
     audio: ReleasedAudio
     model: ModelConfig
     tokenizer: FoundTokenizer
     seed: int
-
-    @property
-    def directory(self) -> Path:
-        """Folder of the released checkpoint."""
-        return self.released.directory
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(elements(one) * self.dtype(one).itemsize for one in parameters(self.model))
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Type in which the parameter is written: that of its tensors, or of the embedding."""
@@ -48,7 +44,6 @@ class CheckpointWithAudio:
         return self.audio.dtype(parameter) or self.released.dtype(embedding)
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read or draw the parameter's values."""
         if not self._is_audio(parameter):
             return self._with_new_words(parameter)
         if self.audio.tensors_of(parameter) is not None:
@@ -56,12 +51,10 @@ class CheckpointWithAudio:
         return self._drawn(parameter, parameter.shape)
 
     def file_order(self) -> list[Parameter]:
-        """Parameters in the order of both folders' files, so that each file is read once."""
         heard = sorted(audio_parameters(self.model), key=self.audio.file_of)
         return [*heard, *(self._in_model(one) for one in self.released.file_order())]
 
     def found_tokenizer(self) -> FoundTokenizer:
-        """The released tokenizer with the words of recordings."""
         return self.tokenizer
 
     def _is_audio(self, parameter: Parameter) -> bool:
@@ -71,9 +64,7 @@ class CheckpointWithAudio:
         """The parameter with as many words as the model has."""
         if parameter.key not in _OF_WORDS:
             return parameter
-        return Parameter(
-            key=parameter.key, shape=(self.model.language.vocab_size, parameter.shape[1])
-        )
+        return replace(parameter, shape=(self.model.language.vocab_size, parameter.shape[1]))
 
     def _with_new_words(self, parameter: Parameter) -> torch.Tensor:
         known = self.released.model.language.vocab_size
@@ -81,7 +72,7 @@ class CheckpointWithAudio:
         if parameter.key not in _OF_WORDS or not new:
             return self.released.read(parameter)
         width = parameter.shape[1]
-        old_WE = self.released.read(Parameter(key=parameter.key, shape=(known, width)))
+        old_WE = self.released.read(replace(parameter, shape=(known, width)))
         return torch.cat([old_WE, self._drawn(parameter, (new, width))])
 
     def _drawn(self, parameter: Parameter, shape: tuple[int, ...]) -> torch.Tensor:
@@ -115,6 +106,7 @@ def add_audio(
     words = max(model.language.vocab_size, known.vocab_size + len(added))
     model = model.with_tower("language", vocab_size=words)
     return CheckpointWithAudio(
+        directory=released.directory,
         released=released,
         audio=audio,
         model=model.model_copy(update={"name": f"{model.name}-whisper"}),

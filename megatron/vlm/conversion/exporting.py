@@ -52,8 +52,6 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".index.json")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """One tensor to write."""
-
     name: str
     parameter: Parameter
     position: int

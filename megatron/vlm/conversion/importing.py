@@ -7,10 +7,10 @@ RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
 
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -21,8 +21,8 @@ from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
     check_room,
+    check_tensors,
     dtype_name,
-    shortened,
     writing,
 )
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer, is_slow
@@ -41,6 +41,7 @@ from omnibal.base.files import atomic_directory
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
 from omnibal.model.config import ModelConfig, model_toml
+from omnibal.model.units import LANGUAGE
 
 MODEL_FILE = "model.toml"
 TOKENIZER_FOLDER = "tokenizer"
@@ -59,36 +60,37 @@ _TOKENIZER_FILES = (
 )
 
 
-class ImportSource(Protocol):
+class ImportSource(ABC):
     """What a run's directory is made of: a released checkpoint, or one with more beside it."""
 
-    @property
-    def directory(self) -> Path:
-        """Folder of the released checkpoint."""
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model."""
+    directory: Path
+    """Folder of the released checkpoint."""
+    model: ModelConfig
 
     @property
     def bytes(self) -> int:
         """Bytes of all parameters."""
+        return sum(elements(one) * self.dtype(one).itemsize for one in parameters(self.model))
 
+    @abstractmethod
     def dtype(self, parameter: Parameter) -> torch.dtype:
         """Type in which the parameter is written."""
 
+    @abstractmethod
     def read(self, parameter: Parameter) -> torch.Tensor:
         """Values of the parameter."""
 
+    @abstractmethod
     def file_order(self) -> list[Parameter]:
-        """All parameters, in the order in which they are best read."""
+        """All parameters, in the order of the files, so that each file is read once."""
 
+    @abstractmethod
     def found_tokenizer(self) -> "FoundTokenizer | None":
         """The tokenizer that goes along, if any."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReleasedCheckpoint:
+@dataclass(frozen=True, kw_only=True)
+class ReleasedCheckpoint(ImportSource):
     """A released checkpoint that has been checked as complete and supported."""
 
     directory: Path
@@ -96,30 +98,16 @@ class ReleasedCheckpoint:
     model: ModelConfig
     layout: Layout
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all parameters."""
-        return sum(
-            elements(parameter) * self.dtype(parameter).itemsize
-            for parameter in parameters(self.model)
-        )
-
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type of the tensors that the parameter is made of."""
         return self.files.tensors[self._released(parameter).names[0]].dtype
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read the parameter's values."""
-        made_of = self._released(parameter)
-        pieces = [self.files.read(name) for name in made_of.names]
-        return made_of.arrangement.join(pieces, parameter.shape)
+        return self.files.joined(self._released(parameter), parameter)
 
     def found_tokenizer(self) -> "FoundTokenizer | None":
-        """The tokenizer in the folder, if there is one to be used."""
         return found_tokenizer(self)
 
     def file_order(self) -> list[Parameter]:
-        """Parameters in the order of the files, so that each file is read once."""
         return sorted(
             parameters(self.model),
             key=lambda one: self.files.tensors[self._released(one).names[0]].file,
@@ -141,7 +129,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
-    check_tensors(directory, model, layout, files.tensors)
+    _check_tensors(directory, model, layout, files.tensors)
     checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
     head = head_name(layout)
     if model.language.tied_head and head in files.tensors:
@@ -152,9 +140,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
                     f"{directory}: config.json ties the head to the token embedding, but {head} is "
                     "another matrix; set tie_word_embeddings to false there"
                 )
-            language = model.language.model_copy(update={"tied_head": False})
-            untied = model.model_copy(update={"language": language})
-            return replace(checkpoint, model=untied)
+            return replace(checkpoint, model=model.with_tower(LANGUAGE, tied_head=False))
     return checkpoint
 
 
@@ -165,45 +151,19 @@ def tokenizer_files(folder: Path) -> list[Path]:
     ]
 
 
-def check_tensors(
+def _check_tensors(
     directory: Path, model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]
 ) -> None:
-    """Raise UserError unless the tensors are just those that the model is made of."""
-    expected: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, set] = {}
-    for parameter in parameters(model):
-        made_of = released(parameter, model, layout)
-        expected |= dict(zip(made_of.names, made_of.shapes, strict=True))
-        for name in made_of.names:
-            if name in tensors:
-                dtypes.setdefault(parameter.key, set()).add(tensors[name].dtype)
-    if model.language.tied_head and head_name(layout) in tensors:
-        expected[head_name(layout)] = embedding_parameter(model).shape
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        found = [f"lacks {shortened(missing)}"] if missing else []
-        found += [f"has {shortened(unknown)}, which the model does not"] if unknown else []
-        raise UserError(
-            f"{directory}: {' and '.join(found)}; the tensors must be those of config.json's model "
-            f"in layout {layout}"
-        )
-    wrong = [
-        f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
-        for name, shape in expected.items()
-        if tensors[name].shape != shape
-    ]
-    if wrong:
-        raise UserError(
-            f"{directory}: config.json and the tensors disagree: {shortened(wrong)}; fetch both "
-            "again"
-        )
-    mixed = sorted(key for key, found in dtypes.items() if len(found) > 1)
-    if mixed:
-        raise UserError(
-            f"{directory}: {shortened(mixed)} are stored in several types; save the checkpoint in "
-            "one"
-        )
+    expected = [(one, released(one, model, layout)) for one in parameters(model)]
+    shapes = {
+        name: (parameter.key, shape)
+        for parameter, made_of in expected
+        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
+    }
+    head = head_name(layout)
+    if model.language.tied_head and head in tensors:
+        shapes[head] = (head, embedding_parameter(model).shape)
+    check_tensors(directory, shapes, tensors, f"config.json's model in layout {layout}")
 
 
 def import_checkpoint(

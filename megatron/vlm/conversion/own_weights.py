@@ -116,7 +116,6 @@ class StoredWeights:
 
 
 def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
-    """Chunk of the stored tensor that holds the parameter."""
     if parameter.layer is None:
         offsets, sizes = (0,) * len(parameter.shape), parameter.shape
     else:

@@ -240,15 +240,10 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "vision_config": {
             "architectures": ["InternVisionModel"],
             "model_type": "intern_vit_6b",
+            **_vision(vision),
             "hidden_act": "gelu",
-            "hidden_size": vision.hidden_size,
             "image_size": vision.image_size,
             "initializer_factor": vision.layer_scale_init,
-            "intermediate_size": vision.ffn_hidden_size,
-            "layer_norm_eps": vision.norm_eps,
-            "norm_type": _norm_name(vision),
-            "num_attention_heads": vision.heads,
-            "num_hidden_layers": vision.layers,
             "patch_size": vision.patch_size,
             "qk_normalization": vision.qk_norm,
             "qkv_bias": vision.qkv_bias,
@@ -270,15 +265,10 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
+            **_vision(vision),
             "attention_bias": vision.qkv_bias,
-            "hidden_size": vision.hidden_size,
             "image_size": [vision.image_size, vision.image_size],
-            "intermediate_size": vision.ffn_hidden_size,
-            "layer_norm_eps": vision.norm_eps,
             "layer_scale_init_value": vision.layer_scale_init,
-            "norm_type": _norm_name(vision),
-            "num_attention_heads": vision.heads,
-            "num_hidden_layers": vision.layers,
             "patch_size": [vision.patch_size, vision.patch_size],
             "use_qk_norm": vision.qk_norm,
         },
@@ -365,8 +355,16 @@ def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:
     }
 
 
-def _norm_name(vision: TilesEncoder) -> str:
-    return next(name for name, norm in NORMS.items() if norm == vision.normalization)
+def _vision(vision: TilesEncoder) -> dict[str, Any]:
+    """Entries of the tower that both formats have."""
+    return {
+        "hidden_size": vision.hidden_size,
+        "intermediate_size": vision.ffn_hidden_size,
+        "layer_norm_eps": vision.norm_eps,
+        "norm_type": next(name for name, norm in NORMS.items() if norm == vision.normalization),
+        "num_attention_heads": vision.heads,
+        "num_hidden_layers": vision.layers,
+    }
 
 
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
@@ -397,7 +395,11 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
 def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:
     """What a kind of language model has not; whether it holds, and what the model has."""
     experts, is_qwen3 = language.kinds[0].experts, kind in ("qwen3", "qwen3_moe")
-    plain = LayerKind(experts=None if experts is None else _released_experts(experts))
+    # An ExpertsConfig of what config.json says of them, and what costs alone go by.
+    said = {"experts", "experts_per_token", "ffn_hidden_size", "normalized", "auxiliary_loss"}
+    plain = LayerKind(
+        experts=experts and ExpertsConfig(**experts.model_dump(include={*said, "imbalance"}))
+    )
     return [
         (language.qkv_bias != (kind == "qwen2"), f"qkv_bias {str(language.qkv_bias).lower()}"),
         (language.qk_norm != is_qwen3, f"qk_norm {str(language.qk_norm).lower()}"),
@@ -408,15 +410,3 @@ def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tu
         (set(language.kinds) != {plain}, "layers of another kind than Qwen3's"),
         (kind == "internlm2" and language.head_size is not None, "a head_size"),
     ]
-
-
-def _released_experts(experts: ExpertsConfig) -> ExpertsConfig:
-    """The experts without what config.json cannot say of them."""
-    return ExpertsConfig(
-        experts=experts.experts,
-        experts_per_token=experts.experts_per_token,
-        ffn_hidden_size=experts.ffn_hidden_size,
-        normalized=experts.normalized,
-        auxiliary_loss=experts.auxiliary_loss,
-        imbalance=experts.imbalance,
-    )

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.identity import raise_no_failure, reason
+from megatron.vlm.conversion.tensor_map import Parameter, Released, Shape
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model
 
@@ -93,6 +94,12 @@ class ReleasedFiles:
         except (SafetensorError, OSError) as error:
             raise _broken(self._directory / file, error) from error
 
+    def joined(self, made_of: Released, parameter: Parameter) -> torch.Tensor:
+        """Read the values of a parameter that is made of these tensors."""
+        return made_of.arrangement.join(
+            [self.read(name) for name in made_of.names], parameter.shape
+        )
+
     def header_metadata(self, file: str) -> dict[str, str] | None:
         """Metadata in a file's header."""
         return self._opened(file).metadata()
@@ -161,6 +168,46 @@ def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, Ten
     for name, file in listed.items():
         if name not in found or found[name].file != file:
             raise UserError(f"{index}: {name} is not in {file}; fetch both again")
+
+
+def check_tensors(
+    directory: Path,
+    expected: Mapping[str, tuple[str, Shape]],
+    tensors: Mapping[str, TensorInfo],
+    whose: str,
+) -> None:
+    """Raise UserError unless the tensors are just those that a model is made of.
+
+    Args:
+        directory: that they are in.
+        expected: what each is a part of, whose parts are of one type, and its shape, by name.
+        whose: tensors they must be, in words.
+    """
+    missing = sorted(expected.keys() - tensors.keys())
+    unknown = sorted(tensors.keys() - expected.keys())
+    if missing or unknown:
+        found = [f"lacks {shortened(missing)}"] if missing else []
+        found += [f"has {shortened(unknown)}, which the model does not"] if unknown else []
+        raise UserError(f"{directory}: {' and '.join(found)}; the tensors must be those of {whose}")
+    wrong = [
+        f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
+        for name, (_, shape) in expected.items()
+        if tensors[name].shape != shape
+    ]
+    if wrong:
+        raise UserError(
+            f"{directory}: config.json and the tensors disagree: {shortened(wrong)}; fetch both "
+            "again"
+        )
+    dtypes: dict[str, set[torch.dtype]] = {}
+    for name, (whole, _) in expected.items():
+        dtypes.setdefault(whole, set()).add(tensors[name].dtype)
+    mixed = sorted(whole for whole, found_types in dtypes.items() if len(found_types) > 1)
+    if mixed:
+        raise UserError(
+            f"{directory}: {shortened(mixed)} are stored in several types; save the checkpoint in "
+            "one"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

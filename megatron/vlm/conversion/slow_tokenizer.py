@@ -4,8 +4,6 @@ Made of vocab.json, merges.txt and the added tokens beside them, as Transformers
 opens such a folder.
 """
 
-import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -13,7 +11,7 @@ from tokenizers import AddedToken as FastAddedToken
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import read_json_model, read_text
+from omnibal.base.files import read_json_model
 from omnibal.data.tokenizer import ADDED_FILE, CONFIG_FILE, FAST_FILE, AddedToken
 
 _VOCABULARY_FILE, _MERGES_FILE = "vocab.json", "merges.txt"
@@ -50,14 +48,9 @@ def fast_tokenizer(folder: Path) -> str | None:
     config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
     if config.tokenizer_class not in _CLASSES or config.add_prefix_space:
         return None
-    vocabulary = read_json_model(dict[str, int], folder / _VOCABULARY_FILE, _REMEDY)
+    files = folder / _VOCABULARY_FILE, folder / _MERGES_FILE
     try:
-        model = models.BPE(
-            vocab=vocabulary,
-            merges=_merges(folder / _MERGES_FILE),
-            continuing_subword_prefix="",
-            end_of_word_suffix="",
-        )
+        model = models.BPE.from_file(*map(str, files))
     except Exception as error:  # the library raises nothing more special
         raise UserError(
             f"{folder}: {_VOCABULARY_FILE} and {_MERGES_FILE} are not of one tokenizer ({error}); "
@@ -75,17 +68,6 @@ def fast_tokenizer(folder: Path) -> str | None:
     added = config.added_tokens_decoder
     _add(tokenizer, _listed(folder) if added is None else added, folder)
     return tokenizer.to_str(pretty=True)
-
-
-def _merges(path: Path) -> Sequence[tuple[str, str]]:
-    lines = read_text(path, _REMEDY).split("\n")
-    if re.match("#version:", lines[0]):
-        del lines[0]
-    merges = []
-    for line in filter(None, map(str.strip, lines)):
-        first, _, second = line.partition(" ")
-        merges.append((first, second))
-    return merges
 
 
 def _listed(folder: Path) -> dict[int, AddedToken]:

@@ -16,6 +16,7 @@ D head size, X experts.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -94,65 +95,45 @@ class Parameter:
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Whole:
-    """One tensor of the same values, its axes counted differently."""
+class Arrangement(ABC):
+    """How a parameter lies in the released tensors that it is made of."""
+
+    @abstractmethod
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        """Shapes of the released tensors that make a parameter of shape `own`."""
+
+    @abstractmethod
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        """Make a parameter of shape `own` of its released tensors."""
+
+    @abstractmethod
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Make the released tensors of a parameter; the inverse of `join`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Arrangement):
+    """Tensors of one shape, one below the other: gate and up of SwiGLU, or each expert's matrices.
+
+    A single one has the parameter's values with its axes counted differently.
+    """
 
     shape: Shape
+    count: int = 1
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
-        return (self.shape,)
+        return (self.shape,) * self.count
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
-        return pieces[0].reshape(own)
+        # A single tensor is not copied.
+        return (torch.cat(list(pieces)) if self.count > 1 else pieces[0]).reshape(own)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
-        return (tensor.reshape(self.shape),)
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """Several tensors of equal size one below the other: gate and up of SwiGLU."""
-
-    count: int
-
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
-        return ((own[0] // self.count, *own[1:]),) * self.count
-
-    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
-        return torch.cat(list(pieces))
-
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
-        return tensor.chunk(self.count)
-
-
-@dataclass(frozen=True, slots=True)
-class PerExpert:
-    """Matrices of every expert apart, in parts of equal size: gate and up; here [X, R, ...]."""
-
-    parts: int
-
-    def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
-        return ((own[1] // self.parts, *own[2:]),) * (own[0] * self.parts)
-
-    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
-        return torch.cat(list(pieces)).view(own)
-
-    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
-        return tensor.flatten(0, 1).chunk(len(tensor) * self.parts)
+        return tensor.reshape(self.count * self.shape[0], *self.shape[1:]).chunk(self.count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class QueryKeyValue:
+class QueryKeyValue(Arrangement):
     """All queries, all keys, all values; here a group's queries, its key, its value, and so on."""
 
     heads: int
@@ -161,20 +142,17 @@ class QueryKeyValue:
     """Whether the released checkpoint has them in one tensor too."""
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
         if self.is_fused:
             return (own,)
         return tuple((rows, *own[1:]) for rows in self._rows(own[0]))
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
         if self.is_fused:
             pieces = pieces[0].split(self._rows(own[0]))
         grouped = [piece.unflatten(0, (self.kv_heads, -1)) for piece in pieces]
         return torch.cat(grouped, dim=1).flatten(0, 1)
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
         grouped_GR = tensor.unflatten(0, (self.kv_heads, -1))
         rows = [rows // self.kv_heads for rows in self._rows(len(tensor))]
         pieces = [piece.flatten(0, 1) for piece in grouped_GR.split(rows, dim=1)]
@@ -185,28 +163,22 @@ class QueryKeyValue:
         return [self.heads * head_size, self.kv_heads * head_size, self.kv_heads * head_size]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QueryValueBias:
+@dataclass(frozen=True, slots=True)
+class QueryValueBias(Arrangement):
     """Biases of queries and of values; here with zeros between them: Whisper's keys have none."""
 
     heads: int
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
         return ((own[0] // 3,),) * 2
 
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
         queries, values = (piece.unflatten(0, (self.heads, -1)) for piece in pieces)
         return torch.cat([queries, torch.zeros_like(queries), values], dim=1).flatten()
 
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
         queries, _, values = tensor.unflatten(0, (self.heads, -1)).chunk(3, dim=1)
         return queries.flatten(), values.flatten()
-
-
-Arrangement = Whole | Stacked | PerExpert | QueryKeyValue | QueryValueBias
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,50 +301,48 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield the parameters of the vision encoder and its projector."""
-    vision = model.vision
-    wide, width = vision.projector_input_size, model.language.hidden_size
+    vision, own, width = model.vision, model.vision.hidden_size, model.language.hidden_size
     patch_values = IMAGE_CHANNELS * vision.patch_size**2
-    rest: list[tuple[str, Shape]] = [
-        ("vision_embedding.patch_projection.weight", (vision.hidden_size, patch_values)),
-        ("vision_embedding.patch_projection.bias", (vision.hidden_size,)),
-        ("vision_embedding.class_token", (vision.hidden_size,)),
-        ("vision_embedding.positions", (vision.positions_per_item, vision.hidden_size)),
-    ]
-    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _single(
+        *_linear("vision_embedding.patch_projection", own, patch_values),
+        ("vision_embedding.class_token", (own,)),
+        ("vision_embedding.positions", (vision.positions_per_item, own)),
+    )
     yield from _stacked("vision", vision.layers, dict(_encoder_layer(vision)))
-    rest = [
-        ("projector.norm.weight", (wide,)),
-        ("projector.norm.bias", (wide,)),
-        ("projector.linear_fc1.weight", (width, wide)),
-        ("projector.linear_fc1.bias", (width,)),
-        ("projector.linear_fc2.weight", (width, width)),
-        ("projector.linear_fc2.bias", (width,)),
-    ]
-    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _single(
+        *_linear("projector.norm", vision.projector_input_size),
+        *_linear("projector.linear_fc1", width, vision.projector_input_size),
+        *_linear("projector.linear_fc2", width, width),
+    )
 
 
 def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield the parameters of the audio encoder and its projector."""
-    audio, width = model.audio, model.language.hidden_size
-    own, wide = audio.hidden_size, audio.projector_input_size
-    norm_parts = ("weight", "bias") if audio.normalization == "LayerNorm" else ("weight",)
-    rest: list[tuple[str, Shape]] = [
-        ("audio_embedding.conv1.weight", (own, audio.mel_bins, _TAPS)),
-        ("audio_embedding.conv1.bias", (own,)),
-        ("audio_embedding.conv2.weight", (own, own, _TAPS)),
-        ("audio_embedding.conv2.bias", (own,)),
-    ]
-    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    audio, own, width = model.audio, model.audio.hidden_size, model.language.hidden_size
+    yield from _single(
+        *_linear("audio_embedding.conv1", own, audio.mel_bins, _TAPS),
+        *_linear("audio_embedding.conv2", own, own, _TAPS),
+    )
     yield from _stacked("audio", audio.layers, dict(_encoder_layer(audio)))
-    rest = [
-        *((f"audio_projector.norm.{part}", (own,)) for part in norm_parts),
-        ("audio_projector.linear_fc1.weight", (width, wide)),
-        ("audio_projector.linear_fc1.bias", (width,)),
-        ("audio_projector.linear_fc2.weight", (width, width)),
-        ("audio_projector.linear_fc2.bias", (width,)),
-    ]
-    yield from (Parameter(key=key, shape=shape) for key, shape in rest)
+    yield from _single(
+        *_linear("audio_projector.norm", own, bias=audio.normalization == "LayerNorm"),
+        *_linear("audio_projector.linear_fc1", width, audio.projector_input_size),
+        *_linear("audio_projector.linear_fc2", width, width),
+    )
+
+
+_Named = tuple[str, Shape]
+
+
+def _linear(name: str, rows: int, *inner: int, bias: bool = True) -> Iterator[_Named]:
+    """Weight and bias of a linear, a convolution or, without `inner`, a norm."""
+    yield f"{name}.weight", (rows, *inner)
+    if bias:
+        yield f"{name}.bias", (rows,)
+
+
+def _single(*named: _Named) -> Iterator[Parameter]:
+    return (Parameter(key=key, shape=shape) for key, shape in named)
 
 
 def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Parameter]:
@@ -381,36 +351,28 @@ def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Para
             yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
-def _encoder_layer(tower: EncoderLayers) -> Iterator[tuple[str, Shape]]:
+def _encoder_layer(tower: EncoderLayers) -> Iterator[_Named]:
     width, inner = tower.hidden_size, tower.ffn_hidden_size
-    norm_parts = ("weight", "bias") if tower.normalization == "LayerNorm" else ("weight",)
     for norm in ("input_layernorm", "pre_mlp_layernorm"):
-        yield from ((f"{norm}.{part}", (width,)) for part in norm_parts)
-    yield "self_attention.linear_qkv.weight", (3 * width, width)
-    if tower.qkv_bias:
-        yield "self_attention.linear_qkv.bias", (3 * width,)
+        yield from _linear(norm, width, bias=tower.normalization == "LayerNorm")
+    yield from _linear("self_attention.linear_qkv", 3 * width, width, bias=tower.qkv_bias)
     if tower.qk_norm:
         yield "self_attention.q_layernorm.weight", (width,)
         yield "self_attention.k_layernorm.weight", (width,)
-    yield "self_attention.linear_proj.weight", (width, width)
-    yield "self_attention.linear_proj.bias", (width,)
-    yield "mlp.linear_fc1.weight", (inner, width)
-    yield "mlp.linear_fc1.bias", (inner,)
-    yield "mlp.linear_fc2.weight", (width, inner)
-    yield "mlp.linear_fc2.bias", (width,)
+    yield from _linear("self_attention.linear_proj", width, width)
+    yield from _linear("mlp.linear_fc1", inner, width)
+    yield from _linear("mlp.linear_fc2", width, inner)
     if tower.layer_scale_init is not None:
         yield "self_attn_bda.scale", (width,)
         yield "mlp_bda.scale", (width,)
 
 
-def _language_layer(language: LanguageConfig) -> Iterator[tuple[str, Shape]]:
+def _language_layer(language: LanguageConfig) -> Iterator[_Named]:
     width, inner, size = language.hidden_size, language.ffn_hidden_size, language.head_width
     experts = language.kinds[0].experts
     qkv_rows = (language.heads + 2 * language.kv_heads) * size
     yield "input_layernorm.weight", (width,)
-    yield "self_attention.linear_qkv.weight", (qkv_rows, width)
-    if language.qkv_bias:
-        yield "self_attention.linear_qkv.bias", (qkv_rows,)
+    yield from _linear("self_attention.linear_qkv", qkv_rows, width, bias=language.qkv_bias)
     if language.qk_norm:
         yield "self_attention.q_layernorm.weight", (size,)
         yield "self_attention.k_layernorm.weight", (size,)
@@ -452,9 +414,9 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> R
     if there is None:
         return None
     modules = (there,) if isinstance(there, str) else there
-    arrangement: Arrangement = Whole(shape=parameter.shape)
+    arrangement: Arrangement = Parts(parameter.shape)
     if own == "self_attention.linear_qkv.bias":
-        modules, arrangement = (modules[0], modules[2]), QueryValueBias(heads=audio.heads)
+        modules, arrangement = (modules[0], modules[2]), QueryValueBias(audio.heads)
     elif len(modules) > 1:
         arrangement = QueryKeyValue(heads=audio.heads, kv_heads=audio.heads, is_fused=False)
     layer = f"layers.{parameter.layer}." if rest else ""
@@ -483,11 +445,13 @@ def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Ar
     if layout is not Layout.INTERNVL_INTERNLM2 and rest.startswith("self_attention.linear_qkv"):
         language = model.language
         return QueryKeyValue(heads=language.heads, kv_heads=language.kv_heads, is_fused=False)
+    rows, *inner = parameter.shape
     if tower == "language" and rest.startswith("mlp.linear_fc1"):
-        return Stacked(2)
+        return Parts((rows // 2, *inner), 2)
     if rest.startswith("mlp.experts.") and not layout.has_stacked_experts:
-        return PerExpert(2 if "linear_fc1" in rest else 1)
-    return Whole(shape=_released_shape(parameter, model))
+        parts = 2 if "linear_fc1" in rest else 1
+        return Parts((inner[0] // parts, *inner[1:]), rows * parts)
+    return Parts(_released_shape(parameter, model))
 
 
 def _released_shape(parameter: Parameter, model: ModelConfig) -> Shape:
@@ -506,11 +470,8 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
     if parameter.layer is None:
         prefix, names, own = "", _rest_names(layout), parameter.key
     elif tower == "vision" and layout.is_original:
-        prefix, names, own = (
-            f"vision_model.encoder.layers.{parameter.layer}.",
-            _ORIGINAL_VISION,
-            rest,
-        )
+        prefix = f"vision_model.encoder.layers.{parameter.layer}."
+        names, own = _ORIGINAL_VISION, rest
     elif tower == "vision":
         prefix = f"vision_tower.encoder.layer.{parameter.layer}."
         names, own = _TRANSFORMERS_VISION, rest

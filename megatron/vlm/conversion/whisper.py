@@ -12,15 +12,14 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, PositiveInt, ValidationError
 
-from megatron.vlm.checkpoint.identity import CheckpointIdentity
+from megatron.vlm.checkpoint.identity import CheckpointIdentity, differences
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import CONFIG_FILE
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
     check_room,
-    dtype_name,
-    shortened,
+    check_tensors,
     write_file,
     writing,
 )
@@ -96,8 +95,7 @@ class ReleasedAudio:
         """Read the parameter's values, of which there must be some here."""
         made_of = self.tensors_of(parameter)
         assert made_of is not None
-        pieces = [self.files.read(name) for name in made_of.names]
-        return made_of.arrangement.join(pieces, parameter.shape)
+        return self.files.joined(made_of, parameter)
 
     def file_of(self, parameter: Parameter) -> str:
         """Name of the file of the first of these tensors; empty where there are none."""
@@ -154,31 +152,20 @@ def _encoder(path: Path, positions_per_token: int) -> ClipsEncoder:
 
 
 def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
-    """Raise UserError unless the encoder's tensors are just those that it is made of."""
-    expected: dict[str, tuple[int, ...]] = {}
-    for parameter in audio_parameters(with_audio(model, audio.encoder)):
-        made_of = audio.tensors_of(parameter)
-        if made_of is not None:
-            expected |= dict(zip(made_of.names, made_of.shapes, strict=True))
-    tensors = audio.files.tensors
-    found = {name for name in tensors if name.startswith(audio.prefix)} if audio.prefix else tensors
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(found - expected.keys() - {f"{audio.prefix}{_POSITIONS}"})
-    wrong = sorted(
-        name for name, shape in expected.items() if name in tensors and tensors[name].shape != shape
-    )
-    for names, what in ((missing, "lacks"), (unknown, "has, besides,"), (wrong, "has other sizes")):
-        if names:
-            raise UserError(
-                f"{audio.directory}: {what} {shortened(names)}; the encoder's tensors must be "
-                f"those of {CONFIG_FILE}: fetch both again"
-            )
-    types = {tensors[name].dtype for name in expected}
-    if len(types) > 1:
-        raise UserError(
-            f"{audio.directory}: the encoder's tensors are of several types, "
-            f"{', '.join(sorted(map(dtype_name, types)))}; save the checkpoint in one"
-        )
+    made = map(audio.tensors_of, audio_parameters(with_audio(model, audio.encoder)))
+    expected = {
+        name: ("the encoder's tensors", shape)
+        for made_of in made
+        if made_of is not None
+        for name, shape in zip(made_of.names, made_of.shapes, strict=True)
+    }
+    positions = f"{audio.prefix}{_POSITIONS}"
+    tensors = {
+        name: info
+        for name, info in audio.files.tensors.items()
+        if name.startswith(audio.prefix) and name != positions
+    }
+    check_tensors(audio.directory, expected, tensors, f"{CONFIG_FILE}'s encoder")
 
 
 def _check_positions(audio: ReleasedAudio) -> None:
@@ -222,18 +209,16 @@ def export_audio(
             file cannot be read or written.
     """
     weights, tensors = StoredWeights(stored.path), like.files.tensors
-    makers: dict[str, tuple[Parameter, int]] = {}
+    makers: dict[str, tuple[Parameter, Released, int]] = {}
     for parameter in audio_parameters(stored.model):
         made_of = like.tensors_of(parameter)
-        for place, name in enumerate(() if made_of is None else made_of.names):
-            makers[name] = (parameter, place)
+        if made_of is not None:
+            makers |= {name: (parameter, made_of, k) for k, name in enumerate(made_of.names)}
 
     def value_of(name: str) -> torch.Tensor:
         if name not in makers:
             return like.files.read(name)
-        parameter, place = makers[name]
-        made_of = like.tensors_of(parameter)
-        assert made_of is not None
+        parameter, made_of, place = makers[name]
         [values] = weights.read([parameter])
         return made_of.arrangement.split(values)[place].to(tensors[name].dtype)
 
@@ -251,13 +236,9 @@ def export_audio(
 
 def check_same_encoder(stored: CheckpointIdentity, like: ReleasedAudio) -> None:
     """Raise UserError unless the stored model's audio encoder is of the released one's sizes."""
-    own = stored.model.audio.model_dump(exclude={"positions_per_token", "layer_scale_init"})
-    there = like.encoder.model_dump(exclude={"positions_per_token", "layer_scale_init"})
-    different = [
-        f"{name} is {own[name]} there and {there[name]} in {like.directory / CONFIG_FILE}"
-        for name in own
-        if own[name] != there[name]
-    ]
+    other = {"positions_per_token", "layer_scale_init"}
+    own, there = (one.model_dump(exclude=other) for one in (stored.model.audio, like.encoder))
+    different = differences(own, there, f"in {like.directory / CONFIG_FILE}")
     if different:
         raise UserError(
             f"{stored.path}: has another audio encoder than {like.directory}: "

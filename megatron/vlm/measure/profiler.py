@@ -40,7 +40,7 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
-from megatron.vlm.measure.rates import measure_rates
+from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.providers import check_provider
@@ -181,7 +181,6 @@ def profile(
 
 
 def _with_sends(rates: Rates, links: Sequence[LinkMeasurement]) -> Rates:
-    """Rates with the sends between two processes among the collectives."""
     sends = [CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in links]
     return rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
 
@@ -266,9 +265,9 @@ class Profiler:
     def result(self, rounds: Sequence[Round]) -> Profile:
         """Average the rounds into a profile."""
         typical = _typical_rounds(rounds)
-        mean_ms = {key: _mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
+        taken_ms = {key: mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
         deep_optimizer = OptimizerMeasurement(
-            parameters=_parameters(self._trainer), optimizer_ms=mean_ms["optimizer"]
+            parameters=_parameters(self._trainer), optimizer_ms=taken_ms["optimizer"]
         )
         return Profile(
             device=device_name(),
@@ -282,9 +281,9 @@ class Profiler:
                 UnitMeasurement(
                     unit=unit,
                     **_features(self._job.model, batch),
-                    forward_ms=mean_ms[index, unit, "forward"],
-                    backward_ms=mean_ms[index, unit, "backward"],
-                    recompute_ms=_recompute_ms(mean_ms, index, unit),
+                    forward_ms=taken_ms[index, unit, "forward"],
+                    backward_ms=taken_ms[index, unit, "backward"],
+                    recompute_ms=_recompute_ms(taken_ms, index, unit),
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
@@ -296,14 +295,14 @@ class Profiler:
                     context=one.context,
                     exchange=one.exchange,
                     **one.features,
-                    forward_ms=mean_ms["share", index, _layer_name(self._job.model), "forward"],
-                    backward_ms=mean_ms["share", index, _layer_name(self._job.model), "backward"],
+                    forward_ms=taken_ms["share", index, _layer_name(self._job.model), "forward"],
+                    backward_ms=taken_ms["share", index, _layer_name(self._job.model), "backward"],
                 )
                 for index, one in enumerate(self._shares)
             ),
             optimizer=(*self._shallow_optimizer, deep_optimizer),
             links=tuple(
-                LinkMeasurement(bytes=size, ms=mean_ms["link", size])
+                LinkMeasurement(bytes=size, ms=taken_ms["link", size])
                 for size in _LINK_BYTES
                 if self._links.size > 1
             ),
@@ -312,7 +311,6 @@ class Profiler:
 
 
 def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
-    """Features of a pack that costs depend on, by name."""
     items = {"tiles": batch.tiles, "clips": batch.clips}
     return {name: items[name] for name in model.item_features} | {
         "tokens": batch.tokens,
@@ -321,12 +319,12 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     }
 
 
-def _recompute_ms(mean_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
+def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
     """Time that recomputing adds to forward and backward; None if never recomputed."""
     if not _is_layer(unit):
         return None
-    without_ms = mean_ms[batch, unit, "forward"] + mean_ms[batch, unit, "backward"]
-    return max(mean_ms[batch, unit, "recomputing"] - without_ms, 0.0)
+    without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
+    return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
 
 
 def device_name() -> str:
@@ -487,12 +485,10 @@ def _encoder_functions(
 
 
 def _is_layer(unit: str) -> bool:
-    """Whether a unit is a layer, which may be recomputed."""
     return unit.endswith("_layer") or unit.startswith(_KIND_OF_LAYER)
 
 
 def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
-    """The forward of all language layers."""
     stage: Any = whole
     packing = stage.packing(batch)
 
@@ -569,15 +565,6 @@ def _slowdown(own_ms: float) -> float:
     return slowest_ms.item() / own_ms
 
 
-def _timed_ms(function: Callable[[], object]) -> float:
-    start = moment()
-    function()
-    end = moment()
-    if has_cuda():
-        torch.cuda.synchronize()
-    return elapsed_ms(start, end)
-
-
 def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
     """Drop the fastest and the slowest tenth of rounds, by the time of all processes together.
 
@@ -595,19 +582,6 @@ def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
     extremes = len(rounds) // 10
     chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
     return [rounds[index] for index in chosen.tolist()]
-
-
-def _mean_ms(samples_ms: list[float]) -> float:
-    """Mean milliseconds over all samples of all processes.
-
-    Not the slowest process's: of figures that scatter, maxima add up to more than any takes.
-    """
-    total = torch.tensor(
-        [sum(samples_ms), len(samples_ms)], dtype=torch.float64, device=current_device()
-    )
-    dist.all_reduce(total)
-    sum_ms, count = total.tolist()
-    return sum_ms / count
 
 
 class KeptActivations:
@@ -723,7 +697,7 @@ def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasureme
     update = RepeatedUpdate(trainer)
     samples_ms = [update.timed_ms() for _ in range(repetitions + 1)]
     return OptimizerMeasurement(
-        parameters=_parameters(trainer), optimizer_ms=_mean_ms(samples_ms[1:])
+        parameters=_parameters(trainer), optimizer_ms=mean_ms(samples_ms[1:])
     )
 
 
@@ -742,10 +716,10 @@ class RepeatedUpdate:
         """Time one update; collective over all ranks."""
         trainer = self._trainer
         dist.barrier()
-        zeroing_ms = _timed_ms(trainer.zero_gradients)
+        zeroing_ms = timed_ms(trainer.zero_gradients)
         for buffer in trainer.model.buffers:
             buffer.grad_data.fill_(1.0)
-        updating_ms = _timed_ms(self._exchange_and_update)
+        updating_ms = timed_ms(self._exchange_and_update)
         trainer.wait_for_weights()
         # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
@@ -772,7 +746,7 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
             dist.isend(tensor, first, group=links.gradients).wait()
 
     dist.barrier()
-    round_trip_ms = _timed_ms(round_trip)
+    round_trip_ms = timed_ms(round_trip)
     return [round_trip_ms / 2] if links.rank <= 1 else []
 
 

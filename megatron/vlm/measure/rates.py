@@ -46,11 +46,11 @@ def measure_rates(
     return Rates(
         device=device,
         products=tuple(
-            ProductTime(rows=m, inner=k, outer=n, ms=_mean_ms(_product_ms(m, k, n, dtype)))
+            ProductTime(rows=m, inner=k, outer=n, ms=mean_ms([_product_ms(m, k, n, dtype)]))
             for m, k, n in shown
         ),
         collectives=tuple(_collectives(sizes.collective_bytes, dtype)),
-        copies=(CopyTime(bytes=_COPY_BYTES, ms=_mean_ms(_copy_ms())),),
+        copies=(CopyTime(bytes=_COPY_BYTES, ms=mean_ms([_copy_ms()])),),
     )
 
 
@@ -73,11 +73,11 @@ def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Collectiv
     for ranks in group_sizes(dist.get_world_size()):
         group = _own_group(ranks)
         for kind, size in product(_RING_KINDS, sizes):
-            own_ms = None
+            own_ms = []
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
-                own_ms = _typical_ms(_collective(kind, buffer_E, ranks, group), together=group)
-            yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=_mean_ms(own_ms))
+                own_ms = [_typical_ms(_collective(kind, buffer_E, ranks, group), together=group)]
+            yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
 def group_sizes(processes: int) -> list[int]:
@@ -120,15 +120,16 @@ def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None =
         together: whose processes make the same calls, as many.
     """
     work()
-    first_ms = torch.tensor(_timed_ms(work, calls=1))
+    first_ms = torch.tensor(timed_ms(work))
     if together is not None:
         first_ms = first_ms.to(current_device())
         dist.all_reduce(first_ms, group=together)
     calls = min(max(int(_BATCH_MS / max(first_ms.item(), 1e-6)), 1), _MOST_CALLS)
-    return float(np.median([_timed_ms(work, calls) for _ in range(_ROUNDS)]))
+    return float(np.median([timed_ms(work, calls) for _ in range(_ROUNDS)]))
 
 
-def _timed_ms(work: Callable[[], object], calls: int) -> float:
+def timed_ms(work: Callable[[], object], calls: int = 1) -> float:
+    """Time of a call, of so many in a row, in ms."""
     start = moment()
     for _ in range(calls):
         work()
@@ -138,9 +139,12 @@ def _timed_ms(work: Callable[[], object], calls: int) -> float:
     return max(elapsed_ms(start, end), 1e-6) / calls
 
 
-def _mean_ms(own_ms: float | None) -> float:
-    """Mean over the processes that measured; collective over all."""
-    given = [0.0, 0.0] if own_ms is None else [own_ms, 1.0]
+def mean_ms(own_ms: Sequence[float]) -> float:
+    """Mean over what all processes measured; collective over all.
+
+    Not the slowest process's: of figures that scatter, maxima add up to more than any takes.
+    """
+    given = [sum(own_ms), float(len(own_ms))]
     total = torch.tensor(given, dtype=torch.float64, device=current_device())
     dist.all_reduce(total)
     sum_ms, count = total.tolist()

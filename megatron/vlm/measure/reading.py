@@ -21,7 +21,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.source import ReadingMeasurement
 
-_ENDLESS = 1 << 40
+_ENDLESS = 1 << 40  # items: more than any profile takes
 _COUNTED = ("tiles", "clips", "tokens")
 
 

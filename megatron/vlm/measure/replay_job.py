@@ -41,6 +41,7 @@ from omnibal.job.replay import (
     plan_sha256,
     rows_of_steps,
 )
+from omnibal.job.stage_files import Found, Identity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
@@ -198,11 +199,7 @@ def replay_stages(
     else:
         torch.set_num_threads(1)  # as each process of a job on a CPU has
     info = replay_info(job, options, launch.world_size)
-    open_by_all(launch, store, lambda: REPLAY_FILES.open(output, info))
-    kept = {replay.stage for replay in REPLAY_FILES.read(output, len(job.plan.stages))}
-    # Nobody may write before everybody has read.
-    together(store, "read", launch.world_size)
-    left = [stage for stage in stages if stage not in kept]
+    left = stages_left(REPLAY_FILES, info, job, stages, output, launch, store)
     work = {stage: job.work_of(stage, info) for stage in left}
     runs = sum(one.runs for one in work.values())
     with shared_progress("replaying steps of single ranks", launch, store, runs) as on_run:
@@ -215,7 +212,6 @@ def replay_stages(
             except UserError as error:
                 # The other stages are worth having. The error itself would hold this one's memory.
                 store.set(f"failed {stage}", str(error))
-        together(store, "done", launch.world_size, lambda: on_run(0))
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
@@ -226,13 +222,25 @@ def replay_stages(
         raise UserError("; ".join(failures))
 
 
-def open_by_all(launch: Launch, store: dist.Store, open_output: Callable[[], None]) -> None:
-    """Open an output on the first process, which may begin it, and then on all, which find it."""
+def stages_left(
+    files: StageFiles[Identity, Found],
+    info: Identity,
+    job: ReplayJob,
+    stages: Sequence[int],
+    output: Path,
+    launch: Launch,
+    store: dist.Store,
+) -> list[int]:
+    """Open an output, which the first process may begin, and list the stages that it lacks."""
     if launch.rank == 0:
-        open_output()
+        files.open(output, info)
         store.set("output", "open")
     store.wait(["output"])
-    open_output()
+    files.open(output, info)
+    kept = {one.stage for one in files.read(output, len(job.plan.stages))}
+    # Nobody may write before everybody has read.
+    together(store, "read", launch.world_size)
+    return [stage for stage in stages if stage not in kept]
 
 
 def together(
@@ -256,7 +264,8 @@ def wait_for_all(
 def shared_progress(
     title: str, launch: Launch, store: dist.Store, total: int
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar over the runs of all processes, on the first one's terminal."""
+    """Show a progress bar over the runs of all processes, on the first one's terminal, until all of
+    them are done."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
         task = progress.add_task(title, total=total)
@@ -265,3 +274,4 @@ def shared_progress(
             progress.update(task, completed=store.add("runs", runs))
 
         yield on_run
+        together(store, "done", launch.world_size, lambda: on_run(0))

@@ -1,8 +1,8 @@
 """Kernels that a stage launches, with their operations and bytes, and what a device waits for."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -79,64 +79,47 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: An
     if operation in PRODUCTS:
         left, right = factors(args)
         return 2.0 * left.numel() * right.shape[-1]
-    count = _FLOPS.get(operation)
-    if count is not None:
-        return count(args)
+    if operation in _ATTENTIONS:
+        return _attention_flops(_ATTENTIONS[operation], args)
     rule = flop_registry.get(func._overloadpacket)
     return 0.0 if rule is None else float(rule(*args, **kwargs, out_val=results))
 
 
-def _packed_attention(args: Sequence[Any], products: int) -> float:
-    """FLOPs of `products` matrix products of all pairs of positions within samples, [T, N, D].
+class _Attention(NamedTuple):
+    """An attention's operation: its matrix products, and the places of its arguments."""
 
-    Samples of equal length are assumed where the borders are on the device; causal attention has
-    half of the pairs.
-    """
-    query, borders = args[0], args[3]
-    tokens, heads, size = query.shape
-    samples = borders.shape[0] - 1
-    return 2.0 * products * heads * size * tokens * tokens / max(samples, 1)
-
-
-def _packed_forward(args: Sequence[Any]) -> float:
-    return _packed_attention(args, 2) / (2 if args[7:8] == (True,) else 1)
+    products: int
+    query: int
+    """Place of the query, [B, N, S, D] or packed [T, N, D]; the key is behind it, [B, G, K, D]."""
+    is_causal: int
+    """Place of whether it is causal, and has half of the pairs."""
+    borders: int | None = None
+    """Place of the borders of packed samples, whose values are on the device: they are counted as
+    equally long."""
 
 
-def _packed_backward(args: Sequence[Any]) -> float:
-    shifted = (args[1], None, None, args[6])
-    return _packed_attention(shifted, 5) / (2 if args[10:11] == (True,) else 1)
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, products: int, is_causal: bool) -> float:
-    """FLOPs of `products` matrix products of all pairs of positions, [B, N, S, D] and [B, G, K, D];
-    torch's own count knows no heads that share keys in every release."""
-    return 2.0 * products * query.numel() * key.shape[2] / (2 if is_causal else 1)
-
-
-def _flash_forward(args: Sequence[Any]) -> float:
-    return _attention(args[0], args[1], 2, args[4:5] == (True,))
-
-
-def _efficient_forward(args: Sequence[Any]) -> float:
-    return _attention(args[0], args[1], 2, args[6:7] == (True,))
-
-
-def _flash_backward(args: Sequence[Any]) -> float:
-    return _attention(args[1], args[2], 5, args[11:12] == (True,))
-
-
-def _efficient_backward(args: Sequence[Any]) -> float:
-    return _attention(args[1], args[2], 5, args[11:12] == (True,))
-
-
-_FLOPS: dict[str, Callable[[Sequence[Any]], float]] = {
-    "aten::_scaled_dot_product_flash_attention": _flash_forward,
-    "aten::_scaled_dot_product_flash_attention_backward": _flash_backward,
-    "aten::_scaled_dot_product_efficient_attention": _efficient_forward,
-    "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
-    "torch_attn::_varlen_attn": _packed_forward,
-    "torch_attn::_varlen_attn_backward": _packed_backward,
+_ATTENTIONS = {
+    "aten::_scaled_dot_product_flash_attention": _Attention(2, 0, 4),
+    "aten::_scaled_dot_product_flash_attention_backward": _Attention(5, 1, 11),
+    "aten::_scaled_dot_product_efficient_attention": _Attention(2, 0, 6),
+    "aten::_scaled_dot_product_efficient_attention_backward": _Attention(5, 1, 11),
+    "torch_attn::_varlen_attn": _Attention(2, 0, 7, borders=3),
+    "torch_attn::_varlen_attn_backward": _Attention(5, 1, 10, borders=6),
 }
+
+
+def _attention_flops(kind: _Attention, args: Sequence[Any]) -> float:
+    """FLOPs of products of all pairs of positions within samples.
+
+    torch's own count knows no heads that share keys in every release.
+    """
+    query = args[kind.query]
+    if kind.borders is None:
+        pairs = query.numel() * args[kind.query + 1].shape[2]
+    else:
+        pairs = query.numel() * len(query) / max(len(args[kind.borders]) - 1, 1)
+    is_causal = args[kind.is_causal : kind.is_causal + 1] == (True,)
+    return 2.0 * kind.products * pairs / (2 if is_causal else 1)
 
 
 class LaunchCounts:

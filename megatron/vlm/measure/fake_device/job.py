@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron.vlm.measure.fake_device.device import install_device
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
-from megatron.vlm.measure.replay_job import ReplayJob, open_by_all, shared_progress, together
+from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, stages_left
 from megatron.vlm.run.launch import Launch
 from omnibal.base.errors import UserError
 from omnibal.job.fake_replay import (
@@ -80,11 +80,7 @@ def run_fake_stages(
     install_device()  # before there is an output that nothing could be written to
     torch.set_num_threads(1)
     info = fake_replay_info(job.plan)
-    open_by_all(launch, store, lambda: PRETENDED_FILES.open(output, info))
-    kept = {one.stage for one in PRETENDED_FILES.read(output, len(job.plan.stages))}
-    # Nobody may write before everybody has read.
-    together(store, "read", launch.world_size)
-    left = [stage for stage in stages if stage not in kept]
+    left = stages_left(PRETENDED_FILES, info, job, stages, output, launch, store)
     cost, workload = job.cost, job.workload
     windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
     runs = sum(1 + len(windows[stage]) for stage in left)
@@ -92,4 +88,3 @@ def run_fake_stages(
         for stage in left[launch.rank :: launch.world_size]:
             counted = run_fake_stage(job.plan, stage, windows[stage], job.rows_of(stage), on_run)
             PRETENDED_FILES.write(counted, output)
-        together(store, "done", launch.world_size, lambda: on_run(0))

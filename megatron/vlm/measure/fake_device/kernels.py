@@ -15,7 +15,7 @@ aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_SIZE = 256  # of FlashAttention-2's kernels
 _ROWS_OF_FLASH_BLOCK = 128  # to which its backward rounds up
-FP32_BYTES = 4
+FP32_BYTES = 4  # of a number
 ALIGNED_ELEMENTS = 8
 """Leading dimensions of 16 bit matrices must be multiples of this for the fastest kernels."""
 

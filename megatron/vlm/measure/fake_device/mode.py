@@ -43,8 +43,6 @@ Check = Callable[[str, Sequence[Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """How one operation is run and counted."""
-
     operation: str
     launches: bool
     is_product: bool
