@@ -36,6 +36,8 @@ CLIP_S = 10
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
 PACKS_PER_STEP = 2_560
+STEPS = 2.02
+"""Steps whose tokens are drawn; packs are 99 % full, so that both are full."""
 WAYS = (
     PARALLEL,
     Parallel(pipeline=1, data=2_560, sharded=2_560),
@@ -71,7 +73,8 @@ def main() -> None:
 def rows_of_ways() -> Iterator[list[str]]:
     """Every way to divide the model, in steps of equally many packs."""
     mean = float(lengths_of(mixture(PACKS_PER_STEP, seed=0)).tokens.mean())
-    lengths = lengths_of(mixture(int(PACKS_PER_STEP * CAPS["tokens"] / mean), seed=0))
+    samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
+    lengths = lengths_of(mixture(samples, seed=0))
     for parallel in WAYS:
         micro_batches = PACKS_PER_STEP // parallel.data
         found = planned(lengths, CLUSTERS[0], EncoderPlacement.PIPELINE, parallel, micro_batches)
