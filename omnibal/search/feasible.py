@@ -262,7 +262,7 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
 
 
 def _more_shards(job: JobSpec) -> list[Parallel]:
-    """The same sizes with weights divided over more ranks, the fewest first."""
+    """Sizes of the job with weights divided over more ranks, the fewest first."""
     ways = WeightSharding.HYBRID, WeightSharding.FULL
     held = (job.parallel.held(way, job.cluster) for way in ways)
     more = (each for each in held if each is not None and each.sharded > job.parallel.sharded)

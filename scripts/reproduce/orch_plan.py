@@ -4,23 +4,15 @@
 
 The model and the mixture are those of `orch.py`. Of 2,560 GPUs, 8 are tensor-parallel, 4 stages and
 80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Data-parallel
-encoders are whole on every rank, which 80 GB do not hold. Then, in steps of the paper's size, 16
-samples a GPU, that pipeline beside one stage whose data-parallel ranks divide all weights.
+encoders are whole on every rank, which 80 GB do not hold. Then, in steps of a pack a GPU,
+that pipeline beside one stage whose data-parallel ranks divide all weights.
 """
 
 import argparse
-import math
 from collections.abc import Iterator
 
 import numpy as np
-from orch_system import (
-    FRAMES_PER_SECOND,
-    RANKS,
-    SAMPLES_OF_RANK,
-    Samples,
-    mixture,
-    the_model,
-)
+from orch_system import FRAMES_PER_SECOND, Samples, mixture, the_model
 from paper import print_table
 
 from omnibal.base.errors import DoesNotFit
@@ -43,15 +35,15 @@ CLUSTERS = ("h100-80g", "h200-141g")
 CLIP_S = 10
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
-STEPS = 2
-"""Steps of the paper's size that are simulated."""
+PACKS_PER_STEP = 2_560
+STEPS = 2.02
+"""Steps whose tokens are drawn; packs are 99 % full, so that both are full."""
 WAYS = (
-    (PARALLEL, 18_432),
-    (Parallel(pipeline=1, data=2_560, sharded=2_560), 12_288),
-    (Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True), 12_288),
-    (Parallel(tensor=2, pipeline=1, data=1_280, sharded=320, sequence_parallel=True), 12_288),
+    PARALLEL,
+    Parallel(pipeline=1, data=2_560, sharded=2_560),
+    Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
-"""Sizes, and tokens of a pack, in steps of the paper's size."""
+"""Sizes in steps of a pack a GPU."""
 
 
 def main() -> None:
@@ -72,28 +64,21 @@ def main() -> None:
     for refusal in refusals:
         print(refusal)
     print_table(
-        f"Steps of {SAMPLES_OF_RANK} samples a GPU, {CLUSTERS[0]}, simulated",
-        ("sizes", "tokens of a pack", "packs of a rank", "step s", "MFU", "peak GiB", "lost most"),
+        f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
+        ("sizes", "packs of a rank", "step s", "MFU", "peak GiB", "lost most"),
         list(rows_of_ways()),
     )
 
 
 def rows_of_ways() -> Iterator[list[str]]:
-    """Every way to divide the model, in steps of as many samples as the paper's."""
-    samples = RANKS * SAMPLES_OF_RANK
-    lengths = lengths_of(mixture(STEPS * samples, seed=0))
-    for parallel, tokens in WAYS:
-        caps = Caps.of(tiles=tokens // 256, clips=tokens // 256, tokens=tokens)
-        packs = samples * float(lengths.tokens.mean()) / tokens
-        micro_batches = math.ceil(packs / parallel.data)
-        try:
-            found = planned(
-                lengths, CLUSTERS[0], EncoderPlacement.PIPELINE, parallel, caps, micro_batches
-            )
-        except DoesNotFit as error:
-            print(error.need)
-            found = ("", "", "does not fit", "")
-        yield [parallel.text, f"{tokens:,}", f"{micro_batches}", *found]
+    """Every way to divide the model, in steps of equally many packs."""
+    mean = float(lengths_of(mixture(PACKS_PER_STEP, seed=0)).tokens.mean())
+    samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
+    lengths = lengths_of(mixture(samples, seed=0))
+    for parallel in WAYS:
+        micro_batches = PACKS_PER_STEP // parallel.data
+        found = planned(lengths, CLUSTERS[0], EncoderPlacement.PIPELINE, parallel, micro_batches)
+        yield [parallel.text, f"{micro_batches}", *found]
 
 
 def lengths_of(samples: Samples) -> Lengths:
@@ -117,7 +102,6 @@ def planned(
     cluster: str,
     placement: EncoderPlacement,
     parallel: Parallel = PARALLEL,
-    caps: Caps = CAPS,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[str, ...]:
     """A plan's time, share of the peak, memory, and where its time goes.
@@ -134,7 +118,7 @@ def planned(
     )
     data = SampleData(
         lengths=lengths,
-        levels=(Level(caps=caps),),
+        levels=(Level(caps=CAPS),),
         packs_per_step=parallel.data * micro_batches,
     )
     result = make_plan(PlanRequest(job=job, data=data))
