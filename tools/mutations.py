@@ -27,12 +27,8 @@ _COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-_OPPOSITES = "min max, minimum maximum, argmin argmax, any all, floor ceil"
-_CALLS = {
-    one: other
-    for pair in map(str.split, _OPPOSITES.split(","))
-    for one, other in (pair, pair[::-1])
-}
+_OPPOSITES = {"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil"}
+_CALLS = {**_OPPOSITES, **{other: one for one, other in _OPPOSITES.items()}}
 _SEQUENCES = (ast.List, ast.Tuple, ast.JoinedStr, ast.ListComp)
 _LARGE = 16
 """Whole numbers from here are doubled or halved: one more or less seldom shows."""
