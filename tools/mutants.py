@@ -20,6 +20,7 @@ import os
 import random
 import resource
 import sys
+import time
 import tomllib
 from argparse import Namespace
 from collections import defaultdict
@@ -42,8 +43,8 @@ from tools.mutations import Mutant, functions_by_line, mutants_by_place
 _EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 _ROOMS = ("cost", "dispatch", "packing", "pipeline", "search", "steps")
 _PYTEST = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-o", "pythonpath=.")
-_MOST_SECONDS = 20
-"""CPU seconds that tests of a mutant may take, beside thrice those that they take unchanged."""
+_MOST_SECONDS = 15
+"""CPU seconds that a test of a mutant may take, beside thrice those that it takes unchanged."""
 
 
 def modules_of(patterns: Iterable[str]) -> list[str]:
@@ -187,35 +188,38 @@ def is_killed(mutant: Mutant, tests: dict[str, float]) -> bool:
         with patch.object(SourceFileLoader, "get_code", get_code):
             return pytest.main([*_PYTEST, "--exitfirst", *files], [_Chosen(tests)])
 
-    status = _in_fork(run, int(_MOST_SECONDS + 3 * sum(tests.values())))
+    # What waits takes no CPU seconds, and on a machine with much to do all takes longer.
+    status = _in_fork(run, 10 * (_MOST_SECONDS + 3 * sum(tests.values())))
     return status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class _Chosen:
-    """Plugin of pytest that runs some tests, in their order."""
+    """Plugin of pytest that runs some tests, in their order, each for so long at most."""
 
-    def __init__(self, tests: Iterable[str]) -> None:
+    def __init__(self, tests: dict[str, float]) -> None:
         self._tests = tests
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         there = {item.nodeid: item for item in items}
         items[:] = [there[test] for test in self._tests if test in there]
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        most = time.process_time() + _MOST_SECONDS + 3 * self._tests[item.nodeid]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(most) + 1, resource.RLIM_INFINITY))
 
-def _in_fork(run: Callable[[], int], cpu_seconds: int | None = None) -> int:
-    """Status of a forked process that runs a function and prints nothing."""
+
+def _in_fork(run: Callable[[], int], seconds: float | None = None) -> int:
+    """Status of a forked process that runs a function for so long at most, and prints nothing."""
 
     def silently() -> None:
-        if cpu_seconds is not None:
-            resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 5))
         for stream in (1, 2):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         sys.exit(run())
 
     process = multiprocessing.get_context("fork").Process(target=silently)
     process.start()
-    # What waits takes no CPU seconds, and on a machine with much to do all takes longer.
-    process.join(None if cpu_seconds is None else 10 * cpu_seconds)
+    process.join(seconds)
     process.kill()
     process.join()
     return process.exitcode or 0
