@@ -14,6 +14,7 @@ the text of their line and of the change; none of them is drawn.
 """
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import tomllib
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -83,8 +85,8 @@ def drawn_mutants(modules: Iterable[str], count: int, seed: int) -> list[Mutant]
 def recorded(folder: Path, tests: Sequence[str], modules: Sequence[str]) -> list[dict]:
     """The record of each file of tests, made where there is none or it is of other files.
 
-    A record has seconds by test, and by module and function the tests that run it: the name of the
-    file where its fixtures do.
+    A record has CPU seconds by test, and by module and function the tests that run it: the name of
+    the file where its fixtures do.
     """
     folder.mkdir(parents=True, exist_ok=True)
     records = []
@@ -111,13 +113,20 @@ class _Recorder:
     def __init__(self, modules: Iterable[str], record: dict, output: Path) -> None:
         self._modules = {str(Path(name).absolute()): name for name in modules}
         self._record, self._output = record, output.absolute()
-        self._seconds: dict[str, float] = defaultdict(float)
+        self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
 
     def pytest_sessionstart(self) -> None:
         include = list(self._modules)
         self._coverage = coverage.Coverage(data_file=None, config_file=False, include=include)
         self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = sum(os.times()[:4])
+        outcome = yield
+        self._seconds[item.nodeid] = sum(os.times()[:4]) - before
+        return outcome
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -129,7 +138,6 @@ class _Recorder:
         self._coverage.switch_context(item.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._seconds[report.nodeid] += report.duration
         if not report.passed:
             self._failed.add(report.nodeid)
 
@@ -181,8 +189,11 @@ def is_killed(mutant: Mutant, tests: dict[str, float]) -> bool:
         return unchanged(loader, name)
 
     def run() -> int:
-        for name in list(sys.modules):
-            if name.partition(".")[0] == Path(mutant.path).parts[0]:
+        root, packages = Path.cwd().as_posix(), "site-packages"
+        for name, loaded in list(sys.modules.items()):
+            if (file := str(vars(loaded).get("__file__"))).startswith(
+                root
+            ) and packages not in file:
                 del sys.modules[name]
         files = {test.partition("::")[0] for test in tests}
         with patch.object(SourceFileLoader, "get_code", get_code):
@@ -270,6 +281,9 @@ def main() -> int:
         mutants = drawn_mutants(modules, options.count, options.seed)
         tops = {Path(name).parts[0] for name in modules}
         records = recorded(options.folder / "records", tests, modules_of(tops))
+        with redirect_stdout(io.StringIO()):
+            # Packages from elsewhere are imported here once, and not in every fork.
+            pytest.main([*_PYTEST, "--collect-only", *tests])
         packages: dict[str, list[bool]] = defaultdict(list)
         path = options.folder / "killed"
         for number, (mutant, verdict) in enumerate(
