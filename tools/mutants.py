@@ -195,13 +195,15 @@ def is_killed(mutant: Mutant, tests: dict[str, float]) -> bool:
                 root
             ) and packages not in file:
                 del sys.modules[name]
-        files = {test.partition("::")[0] for test in tests}
         with patch.object(SourceFileLoader, "get_code", get_code):
-            return pytest.main([*_PYTEST, "--exitfirst", *files], [_Chosen(tests)])
+            for file in dict.fromkeys(test.partition("::")[0] for test in tests):
+                status = pytest.main([*_PYTEST, "--exitfirst", file], [_Chosen(tests)])
+                if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                    return status
+        return pytest.ExitCode.OK
 
     # What waits takes no CPU seconds, and on a machine with much to do all takes longer.
-    status = _in_fork(run, 10 * (_MOST_SECONDS + 3 * sum(tests.values())))
-    return status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    return _in_fork(run, 10 * (_MOST_SECONDS + 3 * sum(tests.values()))) != pytest.ExitCode.OK
 
 
 class _Chosen:
