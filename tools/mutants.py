@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.machinery import SourceFileLoader
+from itertools import accumulate
 from pathlib import Path
 from types import CodeType
 from unittest.mock import patch
@@ -160,21 +161,20 @@ class _Recorder:
 
 
 def tests_of(mutant: Mutant, records: Iterable[dict], seconds: float) -> tuple[dict, int]:
-    """Tests of a mutant with their seconds, so many in all or one that takes more, and how many
-    there are besides."""
-    chosen: dict[str, float] = {}
-    left_out = 0
+    """Tests of a mutant with their seconds, the quickest, and how many there are besides.
+
+    They take so many seconds in all, or are one that takes more.
+    """
+    found: dict[str, float] = {}
     for record in records:
-        names = set(record["functions"].get(mutant.path, {}).get(mutant.function, ()))
-        of_file = record["seconds"]
-        tests = of_file.keys() if record["file"] in names else of_file.keys() & names
-        for taken, test in sorted((of_file[test], test) for test in tests):
-            if chosen and taken > seconds:
-                left_out += 1
-            else:
-                seconds -= taken
-                chosen[test] = taken
-    return chosen, left_out
+        names = record["functions"].get(mutant.path, {}).get(mutant.function, ())
+        is_of_all = record["file"] in names
+        found |= {test: it for test, it in record["seconds"].items() if is_of_all or test in names}
+    quickest = sorted(found, key=found.__getitem__)
+    until = accumulate(found[test] for test in quickest)
+    chosen = {test for test, taken in zip(quickest, until, strict=True) if taken <= seconds}
+    chosen.update(quickest[:1])
+    return {test: found[test] for test in found if test in chosen}, len(found) - len(chosen)
 
 
 def is_killed(mutant: Mutant, tests: dict[str, float]) -> bool:
