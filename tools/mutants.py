@@ -268,7 +268,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     option("--seed", type=int, default=0, help="of the draw (%(default)s)")
     option("--least", type=float, default=0.9, help="share to kill, else status 1 (%(default)s)")
     option("--tests", nargs="+", default=["tests/planner"], help="files or folders (%(default)s)")
-    option("--seconds", type=float, default=60, help="of tests for each mutant (%(default)s)")
+    option("--seconds", type=float, default=30, help="of tests for each mutant (%(default)s)")
     option("--folder", type=Path, default=Path("work/mutants"), help="of records (%(default)s)")
     check_arguments(arguments)
     return parser.parse_args(arguments)
