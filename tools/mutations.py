@@ -15,7 +15,6 @@ _OPERATORS: Mapping[type[ast.operator], tuple[type[ast.operator], ...]] = {
     ast.BitAnd: (ast.BitOr,),
     ast.BitOr: (ast.BitAnd,),
 }
-_TERMS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.Gt),
     ast.LtE: (ast.Lt, ast.GtE),
@@ -28,11 +27,8 @@ _COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-_OPPOSITES = (
-    *(("min", "max"), ("minimum", "maximum"), ("argmin", "argmax")),
-    *(("any", "all"), ("floor", "ceil")),
-)
-_CALLS = {a: b for pair in _OPPOSITES for a, b in (pair, pair[::-1])}
+_OPPOSITES = {"min": "max", "minimum": "maximum", "argmin": "argmax", "any": "all", "floor": "ceil"}
+_CALLS = {**_OPPOSITES, **{other: one for one, other in _OPPOSITES.items()}}
 _SEQUENCES = (ast.List, ast.Tuple, ast.JoinedStr, ast.ListComp)
 _LARGE = 16
 """Whole numbers from here are doubled or halved: one more or less seldom shows."""
@@ -72,107 +68,76 @@ def mutants_by_place(path: str, source: str) -> list[list[Mutant]]:
 
     What is only said in messages is left out.
     """
-    places = _Places(path, source)
-    places.visit(ast.parse(source))
-    return sorted(places.found, key=lambda place: (place[0].start, -len(place[0].before)))
+    text = source.encode()
+    line_starts = [0]
+    for line in text.splitlines(keepends=True):
+        line_starts.append(line_starts[-1] + len(line))
+    places = []
+    for function, definition in _functions(ast.parse(source).body):
+        for node, changes in _changes_below(definition):
+            start = line_starts[node.lineno - 1] + node.col_offset
+            end = line_starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+            before = text[start:end].decode()
+            place = [
+                Mutant(
+                    path=path,
+                    line=node.lineno,
+                    function=function,
+                    start=start,
+                    before=before,
+                    after=f"({ast.unparse(new)})"
+                    if isinstance(new, ast.expr)
+                    else ast.unparse(new),
+                )
+                for new in changes
+            ]
+            places += [place] if place else []
+    return sorted(places, key=lambda place: (place[0].start, -len(place[0].before)))
 
 
 def functions_by_line(source: str) -> dict[int, str]:
     """Qualified name of the outermost function of each line that is in the body of one."""
-    found: dict[int, str] = {}
-
-    def walk(nodes: list[ast.stmt], prefix: str) -> None:
-        for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                walk(node.body, f"{prefix}{node.name}.")
-            elif isinstance(node, ast.FunctionDef):
-                lines = range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
-                found.update(dict.fromkeys(lines, prefix + node.name))
-
-    walk(ast.parse(source).body, "")
-    return found
+    return {
+        line: name
+        for name, node in _functions(ast.parse(source).body)
+        for line in range(node.body[0].lineno, (node.end_lineno or node.lineno) + 1)
+    }
 
 
-class _Places(ast.NodeVisitor):
-    def __init__(self, path: str, source: str) -> None:
-        self.found: list[list[Mutant]] = []
-        self._path, self._text = path, source.encode()
-        self._line_starts = [0]
-        for line in self._text.splitlines(keepends=True):
-            self._line_starts.append(self._line_starts[-1] + len(line))
-        self._classes: tuple[str, ...] = ()
-        self._function = ""
+def _functions(
+    nodes: Iterable[ast.stmt], prefix: str = ""
+) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
 
-    def generic_visit(self, node: ast.AST) -> None:
-        if self._function and isinstance(node, ast.expr | ast.AugAssign):
-            self._add(node, _changes(node))
-        super().generic_visit(node)
 
-    def _add(self, node: ast.expr | ast.AugAssign, changes: Iterable[ast.AST]) -> None:
-        start = self._line_starts[node.lineno - 1] + node.col_offset
-        end = self._line_starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        before = self._text[start:end].decode()
-        changed = [
-            Mutant(
-                path=self._path,
-                line=node.lineno,
-                function=self._function,
-                start=start,
-                before=before,
-                after=ast.unparse(new) if isinstance(new, ast.stmt) else f"({ast.unparse(new)})",
-            )
-            for new in changes
-        ]
-        if changed:
-            self.found.append(changed)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._classes += (node.name,)
-        self._visit_all(node.body)
-        self._classes = self._classes[:-1]
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        outer = self._function
-        self._function = outer or ".".join((*self._classes, node.name))
-        self._visit_all(node.body)
-        self._function = outer
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._visit_all([node.value])
-
-    def visit_If(self, node: ast.If) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self._condition(node.test)
-        self.generic_visit(node)
-
-    def _condition(self, test: ast.expr) -> None:
-        """Conditions that are no comparison are negated."""
-        if isinstance(test, ast.Name | ast.Attribute | ast.Call):
-            self._add(test, [ast.UnaryOp(ast.Not(), test)])
-
-    def visit_keyword(self, node: ast.keyword) -> None:
-        if node.arg not in _KEYWORDS_LEFT_OUT:
-            self.visit(node.value)
-
-    def visit_match_case(self, node: ast.match_case) -> None:
-        self._visit_all([node.guard, *node.body])
-
-    def visit_Raise(self, node: ast.Raise) -> None:
-        """Messages are left as they are."""
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        """A check of what holds anyway."""
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        """Its parts have no places of their own."""
-
-    def _visit_all(self, nodes: list) -> None:
-        for node in nodes:
-            if node is not None:
-                self.visit(node)
+def _changes_below(
+    node: ast.AST,
+) -> Iterator[tuple[ast.expr | ast.AugAssign, Iterable[ast.AST]]]:
+    """Expressions with their changes, without those of messages and of checks of what holds."""
+    below: Iterable[ast.AST | None] = ast.iter_child_nodes(node)
+    match node:
+        case ast.Raise() | ast.Assert() | ast.JoinedStr():
+            return
+        case ast.keyword(arg=name) if name in _KEYWORDS_LEFT_OUT:
+            return
+        case ast.FunctionDef(body=body):
+            below = body
+        case ast.match_case(guard=guard, body=body):
+            below = (guard, *body)
+        case ast.AnnAssign(value=value):
+            below = (value,)
+        case ast.If(test=test) | ast.IfExp(test=test):
+            # Conditions that are no comparison are negated.
+            if isinstance(test, ast.Name | ast.Attribute | ast.Call):
+                yield test, [ast.UnaryOp(ast.Not(), test)]
+    if isinstance(node, ast.expr | ast.AugAssign):
+        yield node, _changes(node)
+    for child in filter(None, below):
+        yield from _changes_below(child)
 
 
 def _changes(node: ast.expr | ast.AugAssign) -> Iterator[ast.expr | ast.AugAssign]:
@@ -189,16 +154,16 @@ def _changes(node: ast.expr | ast.AugAssign) -> Iterator[ast.expr | ast.AugAssig
                 yield ast.Compare(node.left, [comparison()], node.comparators)
         case ast.BoolOp():
             yield from _of_conditions(node)
-        case ast.Constant():
-            yield from map(ast.Constant, _of_constant(node.value))
+        case ast.Constant(value=value):
+            yield from map(ast.Constant, _of_constant(value))
         case ast.Call():
             yield from _of_call(node)
 
 
 def _of_conditions(node: ast.BoolOp) -> Iterator[ast.expr]:
     yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
-    for left_out in range(len(node.values)):
-        rest = node.values[:left_out] + node.values[left_out + 1 :]
+    for at in range(len(node.values)):
+        rest = node.values[:at] + node.values[at + 1 :]
         yield ast.BoolOp(node.op, rest) if len(rest) > 1 else rest[0]
 
 
@@ -212,7 +177,7 @@ def _of_operation(node: ast.BinOp) -> Iterator[ast.expr]:
         return
     for operator in _OPERATORS.get(type(node.op), ()):
         yield ast.BinOp(node.left, operator(), node.right)
-    if isinstance(node.op, _TERMS):
+    if isinstance(node.op, ast.Add | ast.Sub | ast.Mult | ast.Div):
         yield node.left
     if isinstance(node.op, ast.Add | ast.Mult):
         yield node.right
@@ -228,16 +193,11 @@ def _of_constant(value: object) -> Iterator[float]:
 
 
 def _of_call(node: ast.Call) -> Iterator[ast.expr]:
-    function: ast.expr
     match node.func:
         case ast.Name(id=name) if name in _CALLS:
-            function = ast.Name(_CALLS[name])
+            yield ast.Call(ast.Name(_CALLS[name]), node.args, node.keywords)
         case ast.Attribute(value=value, attr=name) if name in _CALLS:
-            function = ast.Attribute(value, _CALLS[name])
-        case _:
-            function = node.func
-    if function is not node.func:
-        yield ast.Call(function, node.args, node.keywords)
+            yield ast.Call(ast.Attribute(value, _CALLS[name]), node.args, node.keywords)
     for at, keyword in enumerate(node.keywords):
         if keyword.arg == "axis" and isinstance(keyword.value, ast.Constant):
             # The other axis of a matrix.

@@ -26,7 +26,7 @@ def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) 
     rank = rank.copy()
     exchanges = _Exchanges(weight, rank, ranks)
     work = 0
-    while work < _MAX_WORK and ranks > 1:
+    while work < _MAX_WORK:
         busiest = int(exchanges.load.argmax())
         if exchanges.load[busiest] <= enough * (1 + _ROUNDING):
             break

@@ -218,7 +218,7 @@ class _Samples:
         best = [[share[place] for place in pack] for pack in fitted]
         best_ms = self.rank_ms(best)
         fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
-        for count in range(max(fewest, 1), len(share) + 1):
+        for count in range(fewest, len(share) + 1):
             packs = self._level(share, count)
             if packs is None:
                 continue

@@ -351,10 +351,10 @@ def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.n
             order += range(at[stage], index)
             at[stage] = index
     if len(order) < count:
-        stuck = [i for i, end in zip(at, stop, strict=True) if i < end]
+        # All of them, as those beside a stage that has ended have what they need.
         waiting = "; ".join(
             f"stage {table.stage[i]} at {table.named(i)} for stage {table.stage[sources[i]]}"
-            for i in stuck
+            for i in at
         )
         raise ValueError(f"{schedule.name}: stages wait for each other for ever: {waiting}")
     return np.array(depth[:count], np.int64), np.array(order, np.int64)

@@ -177,34 +177,40 @@ def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
     return max(free)
 
 
-def looped_step_ms(
+def parts_of_group(
+    problem: PlacementProblem, beside: DataParallelEncoders, stages, step: int, block: int
+) -> tuple[np.ndarray, list[float], float]:
+    """Forward and backward of a group's ranks [ranks, 2], its pipelines and its exchanges, in ms"""
+    load, cost = problem.workload, problem.encoders
+    counts, runs, pipeline = items_of_ranks(problem, beside, step, block)
+    ranks = np.zeros((beside.pipelines * cost.ranks_of_pipeline, 2))
+    for name, one in cost.encoders.items():
+        sizes = beside.items_per_pass[name], beside.kept_items[name]
+        ranks += [rank_ms(one, items, *sizes) for items in counts[name]]
+    pipelines_ms = [
+        pipeline_ms(
+            problem,
+            stages,
+            load.rows((load.step == step) & (load.dp_rank == block * beside.pipelines + number)),
+        )
+        for number in range(beside.pipelines)
+    ]
+    exchange_ms = sum(
+        exchanged_ms(problem, beside, runs, pipeline, is_back=is_back) for is_back in (False, True)
+    )
+    return ranks, pipelines_ms, exchange_ms
+
+
+def looped_steps_ms(
     problem: PlacementProblem, beside: DataParallelEncoders, stages, step: int
-) -> float:
-    """One step of all groups: encoders, exchange, pipelines, exchange, encoders, update."""
-    load, cost, ends = problem.workload, problem.encoders, []
-    for block in range(load.data_parallel_size // beside.pipelines):
-        counts, runs, pipeline = items_of_ranks(problem, beside, step, block)
-        size = beside.pipelines * cost.ranks_of_pipeline
-        ranks = np.zeros((size, 2))
-        for name, one in cost.encoders.items():
-            sizes = beside.items_per_pass[name], beside.kept_items[name]
-            ranks += [rank_ms(one, items, *sizes) for items in counts[name]]
-        forward_ms, backward_ms = ranks.max(axis=0)
-        slowest = max(
-            pipeline_ms(
-                problem,
-                stages,
-                load.rows(
-                    (load.step == step) & (load.dp_rank == block * beside.pipelines + number)
-                ),
-            )
-            for number in range(beside.pipelines)
-        )
-        exchange_ms = sum(
-            exchanged_ms(problem, beside, runs, pipeline, is_back=is_back)
-            for is_back in (False, True)
-        )
-        ends.append(forward_ms + slowest + backward_ms + exchange_ms)
+) -> tuple[float, float]:
+    """One step: encoders, exchange, pipelines, exchange, encoders, update; and what the mean
+    pipeline would take alone if the ranks of its group had equally much to encode."""
+    cost, ends, alone = problem.encoders, [], []
+    for block in range(problem.workload.data_parallel_size // beside.pipelines):
+        ranks, pipelines_ms, exchange_ms = parts_of_group(problem, beside, stages, step, block)
+        ends.append(ranks.max(axis=0).sum() + max(pipelines_ms) + exchange_ms)
+        alone += [ranks.sum(axis=1).mean() + each + exchange_ms for each in pipelines_ms]
     once_ms = cost.gather_ms + cost.reduction_ms
     parameters = [
         sum(problem.cost.units[kind.name].trained_parameters for kind in held)
@@ -221,9 +227,9 @@ def looped_step_ms(
             for stage in stages
         )
     ]
-    update_ms = problem.cost.optimizer_ms_fixed
-    update_ms += problem.cost.optimizer_ms_per_parameter * max(parameters)
-    return max(ends) + once_ms + update_ms
+    once_ms += problem.cost.optimizer_ms_fixed
+    once_ms += problem.cost.optimizer_ms_per_parameter * max(parameters)
+    return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 
 def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
@@ -271,7 +277,7 @@ def test_steps_last_as_an_event_loop_says(towers, parallel):
         stages = stages_from_cuts(problem.model, cuts.tolist())
         beside = random_data_parallel(rng, problem)
         simulated = simulate_run(problem.cost, stages, problem.with_encoders(beside)).step_ms
-        looped = [looped_step_ms(problem, beside, stages, step) for step in range(3)]
+        looped = [looped_steps_ms(problem, beside, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
 
 
@@ -289,6 +295,9 @@ def test_parts_of_a_step_add_up():
         named = lost.named()
         assert sum(named.values()) == pytest.approx(step_ms)
         assert named["rank imbalance"] >= 0
+        looped = [looped_steps_ms(problem, beside, stages, step) for step in range(2)]
+        uneven_ms = np.mean([all_ms - alone_ms for all_ms, alone_ms in looped])
+        assert lost.rank_imbalance_ms == pytest.approx(uneven_ms)
         bare = replace(
             problem.cost,
             units={

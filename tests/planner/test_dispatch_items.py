@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import pytest
@@ -91,6 +92,28 @@ def test_the_busiest_rank_is_within_an_item_of_the_best(seed: int) -> None:
     if len(items) == 1:
         assert busiest_ms == pytest.approx(best_ms)
     assert busiest_ms <= best_ms + max(item_ms.values()) + 1e-6
+
+
+def test_short_items_go_where_few_long_ones_are() -> None:
+    """Prevents: items of all encoders counted alike, however long they take; against all numbers of
+    items on each of the ranks."""
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        counts, ranks = rng.integers(0, 13, 2), int(rng.integers(2, 4))
+        long_ms, short_ms = 4.0, float(rng.choice([0.3, 1.0, 1.7]))
+        found = shares_of_ranks(
+            {"long": counts[:1, None], "short": counts[1:, None]},
+            ranks_of_pipeline=ranks,
+            item_ms={"long": long_ms, "short": short_ms},
+        )
+        long, short = (
+            np.array([each for each in product(range(n + 1), repeat=ranks) if sum(each) == n])
+            for n in counts.tolist()
+        )
+        best_ms = (long_ms * long[:, None] + short_ms * short).max(axis=2).min()
+        busiest_ms = (long_ms * found["long"] + short_ms * found["short"]).max()
+        assert found["long"].sum() == counts[0] and found["short"].sum() == counts[1]
+        assert best_ms - 1e-9 <= busiest_ms <= best_ms + short_ms + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -14,10 +14,11 @@ from omnibal.model.limits import Caps
 from omnibal.packing.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.packing.even_packs import Leading, deal_level
 from omnibal.packing.few_samples import MAX_SAMPLES, pack_exactly
-from omnibal.packing.fill import fill_by_pairs
+from omnibal.packing.fill import fill_by_pairs, fill_one_by_one
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.patterns import group_sizes
 from omnibal.packing.rest import Rest
 from tools.make_lengths import make_lengths as make_mixture
 
@@ -211,6 +212,47 @@ def test_best_fit_with_many_tile_counts_keeps_the_caps():
     assert sorted(np.concatenate(packs).tolist()) == list(range(800))
     assert max(lengths.column("tiles")[pack].sum() for pack in packs) <= 512
     assert max(lengths.tokens[pack].sum() for pack in packs) <= 10_000
+
+
+@pytest.mark.parametrize("most", [1, 7, 40, 500])
+def test_types_are_split_where_tokens_spread_most(most):
+    """Prevents types that are too coarse for long samples: the rule once more, group by group."""
+    rng = np.random.default_rng(most)
+    sizes = np.stack([rng.integers(0, 5, 300), rng.lognormal(8, 1, 300).astype(np.int64)])
+
+    def spread(group: list[int]) -> float:
+        return len(group) * sizes[1, group].std() ** 1.5
+
+    groups = [np.flatnonzero(sizes[0] == tiles).tolist() for tiles in range(5)]
+    while len(groups) < most and spread(widest := max(groups, key=spread)) > 0:
+        groups.remove(widest)
+        mean = sizes[1, widest].mean()
+        groups.append([sample for sample in widest if sizes[1, sample] <= mean])
+        groups.append([sample for sample in widest if sizes[1, sample] > mean])
+    types = group_sizes(sizes, most)
+    members = np.split(types.members, types.bounds[1:-1])
+    assert {frozenset(group.tolist()) for group in members} == set(map(frozenset, groups))
+    assert types.counts.tolist() == [len(group) for group in members]
+    np.testing.assert_allclose(types.mean_tokens, [sizes[1, group].mean() for group in members])
+    assert types.items[0].tolist() == [sizes[0, group[0]] for group in members]
+
+
+def test_packs_filled_one_by_one_are_the_best_of_what_is_left():
+    """Prevents copies of a sample that are taken more often than there are, and packs with room for
+    a more valuable set."""
+    rng = np.random.default_rng(6)
+    for _ in range(40):
+        kinds = rng.integers(1, 9, (2, 3))
+        sizes = kinds[:, rng.integers(0, 3, 9)]
+        values = sizes.sum(axis=0) + 0.5
+        left = set(range(9))
+        for pack in fill_one_by_one(sizes, values, None, np.array([12, 15])):
+            sets = [s for n in range(1, len(left) + 1) for s in combinations(sorted(left), n)]
+            fits = [list(s) for s in sets if (sizes[:, s].sum(axis=1) <= [12, 15]).all()]
+            assert values[pack].sum() == max(values[s].sum() for s in fits)
+            assert (sizes[:, pack].sum(axis=1) <= [12, 15]).all() and left.issuperset(pack)
+            left -= set(pack.tolist())
+        assert not left
 
 
 def test_pairs_are_the_best_there_are():

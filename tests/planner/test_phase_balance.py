@@ -35,7 +35,17 @@ def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
     held = held_items(steps, ranks)
     found = {each.phase: each for each in encoder_balances(held, of_pipeline, beside(pipelines))}
     busiest = dict.fromkeys((*ITEM_MS, "encoders"), 0.0)
+    before = busiest.copy()
     for step in range(steps):
+        # A pipeline's own ranks take its items in turn.
+        own = {
+            name: [len(range(rank, held[name][step, of], of_pipeline))
+                   for of in range(ranks) for rank in range(of_pipeline)]
+            for name in ITEM_MS
+        }  # fmt: skip
+        for name in ITEM_MS:
+            before[name] += max(own[name])
+        before["encoders"] += sum(ITEM_MS[name] * np.array(own[name]) for name in ITEM_MS).max()
         loads = dict.fromkeys(ITEM_MS, np.zeros(0))
         for group in range(0, ranks, pipelines):
             items = {name: held[name][step, group : group + pipelines] for name in ITEM_MS}
@@ -55,11 +65,22 @@ def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
     means = {name: held[name].sum() / (ranks * of_pipeline) for name in ITEM_MS}
     means["encoders"] = sum(ITEM_MS[name] * means[name] for name in ITEM_MS)
     for name, each in found.items():
+        assert each.imbalance_before == pytest.approx(before[name] / means[name])
         assert each.imbalance_after == pytest.approx(busiest[name] / means[name])
         assert 1 <= each.bound <= each.imbalance_after + 1e-9
         assert each.bound <= each.imbalance_before + 1e-9
     if pipelines == ranks:
         assert found["encoders"].imbalance_after < 0.7 * found["encoders"].imbalance_before
+
+
+def test_bounds_of_known_cases() -> None:
+    """Prevents: a bound that is true and says nothing."""
+    # Three images on two ranks take as long as two, and recordings of less than that fit beside.
+    for audio, least_ms, sum_ms in ((0, 10, 15), (1, 11.5, 23), (4, 23.5, 47)):
+        held = {"vision": np.array([[3]]), "audio": np.array([[audio]])}
+        found = {each.phase: each.bound for each in encoder_balances(held, 2, beside(1))}
+        assert found["vision"] == pytest.approx(4 / 3)
+        assert found["encoders"] == pytest.approx(2 * least_ms / sum_ms)
 
 
 def test_encoders_in_the_pipeline_are_those_of_pipelines() -> None:

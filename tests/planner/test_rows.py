@@ -96,6 +96,8 @@ def test_places_can_run(count, seed, rows, ranks):
     # One step takes what is over, with the rows that have not packs for all ranks.
     assert np.count_nonzero(slots != rows) <= 1
     assert slots.max() < max(1.5 * rows, rows + len(LEVELS)) + 1
+    held = np.bincount(shares_of(packs, LEVELS).step)
+    assert np.count_nonzero(held != rows * ranks) <= 1
 
 
 def shares_of_unscheduled(lengths: Lengths) -> int:

@@ -24,7 +24,7 @@ from omnibal.packing.media import media_of, pack_apart
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
-from omnibal.steps.next_fit import filling_steps, kept_apart, merging, next_fit_packs
+from omnibal.steps.next_fit import as_formed, filling_steps, kept_apart, merging, next_fit_packs
 from omnibal.steps.pack_settings import PackSettings
 
 SAMPLES = 1_100
@@ -233,6 +233,40 @@ def test_epochs_are_formed_one_after_another():
     assert len(set(np.diff(np.flatnonzero(np.diff(packs.epoch, prepend=-1))))) == 1
     with pytest.raises(UserError, match="give --epochs 1"):
         scheduled(drawn_lengths("all equal"), rules, 2, 4, epochs=3)
+
+
+def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
+    """What next fit makes of two epochs of equal length on one rank, given the tokens of packs."""
+    half = len(tokens) // 2
+    numbers = np.arange(sum(map(len, tokens)))
+    offsets = np.cumsum([0, *map(len, tokens)])
+    lengths = make_lengths([(0, each) for pack in tokens for each in pack])
+    in_epoch = np.tile(np.arange(half), 2)
+    epoch = np.repeat(np.arange(2), half)
+    steps = -(-half // packs_per_step)
+    packs = ScheduledPacks(
+        packs=Packs(samples=numbers, offsets=offsets),
+        step=epoch * steps + in_epoch // packs_per_step,
+        dp_rank=np.zeros(len(tokens), np.int32),
+        slot=(in_epoch % packs_per_step).astype(np.int32),
+        epoch=epoch.astype(np.int32),
+        items={},
+        tokens=np.array([sum(pack) for pack in tokens], np.int32),
+        level=np.zeros(len(tokens), np.int32),
+    )
+    return as_formed(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
+
+
+def test_two_epochs_that_come_together_are_refused():
+    """Prevents one pack of two epochs among many that is trained as the first one's, and a step
+    that the next epoch fills."""
+    apart = formed([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
+    assert np.diff(apart.packs.offsets).tolist() == [1, 2, 2, 1]
+    assert apart.step.tolist() == [0, 0, 1, 1] and apart.epoch.tolist() == [0, 0, 1, 1]
+    with pytest.raises(UserError, match="samples of two epochs into one pack"):
+        formed([[6], [3], [3], [6]], packs_per_step=2)
+    with pytest.raises(UserError, match="an epoch has 3 packs, which are not whole steps of 2"):
+        formed([[6], [6], [6], [6], [6], [6]], packs_per_step=2)
 
 
 def test_ranks_in_lockstep_keep_like_packs():

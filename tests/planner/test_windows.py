@@ -207,6 +207,20 @@ def test_ranks_are_nearly_as_fast_as_by_trying_all_packs(stages):
     assert max(over) < 1.25 and np.mean(over) < 1.05
 
 
+@pytest.mark.parametrize("pack_ms", [0.0, PACK_MS])
+def test_dispatch_does_not_depend_on_the_unit_of_time(pack_ms):
+    """Prevents an amount of time that is right for one model and cluster alone."""
+    lengths = random_lengths(97, seed=3)
+    load = load_of(lengths, pack_ms)
+    for lockstep_ranks in (1, 2):
+        request = window_request(24, 4, stages=2, lockstep_ranks=lockstep_ranks)
+        one, other = (
+            schedule_windows(lengths, request, lambda packs, unit=unit: unit * load(packs))
+            for unit in (1.0, 2.0**-20)
+        )
+        assert by_place(one) == by_place(other)
+
+
 @pytest.mark.parametrize("stages", [1, 4])
 def test_dispatch_is_never_slower_than_the_order_as_read(stages):
     """Prevents a balanced step that is predicted to take longer than the one that it replaces."""

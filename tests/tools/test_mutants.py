@@ -1,12 +1,15 @@
 """Mutants of a toy package: those that its tests notice, and those that they do not."""
 
 import subprocess
+import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tools import mutants
-from tools.mutations import functions_by_line, mutants_by_place
+from tools.mutations import Mutant, functions_by_line, mutants_by_place
 
 SUMS = """
 def doubled(number):
@@ -41,76 +44,70 @@ def toy(tmp_path: Path) -> Path:
     for name, text in {"toy/sums.py": SUMS, "tests/test_sums.py": TESTS}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     return tmp_path
 
 
-def run(toy: Path, *options: str) -> int:
-    return mutants.main(["toy", "--tests", "tests", "--root", str(toy), *options])
+def run(toy: Path, *options: str) -> tuple[list[str], int]:
+    """Lines that the tool prints of the toy, and its status."""
+    command = [sys.executable, mutants.__file__, "toy", "--tests", "tests", *options]
+    ended = subprocess.run(command, cwd=toy, capture_output=True, text=True)
+    assert not ended.stderr, ended.stderr
+    return ended.stdout.splitlines(), ended.returncode
 
 
-def test_survivors_are_told_from_killed_mutants(toy, capsys):
+def test_survivors_are_told_from_killed_mutants(toy):
     """Prevents: mutants that are never in what the tests import, or that all count as killed."""
-    assert run(toy, "--count", "100") == 1
-    printed = capsys.readouterr().out.splitlines()
-    verdicts = [
-        line.partition("] ")[2] for line in printed if line.startswith("[") and "->" in line
-    ]
+    printed, status = run(toy, "--count", "100")
+    verdicts = [line.partition("] ")[2] for line in printed if "->" in line]
     assert any(
-        line.startswith("killed: toy/sums.py:3: number * 2")
-        and line.endswith("(tests/test_sums.py::test_doubled)")
+        line.startswith("toy/sums.py:3: number * 2 ->") and line.endswith(": killed")
         for line in verdicts
     )
     # No case has equal numbers, and nothing calls the last function.
-    survived = [line for line in verdicts if line.startswith("survived")]
-    of_unknown = [line for line in survived if "toy/sums.py:13" in line]
-    assert of_unknown and all(line.endswith("(no test runs it)") for line in of_unknown)
-    assert {line.rpartition(" (")[0] for line in survived if line not in of_unknown} <= {
-        "survived: toy/sums.py:7: a < b -> (a <= b)"
+    survived = {line for line in verdicts if "killed" not in line}
+    of_unknown = {line for line in survived if "toy/sums.py:13" in line}
+    assert of_unknown and all("survived 0 tests" in line for line in of_unknown)
+    assert survived - of_unknown <= {
+        "toy/sums.py:7: a < b -> (a <= b): survived 1 tests, 0 not run"
     }
-    assert printed[-1] == f"all: {len(verdicts) - len(survived)} of {len(verdicts)} killed"
-    assert (toy / "toy/sums.py").read_text() == SUMS
-    assert run(toy, "--count", "100", "--least", "0.1") == 0
+    assert printed[-1] == f"toy: {len(verdicts) - len(survived)} of {len(verdicts)} killed"
+    assert status == 1 and (toy / "toy/sums.py").read_text() == SUMS
 
 
-def test_verdicts_are_kept_until_their_reason_changes(toy, capsys, monkeypatch):
+def test_killed_mutants_are_kept_and_survivors_tried_again(toy):
     """Prevents: hours of work lost at Ctrl-C, and survivors that new tests cannot kill."""
-    run(toy, "--count", "100")
-    first = capsys.readouterr().out.splitlines()
+    first, _ = run(toy, "--count", "100", "--least", "0.1")
     assert sum("recording" in line for line in first) == 1
-    tried: list[str] = []
-    try_all = mutants.tried
-
-    def counted(work, trials):
-        tried.extend(trial.mutant.function for trial in trials)
-        return try_all(work, trials)
-
-    monkeypatch.setattr(mutants, "tried", counted)
-    run(toy, "--count", "100")
-    again = capsys.readouterr().out.splitlines()
-    assert again == [line for line in first if "recording" not in line] and not tried
+    kept = toy / "work/mutants/killed"
+    of_first = kept.read_text()
+    again, status = run(toy, "--count", "100", "--least", "0.1")
+    assert again == [line for line in first if "recording" not in line] and status == 0
+    assert kept.read_text() == of_first
     more = "\nfrom toy.sums import unknown\n\ndef test_unknown():\n    assert unknown(9) == 2\n"
     (toy / "tests/test_sums.py").write_text(TESTS + more)
-    run(toy, "--count", "100")
-    assert "unknown" in tried and "doubled" not in tried
-    assert "no test runs it" not in capsys.readouterr().out
+    last, _ = run(toy, "--count", "100")
+    assert not any("survived 0 tests" in line for line in last)
+    assert kept.read_text().startswith(of_first)
 
 
-def test_endless_mutants_are_stopped(toy, monkeypatch, capsys):
+def test_endless_mutants_are_stopped(toy, monkeypatch):
     """Prevents: a loop without an end that holds up all other mutants."""
     endless = "def count(most):\n    n = 0\n    while n < most:\n        n += 1\n    return n\n"
     (toy / "toy/sums.py").write_text(endless)
     test = "from toy.sums import count\n\n\ndef test_count():\n    assert count(3) == 3\n"
     (toy / "tests/test_sums.py").write_text(test)
+    monkeypatch.chdir(toy)
     monkeypatch.setattr(mutants, "_MOST_SECONDS", 2)
-    monkeypatch.setattr(mutants, "drawn_mutants", lambda *_: [mutant_of(endless, "n -= 1")])
-    assert run(toy) == 0
-    assert "timed out: toy/sums.py:4" in capsys.readouterr().out
+    tests = {"tests/test_sums.py::test_count": 0.0}
+    assert mutants.is_killed(mutant_of(endless, "n -= 1"), tests)
+    assert not mutants.is_killed(mutant_of(endless, "(most > n)"), tests)
 
 
-def mutant_of(source: str, after: str) -> mutants.Mutant:
+def mutant_of(source: str, after: str) -> Mutant:
+    start = source.index("n < most") if after == "(most > n)" else source.index("n += 1")
     places = mutants_by_place("toy/sums.py", source)
-    return next(each for place in places for each in place if each.after == after)
+    place = next(place for place in places if place[0].start == start)
+    return replace(place[0], after=after)
 
 
 SOURCE = '''"""A module with 7 words."""
@@ -161,24 +158,23 @@ def test_equivalent_mutants_are_not_drawn(toy, tmp_path, monkeypatch):
         "[[equivalent]]\nline = 'return number * 2'\nchange = '2 -> (3)'\nreason = 'a test'\n"
     )
     monkeypatch.setattr(mutants, "_EQUIVALENT", listed)
+    monkeypatch.chdir(toy)
     drawn = [
         each.change
         for seed in range(20)
-        for each in mutants.drawn_mutants(toy, ["toy/sums.py"], 100, seed)
+        for each in mutants.drawn_mutants(["toy/sums.py"], 100, seed)
     ]
     assert "2 -> (3)" not in drawn and "2 -> (1)" in drawn
 
 
-def test_kept_equivalents_are_of_mutants_that_there_are():
+def test_kept_equivalents_are_of_mutants_that_there_are(monkeypatch):
     """Prevents: a list of reasons for lines that were changed long ago."""
-    root = Path(__file__).parents[2]
-    given = {
-        (entry["line"], entry["change"])
-        for entry in mutants.tomllib.loads(mutants._EQUIVALENT.read_text()).get("equivalent", ())
-    }
+    monkeypatch.chdir(Path(__file__).parents[2])
+    entries = tomllib.loads(mutants._EQUIVALENT.read_text()).get("equivalent", ())
+    given = {(entry["line"], entry["change"]) for entry in entries}
     there = set()
-    for name in mutants.modules_of(root, ["omnibal"]):
-        text = (root / name).read_text()
+    for name in mutants.modules_of(["omnibal"]):
+        text = Path(name).read_text()
         lines = text.splitlines()
         for place in mutants_by_place(name, text) if any(a in text for a, _ in given) else ():
             there |= {(lines[each.line - 1].strip(), each.change) for each in place}
@@ -186,10 +182,12 @@ def test_kept_equivalents_are_of_mutants_that_there_are():
 
 
 @pytest.mark.parametrize("wrong", [["absent"], ["toy", "--tests", "absent"]])
-def test_mistakes_are_one_line(toy, wrong, capfd):
+def test_mistakes_are_one_line(toy, wrong, capfd, monkeypatch):
     """Prevents: tracebacks, and a sample of nothing that passes."""
+    monkeypatch.chdir(toy)
+    monkeypatch.setattr(sys, "argv", ["mutants.py", *wrong])
     with pytest.raises(SystemExit) as ended:
-        mutants.main([*wrong, "--root", str(toy)])
+        mutants.main()
     assert ended.value.code == 2
     assert (
         capfd.readouterr().err
