@@ -48,8 +48,8 @@ from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.pack_settings import PackSettings
 
 RANKS = 2
 """That the balanced steps are planned for."""
@@ -89,12 +89,10 @@ def balanced_plan(lengths: Lengths, seed: int) -> tuple[Plan, ScheduledPacks]:
         precision="fp32",
     )
     data = SampleData(
+        settings=PackSettings(epochs=EPOCHS, seed=seed),
         lengths=lengths,
-        caps=CAPS,
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=CAPS),),
         packs_per_step=PACKS_PER_STEP,
-        epochs=EPOCHS,
-        seed=seed,
     ).drawn(job)
     alone = make_plan(PlanRequest(job=job.sized(Parallel(pipeline=1)), data=data))
     assert alone.data is not None

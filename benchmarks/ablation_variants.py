@@ -32,10 +32,10 @@ from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_data import SampleData, describe_data, model_of_lengths
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.fit import check_samples_fit
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
@@ -45,6 +45,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.pack_settings import PackSettings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
@@ -280,12 +281,10 @@ def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) ->
     ranks = job.parallel.data
     spec = job.spec
     data = SampleData(
+        settings=PackSettings(seed=job.seed),
         lengths=job.lengths,
-        caps=job.caps,
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=job.caps),),
         packs_per_step=ranks,
-        epochs=1,
-        seed=job.seed,
     )
     # How many there are does not depend on the packs of a step.
     (packs,) = data.packed(spec)

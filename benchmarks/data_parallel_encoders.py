@@ -204,7 +204,7 @@ def predicted_ms(plan: Plan, profile: Profile, steps: Sequence[Sequence[MicroBat
     )
     packs, job = scheduled(steps), JobSpec.of_plan(plan, Measured(profile))
     learned = [len(pack.loss_positions_L) for step in steps for pack in step]  # type: ignore[arg-type]
-    workload = job.workload(packs, lengths_of(packs, np.array(learned)), plan.levels)
+    workload = job.workload(packs, lengths_of(packs, np.array(learned)), plan.pack_levels)
     return prediction_of(plan, job, packs, workload).step_ms
 
 

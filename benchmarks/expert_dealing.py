@@ -17,13 +17,14 @@ import typer
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps
 
 SIZES = ((1, 2, 8, 4), (1, 2, 8, 8), (2, 2, 8, 8), (1, 4, 16, 16), (1, 1, 32, 32))
 """Tensor, pipeline, data and expert sizes."""
@@ -33,15 +34,15 @@ MICRO_BATCHES = 8
 def compared(job: JobSpec, lengths: Lengths, caps: Caps) -> tuple[float, float, float, float]:
     """Mean step and its wait for experts' ranks in ms, as dealt apart and as dealt in lockstep."""
     sizes = job.parallel
-    request = DataRequest(
-        caps=caps,
-        method=PackingMethod.BALANCED,
-        seed=0,
-        epochs=1,
+    levels = [Level(caps=caps)]
+    steps = draw_steps(
+        lengths,
+        PackSettings(),
+        levels,
+        lambda packs: job.load_ms(packs, lengths),
         packs_per_step=sizes.data * MICRO_BATCHES,
         packs_per_row=sizes.data,
     )
-    steps = draw_steps(lengths, request, lambda packs: job.load_ms(packs, lengths))
     found, stages = [], None
     for in_step in (1, sizes.lockstep_ranks):
         scheduled = deal_steps(
@@ -49,9 +50,10 @@ def compared(job: JobSpec, lengths: Lengths, caps: Caps) -> tuple[float, float, 
             lengths,
             lambda packs: job.load_ms(packs, lengths),
             sizes.data,
+            levels,
             lockstep_ranks=in_step,
         )
-        workload = job.workload(scheduled, lengths, ())
+        workload = job.workload(scheduled, lengths, levels)
         if stages is None:
             search = search_stages(
                 job.cost, job.model, workload, sizes.pipeline, np.inf, prove=False

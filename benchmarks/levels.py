@@ -61,11 +61,10 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import SampleData
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
-from omnibal.model.levels import ContextExchange, Level, largest_caps
+from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Rates
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -174,7 +173,7 @@ class Prepared:
     def predicted_ms(self, profile: Profile, cluster: ClusterConfig) -> float:
         """Predict an epoch from measured costs and rates."""
         plan = self.plan.model_copy(update={"cluster": cluster})
-        job, levels = JobSpec.of_plan(plan, Measured(profile)), plan.levels
+        job, levels = JobSpec.of_plan(plan, Measured(profile)), plan.pack_levels
         workload = job.workload(self.packs, self.lengths, levels)
         simulated = simulate_levels(job.cost_of_all(levels), plan.stages_at_levels, workload)
         return float(simulated.step_ms.sum())
@@ -214,11 +213,7 @@ def prepared(
     )
     data = SampleData(
         lengths=lengths,
-        caps=largest_caps(levels),
-        packing=PackingMethod.BALANCED,
         packs_per_step=packs_per_step(levels),
-        epochs=1,
-        seed=0,
         levels=tuple(levels),
     )
     packs, lengths = data.schedule(job)
@@ -249,7 +244,7 @@ def steps_of_rank(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, reader: SampleReader
 ) -> Iterator[StepOfRank]:
     """Read all steps."""
-    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=plan.levels)
+    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=plan.pack_levels)
     for step in range(packs.steps):
         rows = sharing.rows(packs, step, step + 1)
         dataset = PackDataset(reader, packs, lengths, rows, plan.stages[0], sharing=sharing)

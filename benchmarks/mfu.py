@@ -141,7 +141,7 @@ def utilization(files: PlanFiles, stages: Sequence[FakeStage], rates: Roofline) 
         device=rates.name, processes=1,
     )  # fmt: skip
     rows = rows_of_steps(packs, info.steps)
-    workload = files.job.workload(packs, lengths, plan.levels)
+    workload = files.job.workload(packs, lengths, plan.pack_levels)
     features = workload.features[rows]
     update_ms = per_step_costs(cost, plan.stages).update_ms
     replays = [

@@ -39,11 +39,11 @@ from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import packs_lower_bound
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.search.caps import (
@@ -53,7 +53,8 @@ from omnibal.search.caps import (
     usual_samples_per_step,
 )
 from omnibal.steps.metrics import PackMetrics, measure_packs
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -89,19 +90,15 @@ def balanced(
     lengths: Lengths, caps: Caps, micro_batches: int, seed: int
 ) -> tuple[ScheduledPacks, int]:
     """Our packs, matched into steps."""
-    request = DataRequest(
-        caps=caps,
-        method=PackingMethod.BALANCED,
-        seed=seed,
-        epochs=1,
-        packs_per_step=RANKS * micro_batches,
-        packs_per_row=RANKS,
-    )
+    settings, levels = PackSettings(seed=seed), [Level(caps=caps)]
 
     def load(packs: Packs) -> np.ndarray:
         return milliseconds(packs, lengths)
 
-    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, RANKS)
+    steps = draw_steps(
+        lengths, settings, levels, load, packs_per_step=RANKS * micro_batches, packs_per_row=RANKS
+    )
+    scheduled = deal_steps(steps, lengths, load, RANKS, levels)
     return scheduled, len(scheduled)
 
 
@@ -177,7 +174,7 @@ def medians(
     for seed in range(seeds):
         scheduled, packs = schedule(lengths, caps, micro_batches, seed)
         load = milliseconds(scheduled.packs, lengths)
-        metrics = measure_packs(scheduled, lengths, caps, RANKS, load, bound)
+        metrics = measure_packs(scheduled, lengths, [Level(caps=caps)], RANKS, load, bound)
         runs.append(replace(metrics, packs=packs))
     names = ("packs", "dist_ratio_vision", "dist_ratio_language", "straggler_factor")
     return {name: statistics.median(run.as_dict()[name] for run in runs) for name in names}
@@ -193,10 +190,8 @@ def own_caps(lengths: Lengths) -> Caps:
             precision="bf16",
         ),
         lengths=lengths,
-        packing=PackingMethod.BALANCED,
         samples_per_step=usual_samples_per_step(RANKS, 32),
         samples=20_000,
-        seed=0,
         rule=CapRule.TIME,
     )
     return search_caps(request, lambda done: None).best

@@ -20,9 +20,9 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan_data import SampleData
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.search.level_estimates import LevelEstimates, top_caps
 from omnibal.search.level_sets import LevelRequest, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
@@ -58,11 +58,8 @@ class Pipeline:
         )
         return SampleData(
             lengths=lengths,
-            caps=top_caps(lengths, ["tokens"]),
-            packing=PackingMethod.BALANCED,
+            levels=(Level(caps=top_caps(lengths, ["tokens"])),),
             packs_per_step=self.sizes[2] * self.micro_batches,
-            epochs=1,
-            seed=0,
         )
 
 

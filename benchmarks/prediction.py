@@ -30,7 +30,6 @@ from scipy.stats import trim_mean
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
     ProfileOptions,
@@ -48,16 +47,17 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
 STEP_TIME_BAR = 0.08
 MEMORY_BAR = 0.03
@@ -184,16 +184,11 @@ def random_lengths(case: Case, model: ModelConfig, samples: int = 600) -> Length
 
 def scheduled_packs(case: Case, lengths: Lengths) -> ScheduledPacks:
     """The first steps of the product's packs."""
-    request = DataRequest(
-        caps=case.caps,
-        method=PackingMethod.BALANCED,
-        seed=0,
-        epochs=1,
-        packs_per_step=case.micro_batches,
-        packs_per_row=1,
+    levels, load = [Level(caps=case.caps)], partial(size_load, lengths=lengths)
+    steps = draw_steps(
+        lengths, PackSettings(), levels, load, packs_per_step=case.micro_batches, packs_per_row=1
     )
-    load = partial(size_load, lengths=lengths)
-    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)
+    scheduled = deal_steps(steps, lengths, load, 1, levels)
     return scheduled.take(np.flatnonzero(scheduled.step < STEPS))
 
 
@@ -216,7 +211,7 @@ def step_batches(
     """This rank's micro-batches of every step, with random content."""
     loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
     steps: list[list[MicroBatch]] = [[] for _ in range(scheduled.steps)]
-    for row in Sharing(dp_rank=0).rows(scheduled, 0, scheduled.steps):
+    for row in np.flatnonzero(scheduled.dp_rank == 0).tolist():
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
         batch = random_batch(
             model, int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])

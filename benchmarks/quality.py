@@ -50,11 +50,12 @@ from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
 from omnibal.report.svg import Plot, polyline, rect, text
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import Steps, deal_steps, size_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -179,12 +180,10 @@ def make_plans(folder: Path, lengths: Lengths, seed: int) -> None:
         precision="fp32",
     )
     data = SampleData(
+        settings=PackSettings(epochs=EPOCHS, seed=seed),
         lengths=lengths,
-        caps=CAPS,
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=CAPS),),
         packs_per_step=RANKS,
-        epochs=EPOCHS,
-        seed=seed,
     ).drawn(job)
     balanced = make_plan(PlanRequest(job=job.sized(Parallel(pipeline=1)), data=data))
     for batches, result in (
@@ -205,7 +204,8 @@ def with_plain_batches(balanced: PlanResult, seed: int) -> PlanResult:
     packs, lengths = balanced.data
     first_packs = np.flatnonzero(np.diff(packs.step, prepend=-1))
     steps = plain_steps(lengths, CAPS, np.bincount(packs.epoch[first_packs]).tolist(), seed)
-    plain = deal_steps(steps, lengths, lambda some: size_load(some, lengths), dp=1)
+    levels = balanced.plan.pack_levels
+    plain = deal_steps(steps, lengths, lambda some: size_load(some, lengths), 1, levels)
     most = int(np.bincount(plain.step).max())
     data = balanced.plan.data.model_copy(
         update={

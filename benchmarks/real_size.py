@@ -39,9 +39,9 @@ from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import Provider, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.report.fake_device_tables import fake_device_launches_table
 from omnibal.report.table import Column, Table
@@ -113,11 +113,8 @@ class RealSizeJob:
         if model.takes_images and not self.at_caps:
             data = SampleData(
                 lengths=make_lengths("internvl", SAMPLES, seed=0),
-                caps=caps,
-                packing=PackingMethod.BALANCED,
+                levels=(Level(caps=caps),),
                 packs_per_step=MICRO_BATCHES * self.parallel.data,
-                epochs=1,
-                seed=0,
             )
         searched = self.recompute == RecomputeRule.CHEAPEST
         method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER

@@ -56,11 +56,12 @@ from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -354,22 +355,17 @@ def digits_lengths() -> Lengths:
 
 def varying_steps(lengths: Lengths) -> list[list[Pack]]:
     """The product's packs of the quickstart's data."""
-    request = DataRequest(
-        caps=CAPS,
-        method=PackingMethod.BALANCED,
-        seed=0,
-        epochs=1,
-        packs_per_step=MICRO_BATCHES,
-        packs_per_row=1,
+    levels, load = [Level(caps=CAPS)], partial(size_load, lengths=lengths)
+    steps = draw_steps(
+        lengths, PackSettings(), levels, load, packs_per_step=MICRO_BATCHES, packs_per_row=1
     )
-    load = partial(size_load, lengths=lengths)
-    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp=1)
+    scheduled = deal_steps(steps, lengths, load, 1, levels)
     loss_tokens = scheduled.packs.sums(lengths.loss_tokens)
-    steps: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
+    found: list[list[Pack]] = [[] for _ in range(scheduled.steps)]
     for row, step in enumerate(scheduled.step):
         segments = tuple(lengths.tokens[scheduled.packs[row]].tolist())
-        steps[step].append((int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])))
-    return steps[:DISTINCT_STEPS]
+        found[step].append((int(scheduled.column("tiles")[row]), segments, int(loss_tokens[row])))
+    return found[:DISTINCT_STEPS]
 
 
 def run_rank(job: Path, output: Path) -> None:

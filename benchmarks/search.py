@@ -44,7 +44,8 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, memory_tables
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32
@@ -74,19 +75,20 @@ def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
 
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
     """One epoch, packed and matched as `omnibal plan` does."""
-    request = DataRequest(
-        caps=Caps.of(tiles=9, tokens=4096),
-        method=PackingMethod.BALANCED,
-        seed=0,
-        epochs=1,
-        packs_per_step=DATA_PARALLEL * MICRO_BATCHES,
-        packs_per_row=DATA_PARALLEL,
-    )
+    levels = [Level(caps=Caps.of(tiles=9, tokens=4096))]
 
     def load(packs: Packs) -> np.ndarray:
         return model_ms(cost, model, pack_features(packs, lengths, cost.features))
 
-    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, DATA_PARALLEL)
+    steps = draw_steps(
+        lengths,
+        PackSettings(),
+        levels,
+        load,
+        packs_per_step=DATA_PARALLEL * MICRO_BATCHES,
+        packs_per_row=DATA_PARALLEL,
+    )
+    scheduled = deal_steps(steps, lengths, load, DATA_PARALLEL, levels)
     return Workload(
         features=pack_features(scheduled.packs, lengths, cost.features),
         step=scheduled.step,
@@ -204,12 +206,9 @@ def level_workload(
         for tokens, context in sizes.items()
     )
     data = SampleData(
+        settings=PackSettings(packing=PackingMethod.ISF),
         lengths=lengths,
-        caps=levels[-1].caps,
-        packing=PackingMethod.ISF,
         packs_per_step=LEVEL_PACKS * LEVEL_RANKS,
-        epochs=1,
-        seed=0,
         levels=levels,
     )
     packs, lengths = data.schedule(job)

@@ -15,6 +15,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import StreamData
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod, pack_samples
@@ -50,7 +51,8 @@ def packed_whole(lengths: Lengths, job: JobSpec, window: int) -> ScheduledPacks:
         step.append(np.full(len(packs), number))
     joined = Packs.join(parts)
     steps = Steps.of(joined, np.concatenate(step), np.zeros(len(joined), np.int32))
-    return deal_steps(steps, lengths, lambda p: job.load_ms(p, lengths), job.parallel.data)
+    levels = [Level(caps=CAPS)]
+    return deal_steps(steps, lengths, lambda p: job.load_ms(p, lengths), job.parallel.data, levels)
 
 
 def as_planned(

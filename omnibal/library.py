@@ -4,9 +4,10 @@ Each is a few lines over the module that does the work, so that a program, a not
 command line come to the same results (docs/python.md).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
@@ -29,6 +30,7 @@ from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launch
 from omnibal.model.config import Precision, load_cluster
+from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName, trainer_of
@@ -59,8 +61,10 @@ def pack(
         limits: most of other features, such as `{"tiles": 12}`.
 
     Raises:
-        UserError: a sample is larger than a limit.
+        UserError: a sample is larger than a limit, or no encoder takes a feature that is limited.
     """
+    for name in limits or {}:
+        _check_known("limit of", name, (*lengths.item_names, *ITEM_FEATURES))
     caps = Caps.of(**(limits or {}), tokens=max_tokens)
     return pack_samples(lengths, caps, PackingMethod.BALANCED, seed)
 
@@ -88,9 +92,9 @@ def training_job(
     Raises:
         UserError: one of them is not known, or they do not go together.
     """
-    if trainer is not None and trainer not in list(TargetName):
-        known = ", ".join(TargetName)
-        raise UserError(f"trainer {trainer!r} is not known; it must be one of {known}")
+    if trainer is not None:
+        _check_known("trainer", trainer, list(TargetName))
+    _check_known("precision", precision, get_args(Precision))
     costs = ANALYTIC if profile is None else Measured(read_profile(Path(profile)))
     return JobSpec(
         model=named_model(model),
@@ -101,6 +105,11 @@ def training_job(
         cost_source=costs,
         trainer=trainer_of(None if trainer is None else TargetName(trainer)),
     )
+
+
+def _check_known(what: str, given: str, known: Collection[str]) -> None:
+    if given not in known:
+        raise UserError(f"{what} {given!r} is not known; it must be one of {', '.join(known)}")
 
 
 def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
@@ -139,8 +148,8 @@ def simulate(directory: Path | str) -> StepTimes:
     """
     files = open_plan(directory)
     packs, lengths = files.steps
-    workload = files.job.workload(packs, lengths, files.plan.levels)
-    cost = files.job.cost_of_all(files.plan.levels)
+    workload = files.job.workload(packs, lengths, files.plan.pack_levels)
+    cost = files.job.cost_of_all(files.plan.pack_levels)
     return simulate_levels(cost, files.plan.stages_at_levels, workload)
 
 

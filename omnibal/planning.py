@@ -19,11 +19,10 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.levels import FillRule, Level
+from omnibal.model.levels import FillRule, Level, are_plain
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, IMAGE_TOKENS, SEARCH_SAMPLES, Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, PackRules, Sharding
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.prediction import Prediction
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
@@ -46,7 +45,7 @@ from omnibal.search.goal import (
     Stream,
 )
 from omnibal.search.level_estimates import LevelRule, top_caps
-from omnibal.search.level_trial import LevelTrial, as_data_has, levels_in_use
+from omnibal.search.level_trial import LevelTrial, levels_in_use
 from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
     StrategySearch,
@@ -61,6 +60,7 @@ from omnibal.search.sizes_with_levels import (
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
+from omnibal.steps.pack_settings import PackSettings
 
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Strategies of at most so many times the best time on drawn samples are planned on all data, and
@@ -200,7 +200,7 @@ class _Search:
             stream = StreamData.of_plan(data.plan, data.data)
             if stream is not None:
                 return stream
-            return level_search.shared_anew(job, SampleData.of_plan(data.plan, data.data))
+            return self._of_earlier(job, SampleData.of_plan(data.plan, data.data))
         if isinstance(data, ShapesAlone):
             packs = data.packs_per_step
             usual = data.micro_batches or DEFAULT_MICRO_BATCHES
@@ -219,8 +219,13 @@ class _Search:
                 return leveled
         if caps is None:
             samples = self._step_samples(job, data)
-            caps = self._find_caps(job, data.lengths, samples, data.packing, data.seed)
+            caps = self._find_caps(job, data.lengths, samples, data.settings)
         return self._at_step(job, data, caps)
+
+    def _of_earlier(self, job: JobSpec, data: SampleData) -> SampleData:
+        """Steps of an earlier plan, whose levels are shared in the way that is best for the job;
+        packs that were each one rank's stay so while they fit."""
+        return data if are_plain(data.levels) else level_search.shared_anew(job, data)
 
     def _step_samples(self, job: JobSpec, data: Samples) -> int:
         """Samples of a step, at which caps are compared."""
@@ -235,41 +240,37 @@ class _Search:
         if data.samples_per_step is None:
             return packed
         some = packed.sampled(SEARCH_SAMPLES)
-        (packs, *_) = replace(some, epochs=1).packed(job)
+        (packs, *_) = replace(some, settings=replace(some.settings, epochs=1)).packed(job)
         exact = micro_batches_at(data.samples_per_step, len(some.lengths), len(packs), ranks)
         return replace(packed, packs_per_step=ranks * max(round(exact), 1))
 
     def _packed(self, data: Samples, caps: Caps, packs_per_step: int) -> SampleData:
         return SampleData(
             lengths=data.lengths,
-            caps=caps,
-            packing=data.packing,
+            settings=self._settings(data),
+            levels=(Level(caps=caps),),
             packs_per_step=packs_per_step,
-            epochs=data.epochs,
-            seed=data.seed,
             rules=self.rules,
         )
 
+    def _settings(self, data: Samples) -> PackSettings:
+        """Settings of packs; HBP's levels are filled in HBP's way."""
+        is_hbp = self.goal.free.levels.is_hbp
+        return replace(data.settings, fill=FillRule.GREEDY) if is_hbp else data.settings
+
     def _caps_of_stream(self, job: JobSpec, data: Stream) -> Caps:
-        balanced = PackingMethod.BALANCED
-        return data.caps or self._find_caps(job, data.lengths, data.window, balanced, 0)
+        return data.caps or self._find_caps(job, data.lengths, data.window, PackSettings())
 
     def _find_caps(
-        self,
-        job: JobSpec,
-        lengths: Lengths,
-        samples_per_step: int,
-        packing: PackingMethod,
-        seed: int,
+        self, job: JobSpec, lengths: Lengths, samples_per_step: int, settings: PackSettings
     ) -> Caps:
         """The caps of least predicted time per sample, as `omnibal caps` finds them."""
         request = cap_search.CapSearchRequest(
             job=job,
             lengths=lengths,
-            packing=packing,
+            settings=settings,
             samples_per_step=samples_per_step,
             samples=SEARCH_SAMPLES,
-            seed=seed,
             rules=self.rules,
             rule=cap_search.CapRule.TIME,
         )
@@ -286,7 +287,6 @@ class _Search:
         """The samples with the levels that are best; None where every pack is one rank's, at caps
         that are to be found."""
         rule, free = self.goal.free.levels, self.goal.free
-        whole = replace(whole, curriculum_steps=data.curriculum_steps)
         is_searched = rule.is_forced or (rule.count is None and free.split.is_joint)
         found = self._found_levels(job, data, whole) if is_searched else None
         if data.curriculum_steps and (found is None or len(found.levels) < 2):
@@ -294,17 +294,12 @@ class _Search:
                 f"--curriculum-steps {data.curriculum_steps} was given, and packs are of one "
                 "level, which none is shorter than: leave it out, or give --packing-levels 2"
             )
-        if found is None or not found.levels:
+        if found is None:
             return None
-        if len(found.levels) == 1 and found.levels[0].context == 1:
-            return None if data.caps is None else replace(whole, caps=found.levels[0].caps)
-        return replace(
-            whole,
-            levels=found.levels,
-            caps=found.levels[-1].caps,
-            packs_per_step=found.micro_batches * job.parallel.data,
-            fill=FillRule.GREEDY if rule.is_hbp else FillRule.COST,
-        )
+        if are_plain(found.levels):
+            return None if data.caps is None else replace(whole, levels=found.levels)
+        packs_per_step = found.micro_batches * job.parallel.data
+        return replace(whole, levels=found.levels, packs_per_step=packs_per_step)
 
     def _found_levels(self, job: JobSpec, data: Samples, whole: SampleData) -> LevelTrial | None:
         """The levels to plan with; None where one level is best without a search."""
@@ -379,15 +374,12 @@ class _Search:
             sizes=sizes,
             placements=goal.free.placements if has_choice else (EncoderPlacement.PIPELINE,),
             lengths=of_samples.lengths,
-            packing=of_samples.packing,
+            settings=self._settings(of_samples),
             samples_per_step=samples_per_step,
             samples=SEARCH_SAMPLES,
-            seed=of_samples.seed,
             rules=self.rules,
             split=goal.free.split,
             caps=caps,
-            fill=FillRule.GREEDY if goal.free.levels.is_hbp else FillRule.COST,
-            curriculum_steps=of_samples.curriculum_steps,
             given=given,
         )
 
@@ -448,12 +440,8 @@ class _Search:
             planned = _shapes(job, data.caps, best.micro_batches)
         elif isinstance(data, Samples):
             packs_per_step = best.micro_batches * best.parallel.data
-            planned = replace(
-                self._packed(data, best.caps, packs_per_step),
-                levels=as_data_has(best.levels, best.caps),
-                fill=request.fill,
-                curriculum_steps=data.curriculum_steps,
-            )
+            packed = self._packed(data, best.caps, packs_per_step)
+            planned = replace(packed, levels=best.levels)
         else:
             assert request.given is not None
             given = self._data(job) if isinstance(data, Earlier) else request.given
@@ -497,14 +485,13 @@ class _Search:
                         f"no pack is of the level of {level.caps['tokens']:,} tokens: it is left "
                         "out"
                     )
-            if data.curriculum_steps and len(used) == 1:
+            curriculum_steps = data.settings.curriculum_steps
+            if curriculum_steps and len(used) == 1:
                 raise UserError(
-                    f"--curriculum-steps {data.curriculum_steps} was given, and all packs are of "
+                    f"--curriculum-steps {curriculum_steps} was given, and all packs are of "
                     "one level: leave it out, or give other --packing-levels"
                 )
-            caps = used[-1].caps
-            changed = replace(data, levels=as_data_has(used, caps), caps=caps)
-            request = replace(request, data=changed)
+            request = replace(request, data=replace(data, levels=used))
             result = self._make_plan(request)
 
     def _with_advice(self, request: PlanRequest, error: DoesNotFit) -> UserError:
@@ -540,9 +527,8 @@ def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | Do
 
 def _final_ms(result: PlanResult) -> float:
     """Time per sample of a plan; levels must save a share of it to be taken."""
-    return relative_ms(_prediction(result)) * (
-        1 + level_search.LEAST_GAIN * bool(result.plan.levels)
-    )
+    must_gain = 0.0 if are_plain(result.plan.pack_levels) else level_search.LEAST_GAIN
+    return relative_ms(_prediction(result)) * (1 + must_gain)
 
 
 def _prediction(result: PlanResult) -> Prediction:
@@ -603,14 +589,14 @@ def _samples_of_step(data: StreamData | SampleData) -> int:
 def _shared(request: PlanRequest) -> PlanRequest | None:
     """Packs of an earlier plan of one level, shared by ranks; None where that is no way to fit."""
     data = request.data
-    if not isinstance(data, SampleData) or data.steps is None or data.levels:
+    if not isinstance(data, SampleData) or data.steps is None:
+        return None
+    if not are_plain(data.levels):
         return None
     if request.job.has_data_parallel_encoders or not request.is_joint:
         return None
     try:
-        shared = level_search.shared_anew(
-            request.job, replace(data, levels=(Level(caps=data.caps),))
-        )
+        shared = level_search.shared_anew(request.job, data)
     except DoesNotFit:
         return None
     return replace(request, data=shared) if shared.levels[0].context > 1 else None

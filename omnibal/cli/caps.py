@@ -23,6 +23,7 @@ from omnibal.data.lengths import read_lengths
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, SEARCH_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.report import command_tables
+from omnibal.steps.pack_settings import PackSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,10 +81,9 @@ def caps(
     request = cap_search.CapSearchRequest(
         job=job,
         lengths=read_lengths(lengths),
-        packing=packing,
+        settings=PackSettings(packing=packing, seed=seed),
         samples_per_step=search.samples_per_step or usual,
         samples=search.samples,
-        seed=seed,
         rule=cap_search.CapRule(search.rule),
         fixed=limits_given(search.limit),
     )

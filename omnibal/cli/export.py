@@ -14,7 +14,7 @@ from omnibal.job.plan import Plan, plan_files
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.report.table import Facts
 
-_MOST_WORKERS = 256
+_MOST_WORKERS = 256  # loader processes of a rank; more than a node has cores
 _PARQUET = b"PAR1"
 """How every Parquet file begins."""
 

@@ -8,7 +8,6 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.job.plan import Plan
-from omnibal.model.limits import Caps
 from omnibal.report.table import Column, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -18,6 +17,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 _AUTO, _HBP = "auto", "hbp"
 _FEW_STEPS = 4
+"""Steps of an epoch below which one that takes what is over stands out."""
 _UNEVEN = 2.0
 """How many times as many tokens a step may have as another one of few."""
 
@@ -84,17 +84,14 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
     """
     import numpy as np
 
-    shapes = plan.data or plan.shapes
-    assert shapes is not None
     samples = None if packs is None else np.diff(packs.packs.offsets)
     found = []
-    for index in range(max(len(plan.levels), 1)):
-        caps: Caps = plan.levels[index].caps if plan.levels else shapes.caps
+    for index, level in enumerate(plan.pack_levels):
         here = None if packs is None else packs.level == index
         found.append(
             {
-                **caps.model_dump(mode="json"),
-                "context": plan.context_of(index),
+                **level.caps.model_dump(mode="json"),
+                "context": level.context,
                 "packs": None if here is None else int(here.sum()),
                 "samples": None if here is None or samples is None else int(samples[here].sum()),
                 "recompute": [stage.recomputed_layers for stage in plan.stages_at(index)],
@@ -142,7 +139,6 @@ def balance_of(
     if data is None or plan.data is None:
         return dict.fromkeys(names)
     packs, lengths = data
-    metrics = measure_packs(
-        packs, lengths, plan.data.caps, plan.parallel.data, packs.tokens, 1, plan.levels
-    ).as_dict()
+    dp = plan.parallel.data
+    metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, 1).as_dict()
     return {name: metrics[name] for name in names}

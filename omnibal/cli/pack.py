@@ -27,11 +27,13 @@ from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import cluster_file, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
+from omnibal.model.levels import Level
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, Caps, check_limits, check_packs_per_step
 from omnibal.model.parallel import MAX_DEVICES, Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, write_packs
 from omnibal.steps.metrics import measure_packs
+from omnibal.steps.pack_settings import PackSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +119,9 @@ def pack(
     caps = limits.caps(samples)
     data = SampleData(
         lengths=samples,
-        caps=caps,
-        packing=steps.packing,
+        settings=PackSettings(packing=steps.packing, seed=steps.seed),
+        levels=(Level(caps=caps),),
         packs_per_step=steps.dp * steps.micro_batches,
-        epochs=1,
-        seed=steps.seed,
     )
     start = time.perf_counter()
     packs, _ = data.schedule(job)
@@ -130,7 +130,7 @@ def pack(
         output.parent.mkdir(parents=True, exist_ok=True)
         write_packs(packs, output)
     if picture is not None:
-        write_loads(job, data.draw_request(job), packs, samples, picture)
+        write_loads(job, data, packs, picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:
@@ -140,7 +140,7 @@ def pack(
                 fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed, thorough=False)))
             least = packs_lower_bound(samples, caps, found=fewest)
     load_ms = job.load_ms(packs.packs, samples)
-    metrics = measure_packs(packs, samples, caps, steps.dp, load_ms, least)
+    metrics = measure_packs(packs, samples, data.levels, steps.dp, load_ms, least)
     if steps.packing is PackingMethod.ISF:
         note = isf_note(samples, caps, steps.seed)
         print_notes([] if note is None else [note])

@@ -36,8 +36,8 @@ def simulate(
     check_files({"--trace": trace}, plan_files(directory))
     files = open_plan(directory)
     planned, job, (packs, samples) = files.plan, files.job, files.steps
-    workload = job.workload(packs, samples, planned.levels)
-    cost, stages_at = job.cost_of_all(planned.levels), planned.stages_at_levels
+    workload = job.workload(packs, samples, planned.pack_levels)
+    cost, stages_at = job.cost_of_all(planned.pack_levels), planned.stages_at_levels
     with status("simulating"):
         steps = simulate_levels(cost, stages_at, workload)
     shown = int(steps.step_ms.argmax()) if step is None else step

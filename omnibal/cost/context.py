@@ -188,8 +188,7 @@ def costs_at(
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
-    All are linear in the same features, one more than the model's where packs are shared. Without
-    levels, there is one cost model, as given.
+    All are linear in the same features, one more than the model's where packs are shared.
 
     Raises:
         UserError: a level exchanges heads that its context size does not divide.
@@ -206,7 +205,7 @@ def costs_at(
     return tuple(
         _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, source)
         for level in levels
-    ) or (cost,)
+    )
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnibal.cost.model import attended, is_attended, loss_tokens, pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.model.levels import ContextExchange, Level
+from omnibal.model.levels import ContextExchange, Level, are_plain
 from omnibal.model.units import EXCHANGED
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.cut import Pieces, cut_packs, item_bounds
@@ -27,11 +27,11 @@ def share_features(
     """Features of every share, float64 [shares, features], in the order of `shares_of`.
 
     Args:
-        levels: of the packs; empty where each pack is one rank's.
+        levels: of the packs, one at least.
         features: names, as `omnibal.model.units.feature_names_at` lists them.
         shares: of these packs, if they are known.
     """
-    if not levels:
+    if are_plain(levels):
         return pack_features(packs.packs, lengths, features)
     shares = shares_of(packs, levels) if shares is None else shares
     context = np.array([level.context for level in levels])[packs.level]

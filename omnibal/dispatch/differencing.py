@@ -11,7 +11,7 @@ import heapq
 
 import numpy as np
 
-_EMPTY = -1
+_EMPTY = -1  # no item
 
 
 def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.ndarray:

@@ -122,4 +122,4 @@ def _prediction(given: ExportInput) -> Prediction:
     if plan.prediction is not None:
         return plan.prediction
     packs, lengths = given.files.steps
-    return prediction_of(plan, job, packs, job.workload(packs, lengths, plan.levels))
+    return prediction_of(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))

@@ -238,9 +238,9 @@ def _check_costs(
     files: PlanFiles, lengths: Lengths, packs: ScheduledPacks, *, to_train: bool
 ) -> str:
     plan, job = files.plan, files.job
-    workload = job.workload(packs, lengths, plan.levels)
+    workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
-        cost = job.cost_of_all(plan.levels)
+        cost = job.cost_of_all(plan.pack_levels)
         memories = stage_memories(cost, plan.stages_at_levels, workload)
     else:
         anew = prediction_of(plan, job, packs, workload)
@@ -395,7 +395,7 @@ def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
 
 
 def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
-    count = max(len(plan.levels), 1)
+    count = len(plan.pack_levels)
     outside = (packs.level < 0) | (packs.level >= count)
     _refuse_rows(outside, "has no such level", f"levels go from 0 to {count - 1}")
     for index, level in enumerate(plan.levels):
@@ -407,7 +407,7 @@ def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
 
 
 def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPacks) -> str:
-    all_caps = [level.caps for level in plan.levels] or [data.caps]
+    all_caps = [level.caps for level in plan.pack_levels]
     caps = data.caps.words("or") if not plan.levels else "the caps of its level"
     over = [
         packs.packs.sums(lengths.column(name))
@@ -465,7 +465,7 @@ def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
 
 def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     """Ranks that share every pack, int64 [packs]."""
-    return np.array([level.context for level in plan.levels] or [1])[packs.level]
+    return np.array([level.context for level in plan.pack_levels])[packs.level]
 
 
 def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
@@ -474,7 +474,7 @@ def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     Ranks that share packs then wait for each other for ever: a stage runs as many forwards ahead as
     its own micro-batches say.
     """
-    shares = shares_of(packs, plan.levels)
+    shares = shares_of(packs, plan.pack_levels)
     before = np.append(-1, shares.slot[:-1])
     same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)
     after_gap = np.zeros(len(packs), bool)

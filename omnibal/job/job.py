@@ -25,7 +25,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
-from omnibal.model.levels import Level
+from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.model.targets import FREE, OWN, Sharding, TrainerConstraints, trainer_of
@@ -161,7 +161,7 @@ class JobSpec:
         return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
-        """Costs of units on packs of every level; without levels, `cost` alone.
+        """Costs of units on packs of every level.
 
         Ranks exchange at the rates of the source, where it has any.
 
@@ -172,7 +172,7 @@ class JobSpec:
         sizes = self.model, cluster, self.parallel, self.precision, self.frozen
         source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
-        if not (runtime.accumulates_in_products and levels):
+        if not runtime.accumulates_in_products:
             return costs
         widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
         return tuple(
@@ -241,14 +241,19 @@ class JobSpec:
         """Memory that a stage may fill of one device, in GiB."""
         return memory_cap_gib(self.cluster)
 
-    def load_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level] = ()) -> np.ndarray:
-        """Predict the ms of every pack on all stages, by which packs are balanced. [packs]
+    def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
+        """Predict the ms of every pack on all stages, each on one rank. [packs]"""
+        features = pack_features(packs, lengths, self.cost.features)
+        return model_ms(self.cost, self.pipeline_model, features)
+
+    def load_at_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
+        """Predict the ms of every pack of these levels on all stages, by which packs are balanced.
+        [packs]
 
         Of a pack that ranks share it is the time of the slowest.
         """
-        if not levels:
-            features = pack_features(packs, lengths, self.cost.features)
-            return model_ms(self.cost, self.pipeline_model, features)
+        if are_plain(levels):
+            return self.load_ms(packs, lengths)
         of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
         costs = self.costs_at(levels)
         for index, (level, cost) in enumerate(zip(levels, costs, strict=True)):

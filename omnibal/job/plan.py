@@ -207,13 +207,18 @@ class Plan(Frozen):
         return self.model if self.beside is None else self.model.without_encoders()
 
     @property
+    def pack_levels(self) -> tuple[Level, ...]:
+        """Levels of the packs, one at least."""
+        if self.levels:
+            return tuple(level.unplanned for level in self.levels)
+        shapes = self.data or self.shapes
+        assert shapes is not None
+        return (Level(caps=shapes.caps),)
+
+    @property
     def has_shared_packs(self) -> bool:
         """Whether ranks share packs of any level."""
         return any(level.context > 1 for level in self.levels)
-
-    def context_of(self, level: int) -> int:
-        """Data-parallel ranks that share a pack of a level."""
-        return self.levels[level].context if self.levels else 1
 
     @model_validator(mode="after")
     def _levels_rise(self) -> "Plan":

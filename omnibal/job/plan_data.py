@@ -4,7 +4,8 @@ All kinds have the same methods, so that no caller needs to know which of them a
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -23,7 +24,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, ImagesEncoder
-from omnibal.model.levels import FillRule, Level
+from omnibal.model.levels import FillRule, Level, largest_caps
 from omnibal.model.limits import (
     Caps,
     check_limits,
@@ -36,8 +37,8 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import whole_steps
 from omnibal.steps.next_fit import as_formed
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import (
-    DataRequest,
     Steps,
     deal_steps,
     draw_steps,
@@ -57,22 +58,15 @@ class SampleData:
     """A dataset's samples, and the settings by which they become packs and steps."""
 
     lengths: Lengths
-    caps: Caps
-    packing: PackingMethod
+    settings: PackSettings = field(default_factory=PackSettings)
+    levels: tuple[Level, ...]
+    """Levels of the packs, one at least, of rising caps."""
     packs_per_step: int
     """Packs per step, of all data-parallel ranks together."""
-    epochs: int
-    seed: int
-    levels: tuple[Level, ...] = ()
-    """Levels of the packs, of rising caps; empty where there is but one, of context size 1."""
-    fill: FillRule = FillRule.COST
-    """Rule for the short samples that fill the room of long packs."""
-    curriculum_steps: int = 0
-    """First steps that are made of packs of the shortest level alone."""
     steps: Steps | None = None
-    """Steps of an earlier plan of the same caps, packing, epochs and seed; None to draw them."""
+    """Steps of an earlier plan of the same levels and settings; None to draw them."""
     rules: PackRules = ANY_PACKS
-    """What packs may be, where there is but one level."""
+    """What packs may be, where each is one rank's and all have the same limits."""
     packed_by: PackedBy | None = None
     """Rule that made the packs of given steps; None where there are none."""
 
@@ -96,16 +90,22 @@ class SampleData:
         packs, lengths = data
         return cls(
             lengths=lengths,
-            caps=plan.data.caps,
-            packing=_packing_of(plan.data),
+            settings=_settings_of(plan.data),
             packed_by=plan.data.method,
             packs_per_step=plan.data.packs_per_step,
-            epochs=plan.data.epochs,
-            seed=plan.data.seed,
-            levels=tuple(level.unplanned for level in plan.levels),
-            curriculum_steps=plan.data.curriculum_steps,
+            levels=plan.pack_levels,
             steps=steps_of(packs),
         )
+
+    @property
+    def caps(self) -> Caps:
+        """Caps of the longest packs."""
+        return largest_caps(self.levels)
+
+    def capped(self, caps: Caps) -> Self:
+        """Change the caps of packs, which are of one level."""
+        (level,) = self.levels
+        return replace(self, levels=(level.model_copy(update={"caps": caps}),))
 
     def check(self, job: JobSpec) -> None:
         """Refuse data that cannot be planned for a job.
@@ -117,7 +117,7 @@ class SampleData:
         """
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
-        _check_epochs(self.epochs, len(self.lengths))
+        _check_epochs(self.settings.epochs, len(self.lengths))
         self.trained_model(job.model)
 
     def trained_model(self, model: ModelConfig) -> ModelConfig:
@@ -128,20 +128,6 @@ class SampleData:
         """Count the micro-batches of one data-parallel rank in a full step, at most."""
         return -(-self.packs_per_step // job.parallel.data)
 
-    def draw_request(self, job: JobSpec) -> DataRequest:
-        """Describe how packs and steps are drawn from the samples."""
-        return DataRequest(
-            caps=self.caps,
-            method=self.packing,
-            seed=self.seed,
-            epochs=self.epochs,
-            packs_per_step=self.packs_per_step,
-            packs_per_row=job.parallel.data,
-            levels=self.levels,
-            curriculum_steps=self.curriculum_steps,
-            rules=self.rules,
-        )
-
     def packed(self, job: JobSpec) -> list[Packs]:
         """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps.
 
@@ -151,20 +137,29 @@ class SampleData:
         if self.steps is not None:
             return []
         may_fill = None
-        if len(self.levels) > 1 and self.fill is FillRule.COST:
+        if len(self.levels) > 1 and self.settings.fill is FillRule.COST:
             may_fill = job.worth_filling(self.lengths, self.levels)
-        return pack_epochs(self.lengths, self.draw_request(job), may_fill)
+        return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
         """Draw the steps unless they are given, from `packed` or from packs made here."""
         if self.steps is not None:
             return self
         packs = self.packed(job) if packed is None else packed
-        steps = draw_steps(self.lengths, self.draw_request(job), self._load(job), packs)
+        steps = draw_steps(
+            self.lengths,
+            self.settings,
+            self.levels,
+            self._load(job),
+            packs,
+            packs_per_step=self.packs_per_step,
+            packs_per_row=job.parallel.data,
+            rules=self.rules,
+        )
         return replace(self, steps=steps)
 
     def _load(self, job: JobSpec) -> Callable[[Packs], np.ndarray]:
-        return lambda packs: job.load_ms(packs, self.lengths, self.levels)
+        return lambda packs: job.load_at_ms(packs, self.lengths, self.levels)
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
         """Keep the micro-batches per rank for another job, or the steps where they are given."""
@@ -176,7 +171,7 @@ class SampleData:
         """Draw at most `most` samples at random; all are kept where steps are given."""
         if self.steps is not None:
             return self
-        return replace(self, lengths=draw_samples(self.lengths, most, self.seed))
+        return replace(self, lengths=draw_samples(self.lengths, most, self.settings.seed))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time,
@@ -187,7 +182,7 @@ class SampleData:
         """
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
-        sizes = job.parallel
+        sizes, rules = job.parallel, self.rules
         packs = deal_steps(
             steps,
             lengths,
@@ -199,11 +194,11 @@ class SampleData:
         # Ranks that share all packs take them together; rules are of packs of one level.
         together = self.levels[0].context if len(self.levels) == 1 else 1
         blocks, packs_per_step = sizes.data // together, self.packs_per_step // together
-        if self.rules.next_fit:
+        if rules.next_fit:
             load = self._load(job)(packs.packs)
             packs = as_formed(packs, lengths, load, blocks, packs_per_step)
             packs = replace(packs, dp_rank=packs.dp_rank * together)
-        if self.rules.full_steps:
+        if rules.full_steps:
             packs = whole_steps(packs, packs_per_step, blocks)
         return packs, lengths
 
@@ -213,17 +208,19 @@ class SampleData:
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         """Describe the packs for plan.json."""
+        settings = self.settings
+        by_rule: PackedBy = "next_fit" if self.rules.next_fit else settings.packing.value
         described = describe_data(
             packs,
             self.lengths,
             caps=self.caps,
-            method=self.packed_by or ("next_fit" if self.rules.next_fit else self.packing.value),
-            seed=self.seed,
-            epochs=self.epochs,
+            method=self.packed_by or by_rule,
+            seed=settings.seed,
+            epochs=settings.epochs,
             packs_per_step=self.packs_per_step,
             micro_batches_per_step=self.micro_batches(job),
         )
-        return described.model_copy(update={"curriculum_steps": self.curriculum_steps})
+        return described.model_copy(update={"curriculum_steps": settings.curriculum_steps})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -238,8 +235,12 @@ class MockData:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """No levels: all packs are at the caps, each on one rank."""
-        return ()
+        """One level: all packs are at the caps, each on one rank."""
+        return (Level(caps=self.caps),)
+
+    def capped(self, caps: Caps) -> Self:
+        """Change the caps of packs."""
+        return replace(self, caps=caps)
 
     @property
     def steps(self) -> None:
@@ -322,8 +323,12 @@ class StreamData:
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """No levels: all packs are under the same caps, each on one rank."""
-        return ()
+        """One level: all packs are under the same caps, each on one rank."""
+        return (Level(caps=self.caps),)
+
+    def capped(self, caps: Caps) -> Self:
+        """Change the caps of packs."""
+        return replace(self, caps=caps)
 
     @property
     def steps(self) -> None:
@@ -424,10 +429,15 @@ def _check_epochs(epochs: int, samples: int) -> None:
         )
 
 
-def _packing_of(data: DataPlan) -> PackingMethod:
-    """Packing rule by which samples were told to go together; `balanced` where others did that."""
+def _settings_of(data: DataPlan) -> PackSettings:
+    """Settings of a plan's packs; `balanced` where others told which samples go together."""
     known = data.method in list(PackingMethod)
-    return PackingMethod(data.method) if known else PackingMethod.BALANCED
+    return PackSettings(
+        packing=PackingMethod(data.method) if known else PackingMethod.BALANCED,
+        epochs=data.epochs,
+        seed=data.seed,
+        curriculum_steps=data.curriculum_steps,
+    )
 
 
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
@@ -507,9 +517,9 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
         step=np.zeros(count, np.int64),
         epoch=np.zeros(count, np.int32),
     )
-    return deal_steps(
-        steps, lengths, lambda packs: size_load(packs, lengths), data_parallel
-    ), lengths
+    levels = [Level(caps=shapes.caps)]
+    load = partial(size_load, lengths=lengths)
+    return deal_steps(steps, lengths, load, data_parallel, levels), lengths
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:

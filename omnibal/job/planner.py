@@ -11,7 +11,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData
 from omnibal.model.config import ClusterConfig
-from omnibal.model.levels import Level
+from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
@@ -52,7 +52,7 @@ class PlanRequest:
                 f"--method {self.method} with --recompute {self.recompute} was given for {what}: "
                 f"leave both options out{otherwise}"
             )
-        if self.data.levels and not self.job.trainer.stages.is_free:
+        if not (are_plain(self.data.levels) or self.job.trainer.stages.is_free):
             raise UserError(
                 "packs of several levels, each of which recomputes layers of its own, cannot be "
                 "told to a trainer that takes limited stages: give --packing-levels 1, or leave "
@@ -80,7 +80,7 @@ class PlanRequest:
         if not self.job.trainer.stages.is_free:
             what = "a plan whose stages are limited to what a trainer can be told, which only"
             return f"{what} the joint search keeps to", ", or leave --for out"
-        if self.data.levels:
+        if not are_plain(self.data.levels):
             what = "packs of levels, each of which recomputes layers of its own, and only the"
             # The packs of an earlier plan have its levels.
             otherwise = ", or give --packing-levels 1" if self.data.steps is None else ""
@@ -98,7 +98,7 @@ class PlanRequest:
 
     def capped(self, caps: Caps) -> Self:
         """Change the caps of packs."""
-        return replace(self, data=replace(self.data, caps=caps))
+        return replace(self, data=self.data.capped(caps))
 
     def packed(self) -> list[Packs]:
         """Pack every epoch, for `drawn`; no packs where steps are given or made up."""
@@ -160,8 +160,8 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         parallel=job.parallel,
         frozen=job.frozen,
         made_for=job.trainer.name,
-        stages=_without_recompute(stages_at[0]) if levels else stages_at[0],
-        levels=_planned(levels, stages_at),
+        stages=stages_at[0] if are_plain(levels) else _without_recompute(stages_at[0]),
+        levels=() if are_plain(levels) else _planned(levels, stages_at),
         beside=job.beside,
         cluster=job.cluster,
         data=data,
@@ -181,7 +181,7 @@ def prediction_of(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
 ) -> Prediction:
     """Predict a plan of a job on its own packs, of which the workload is."""
-    cost, stages_at = job.cost_of_all(plan.levels), plan.stages_at_levels
+    cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     prediction = predict(
         cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload, _reading(plan, job)
     )
@@ -200,7 +200,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
         reading,
         plan.model,
         plan.stages,
-        feature_names_at(job.cost.features, plan.levels),
+        feature_names_at(job.cost.features, plan.pack_levels),
         has_data_parallel_encoders=plan.beside is not None,
         ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
     )
@@ -212,7 +212,7 @@ def _planned(
     """Levels with the layers that each stage recomputes at them."""
     return tuple(
         PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
-        for level, stages in zip(levels, stages_at, strict=bool(levels))
+        for level, stages in zip(levels, stages_at, strict=True)
     )
 
 
@@ -221,7 +221,7 @@ def _without_recompute(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def placement_problem(
-    job: JobSpec, workload: Workload, levels: Sequence[Level] = ()
+    job: JobSpec, workload: Workload, levels: Sequence[Level]
 ) -> PlacementProblem:
     """The search for how a job's data-parallel encoders run, for packs of these levels."""
     assert job.encoders_cost is not None

@@ -33,13 +33,12 @@ from omnibal.lint.unmodelled_flags import (
 )
 from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
-from omnibal.model.levels import ContextExchange, CutRule, Level
+from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
@@ -316,7 +315,7 @@ def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
     """The level that makes context-parallel ranks share every pack, as Megatron cuts samples."""
     context, samples = line.launch.context, line.launch.micro_batch or 1
     if context == 1 or cuts_samples(line):
-        return ()
+        return (Level(caps=caps),)
     of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
     return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=line.exchange),)
 
@@ -330,12 +329,8 @@ def _micro_batches(
     if samples.lengths is not None:
         return SampleData(
             lengths=samples.lengths,
-            caps=caps,
-            packing=PackingMethod.BALANCED,
-            packs_per_step=micro_batches * ranks,
-            epochs=1,
-            seed=0,
             levels=levels,
+            packs_per_step=micro_batches * ranks,
             rules=job.trainer.packs,
         ).schedule(job)
     each = line.launch.micro_batch or 1
@@ -345,7 +340,7 @@ def _micro_batches(
         image_tokens=samples.image_tokens if job.model.images is not None else None,
     )
     packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
-    if each == 1 and not levels:
+    if each == 1 and are_plain(levels):
         return packs, lengths
     count = len(lengths) // each
     steps = Steps(

@@ -73,6 +73,11 @@ class Level(Frozen):
         return context
 
 
+def are_plain(levels: Sequence[Level]) -> bool:
+    """Whether all packs have the same limits, and each is one rank's."""
+    return len(levels) == 1 and levels[0].context == 1
+
+
 def largest_caps(levels: Sequence[Level]) -> Caps:
     """Largest cap of every feature over all levels, which must limit the same features."""
     names = levels[0].caps.names

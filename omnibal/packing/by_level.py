@@ -34,7 +34,7 @@ def levels_of_packs(packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> 
     """Find the smallest level whose caps hold each pack, int32 [packs].
 
     It is the level that `pack_by_level` made the pack for, as each pack has a sample that no
-    smaller level holds. Without levels, all packs are of level 0.
+    smaller level holds.
     """
     sums: dict[str, np.ndarray] = {}
 

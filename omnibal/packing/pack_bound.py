@@ -48,7 +48,7 @@ _FEW_SIZES, _MANY_SIZES = 400, 6000
 """Most distinct sizes for a separate value each: always, and where a gap remains."""
 _GAP = 0.005
 """Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
-_MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8
+_MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8  # bounds settle within; fewer say nothing
 _SIZES_TIMES_ROUNDS = 60_000
 """Distinct sizes times rounds of new columns, which keeps the bound of thousands to a minute."""
 _EXACT_WORK = 4e8  # table cells times sizes, where each size has a value of its own

@@ -29,7 +29,7 @@ _MAX_ITEM_CELLS = 512
 """Most units of all items together."""
 _MAX_ITEM_LEVELS = 40  # of item counts that are told apart
 _MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
-_EMPTY = 1e-12
+_EMPTY = 1e-12  # below it a share of a pattern, or a value, is rounding of zero
 _UNLIMITED = np.iinfo(np.int64).max
 _MORE_PACKS = 2e-4
 """Share of packs that being mixed may cost."""

@@ -23,7 +23,7 @@ from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
 MAX_SIMULATED_STEPS = 2_000  # of a run; of more, so many are spread over it
-_MS_PER_DAY = 86_400_000
+_MS_PER_DAY = 86_400_000  # the unit that budgets are in is the GPU day
 
 
 def predict(

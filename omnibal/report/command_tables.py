@@ -9,6 +9,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import EncoderLayers
+from omnibal.model.levels import are_plain
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
@@ -120,7 +121,8 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     tried += [one.sizing for one in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
     has_placements = len({sizing.placement for sizing in tried}) > 1
-    levels = ["levels"] if any(strategy.levels for strategy in search.ranking) else []
+    has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
+    levels = ["levels"] if has_levels else []
     plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
 
     def sizes(sizing: "Sizing") -> list[str]:
@@ -131,7 +133,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         (
             *sizes(strategy.sizing),
             *(f"{cap:,}" for cap in strategy.caps.values),
-            *(str(max(len(strategy.levels), 1)) for _ in levels),
+            *(str(len(strategy.levels)) for _ in levels),
             str(strategy.recomputed_layers),
             f"{strategy.peak_gib:.1f}",
             f"{strategy.samples_per_second:,.2f}",

@@ -13,6 +13,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.report.formatting import milliseconds, number, percent, shorten, write_ascii
@@ -28,7 +29,6 @@ from omnibal.report.panels import (
 )
 from omnibal.report.svg import Plot, Rows, Scale, polyline, text
 from omnibal.steps.metrics import rank_sums, straggler_factor
-from omnibal.steps.steps import DataRequest
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16
 _DIGIT_WIDTH = 7.5
@@ -105,28 +105,26 @@ def common_practice(
     )
 
 
-def write_loads(
-    job: JobSpec, request: DataRequest, scheduled: ScheduledPacks, lengths: Lengths, output: Path
-) -> None:
+def write_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks, output: Path) -> None:
     """Write the SVG file of `draw_loads`, and the directories that it lies in."""
-    write_ascii(draw_loads(job, request, scheduled, lengths), output)
+    write_ascii(draw_loads(job, data, scheduled), output)
 
 
-def draw_loads(
-    job: JobSpec, request: DataRequest, scheduled: ScheduledPacks, lengths: Lengths
-) -> str:
+def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> str:
     """The SVG of a schedule of one epoch, and of common practice on the same samples.
 
     Equal inputs give equal text.
 
     Args:
         job: whose data-parallel ranks are shown, and whose costs predict their times.
-        request: by which the samples were packed.
+        data: that was packed under one limit.
+        scheduled: its packs.
     """
     dp, packs = job.parallel.data, len(scheduled)
-    micro_batches = request.packs_per_step // dp
+    lengths, seed, caps = data.lengths, data.settings.seed, data.caps
+    micro_batches = data.packs_per_step // dp
     count = max(round(len(scheduled.packs.samples) / packs), 1)
-    before = common_practice(lengths, count, dp, micro_batches, request.seed, job.load_ms)
+    before = common_practice(lengths, count, dp, micro_batches, seed, job.load_ms)
     # Nothing is padded: samples of a pack follow one another in one row.
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
@@ -138,7 +136,7 @@ def draw_loads(
     each = f"{_counted(count, 'sample')} per micro-batch"
     headings = {
         "before": f"Before: random order, {each}, padded to the longest",
-        "after": f"After: packed, matched and dealt out ({request.method})",
+        "after": f"After: packed, matched and dealt out ({data.settings.packing})",
     }
     first = next(iter(sides.values()))
     panels = (_panel(side, headings[side], sides[side], shown[side], x, first) for side in sides)
@@ -148,18 +146,18 @@ def draw_loads(
         "model on every rank. A step ends with its slowest rank."
     )
     note = (
-        f"Before: seed {request.seed}; {each}, the rounded mean of after; padding costs what text "
+        f"Before: seed {seed}; {each}, the rounded mean of after; padding costs what text "
         "does; the caps do not hold; the last incomplete step is dropped."
         if before
         else f"No picture of before: {each} do not make one complete step of "
-        f"{request.packs_per_step:,} micro-batches."
+        f"{data.packs_per_step:,} micro-batches."
     )
     below = top + _PLOT_HEIGHT + 48
     model, cluster = (shorten(one.name, _NAME_LIMIT) for one in (job.model, job.cluster))
     title = f"Predicted load of ranks: {model} on {cluster}"
-    caps = words([f"{request.caps[name]:,} {name}" for name in request.caps.names])
+    most = words([f"{caps[name]:,} {name}" for name in caps.names])
     subtitle = (
-        f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {caps}; "
+        f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {most}; "
         f"{_counted(dp, 'data-parallel rank')}, up to {_counted(micro_batches, 'pack')} each per "
         "step"
     )

@@ -126,7 +126,7 @@ def _read(
                 "a plan with neither data nor shapes has no steps to replay; give the plan "
                 f"that {replay_directory} is of, or no replay"
             )
-        cost, workload = job.cost_of_all(plan.levels), job.workload(*data, plan.levels)
+        cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
         replay = read_replay(replay_directory, plan, cost, workload)
     return ReportInput(
         plan=plan,
@@ -206,7 +206,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         packs, lengths = report.data
         caps, dp = plan.data.caps, plan.parallel.data
         bound = naive_lower_bound(lengths, caps)
-        metrics = measure_packs(packs, lengths, caps, dp, packs.tokens, bound, plan.levels)
+        metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
         shown |= {
             "packs": packs_figure(packs, caps),
             "packing": packing_facts(metrics, "tokens", plan.data),

@@ -29,9 +29,9 @@ def phases_of_plan(
         return []
     # Without what pipelines wait for data-parallel encoders.
     job = replace(JobSpec.of_plan(plan, cost_source), beside=None)
-    workload = job.workload(packs, lengths, plan.levels).some_steps(MAX_SIMULATED_STEPS)
-    cost, ranks = job.cost_of_all(plan.levels), plan.parallel.data
-    names = feature_names_at(job.cost.features, plan.levels)
+    workload = job.workload(packs, lengths, plan.pack_levels).some_steps(MAX_SIMULATED_STEPS)
+    cost, ranks = job.cost_of_all(plan.pack_levels), plan.parallel.data
+    names = feature_names_at(job.cost.features, plan.pack_levels)
     steps, step = np.unique(workload.step, return_inverse=True)
     cell = step * ranks + workload.dp_rank
     held = {

@@ -24,7 +24,10 @@ _GAP = 0.6
 
 def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> Figure:
     """The simulated schedule of one representative step of the first data-parallel rank."""
-    cost, workload = job.cost_of_all(plan.levels), job.workload(packs, lengths, plan.levels)
+    cost, workload = (
+        job.cost_of_all(plan.pack_levels),
+        job.workload(packs, lengths, plan.pack_levels),
+    )
     times = workload_times(cost, plan.stages_at_levels, workload)
     step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
     of_step = workload.of_steps([step])

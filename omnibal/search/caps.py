@@ -19,6 +19,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples
 from omnibal.job.plan_data import caps_of_tokens, least_caps, limited_features
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, check_limits, in_canonical_order, words
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packing import PackingMethod
@@ -193,9 +194,9 @@ def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
             f"the best token cap is {_LEVELS[-1]:.0f} times what the longest sample needs; larger "
             "ones, which are not tried, may be better still"
         )
-    if request.packing is PackingMethod.ISF:
-        drawn = draw_samples(request.lengths, request.samples, request.seed)
-        worse = isf_note(drawn, search.best, request.seed)
+    if request.settings.packing is PackingMethod.ISF:
+        drawn = draw_samples(request.lengths, request.samples, request.settings.seed)
+        worse = isf_note(drawn, search.best, request.settings.seed)
         found += [] if worse is None else [worse]
     return found
 
@@ -322,7 +323,7 @@ class _Evaluation:
             UserError: the caps do not fit into memory, or there are fewer packs than ranks.
         """
         request = self.request
-        job, lengths, data = request.job, request.lengths, request.sample_data(caps)
+        job, lengths, data = request.job, request.lengths, request.sample_data((Level(caps=caps),))
         (packs,) = packed = data.packed(job)
         ranks = job.parallel.data
         timed = time_per_sample(Trial(job=job, data=data, packed=packed), request.samples_per_step)
@@ -558,7 +559,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
 
 def _search_by_paper(request: CapSearchRequest, trials: _CapTrials, least: Caps) -> CapSearch:
     """Candidates of the paper's rule, in its order; predicted times are for information only."""
-    ranked = paper_caps(trials.lengths, least, request.seed)[:_PAPER_CANDIDATES]
+    ranked = paper_caps(trials.lengths, least, request.settings.seed)[:_PAPER_CANDIDATES]
     trials.try_caps(ranked)
     candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
     return CapSearch(candidates=candidates, infeasible=_reasons(trials), is_largest=False)

@@ -17,7 +17,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
 from omnibal.job.planner import PlanRequest, placement_problem
 from omnibal.model.config import load_cluster, preset_names
-from omnibal.model.levels import Level
+from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
 from omnibal.model.parallel import Parallel, expert_sizes
 from omnibal.model.units import unit_names
@@ -59,7 +59,7 @@ class Advice:
     """Kinds of changes of which at least one was tried, successful or not."""
 
 
-def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
     workload of packs of these levels."""
     if job.has_data_parallel_encoders and job.beside is None:
@@ -70,10 +70,10 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = (
     )
 
 
-def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level] = ()) -> float:
+def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
     """Memory of the fullest device by which a job fits its cap or does not: of some split at most,
     or of all at least."""
-    if levels or (job.has_data_parallel_encoders and job.beside is None):
+    if not are_plain(levels) or (job.has_data_parallel_encoders and job.beside is None):
         return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
     return peak_vs_budget(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
@@ -305,7 +305,7 @@ def _try_smaller_caps(changes: _Changes) -> None:
     Levels have caps of their own, which are searched for elsewhere.
     """
     data = changes.request.data
-    if data.steps is not None or data.levels:
+    if data.steps is not None or not are_plain(data.levels):
         return
     candidates = smaller_caps(data.caps, data.least_caps())
     found: list[Change] = []

@@ -6,7 +6,7 @@ data say stays as it is; limits of packs that are None, and all that `free` name
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from omnibal.base.errors import UserError
@@ -14,6 +14,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import FillRule
 from omnibal.model.limits import Caps
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
@@ -21,6 +22,7 @@ from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.search.conflicts import Feature, check_together
 from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
+from omnibal.steps.pack_settings import PackSettings
 
 
 def _check_counts(least: int, **counts: int | None) -> None:
@@ -33,26 +35,33 @@ def _check_counts(least: int, **counts: int | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Samples:
+class Samples(PackSettings):
     """A dataset's samples, shuffled and packed."""
 
     lengths: Lengths
     caps: Caps | None = None
     """Caps of the longest packs; None to search for them."""
-    packing: PackingMethod = PackingMethod.BALANCED
-    epochs: int = 1
-    seed: int = 0
     micro_batches: int | None = None
     """Packs of one rank in a step, were all of them full ones of the longest level."""
     samples_per_step: int | None = None
     """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
-    curriculum_steps: int = 0
-    """First steps of packs of the shortest level alone."""
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
         _check_counts(1, epochs=self.epochs, **steps)
         _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
+        for given, kind in ((self.packing, PackingMethod), (self.fill, FillRule)):
+            if not isinstance(given, kind):
+                raise UserError(
+                    f"{given!r} was given for a {kind.__name__}; give one of {list(kind)}"
+                )
+
+    @property
+    def settings(self) -> PackSettings:
+        """The settings of the packs alone."""
+        return PackSettings(
+            **{each.name: getattr(self, each.name) for each in fields(PackSettings)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

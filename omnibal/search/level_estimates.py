@@ -26,7 +26,6 @@ from omnibal.search.level_choice import (
     level_forms,
     possible_contexts,
 )
-from omnibal.search.level_trial import as_data_has
 
 MAX_SEARCHED = 4
 """Most levels of a set, as in HBP."""
@@ -75,7 +74,7 @@ class LevelRule:
 
     def allows(self, levels: tuple[Level, ...]) -> bool:
         """Whether a set has the number of levels that is asked for."""
-        return self.count in (None, max(len(levels), 1))
+        return self.count in (None, len(levels))
 
 
 ANY_LEVELS = LevelRule()
@@ -201,7 +200,7 @@ class LevelEstimates:
         near = [levels for ms, levels in some_of_each(estimated) if ms <= limit][: most - 1]
         if exactly in (None, 1):
             near.append((Level(caps=self.caps[-1]),))
-        return [as_data_has(levels, self.data.caps) for levels in near]
+        return near
 
     def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
         """One level at every context size, for samples that make few packs or hardly fit.
@@ -210,19 +209,19 @@ class LevelEstimates:
             may_lower: whether also of less tokens than the top caps have.
         """
         every = self._lower_tops() if may_lower else [self.data.caps]
-        found = []
+        found: list[tuple[Level, ...]] = []
         for caps in every:
             for context in possible_contexts(self.job, caps):
                 best = self._best((None, caps), [context])
                 if best is not None:
-                    found.append(as_data_has((best.level,), self.data.caps))
+                    found.append((best.level,))
         return found
 
     def most_shared(self) -> tuple[Level, ...]:
         """One level whose packs are shared by as many ranks as can."""
         context = possible_contexts(self.job, self.data.caps)[-1]
         level = next(level_forms(self.job, self.data.caps, [context]))
-        return as_data_has((level,), self.data.caps)
+        return (level,)
 
     def _lower_tops(self) -> list[Caps]:
         """The top caps, lower ones, and about the lowest that hold every sample."""
@@ -239,7 +238,6 @@ class LevelEstimates:
 
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
         """Yield the set with one level of other caps or another context size, in its best form."""
-        levels = levels or (Level(caps=self.caps[-1]),)
         caps = [level.caps for level in levels]
         for place, (level, step) in enumerate(zip(levels, _steps(caps), strict=True)):
             before, after = levels[:place], levels[place + 1 :]
@@ -247,7 +245,7 @@ class LevelEstimates:
                 if context in possible_contexts(self.job, level.caps):
                     found = self._best(step, [context])
                     if found is not None:
-                        yield as_data_has((*before, found.level, *after), self.data.caps)
+                        yield (*before, found.level, *after)
             for factor in _CAP_MOVES if after else ():
                 moved = self._moved(level.caps, factor)
                 least = before[-1].caps["tokens"] if before else 0
@@ -276,7 +274,7 @@ class LevelEstimates:
         own = own_samples(self.data.lengths, [level.caps for level in levels])
         # A level without samples of its own makes no packs.
         kept = (level for level, count in zip(levels, own, strict=True) if count)
-        return as_data_has(tuple(kept), self.data.caps)
+        return tuple(kept)
 
     def _moved(self, caps: Caps, factor: float) -> Caps:
         tokens = round(caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
@@ -344,7 +342,7 @@ class LevelEstimates:
             some = self.data.lengths.take(self._drawn(rows))
             packs = None
             if len(rows):
-                packs = pack_samples(some, step[1], PackingMethod.ISF, self.data.seed)
+                packs = pack_samples(some, step[1], PackingMethod.ISF, self.data.settings.seed)
             self.packed[step] = None if packs is None else (packs, some)
         return self.packed[step]
 
@@ -356,7 +354,7 @@ class LevelEstimates:
         return np.flatnonzero(held)
 
     def _drawn(self, rows: np.ndarray) -> np.ndarray:
-        rng = np.random.default_rng(self.data.seed)
+        rng = np.random.default_rng(self.data.settings.seed)
         return np.sort(rng.permutation(rows)[:_ESTIMATED_SAMPLES])
 
 

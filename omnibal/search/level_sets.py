@@ -23,7 +23,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
-from omnibal.model.levels import Level
+from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import check_packs_per_step
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.fit import check_samples_fit
@@ -36,11 +36,13 @@ from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
+"""Samples of a trial, and of the finalists': packs of more differ by about a percent."""
 _FINALISTS = 3  # simulated again on more samples
 _MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
 ROUNDS = 2
 """Rounds of moves around the best set."""
 _MOST_MOVES = 4 * MAX_SEARCHED - 2
+"""Two context sizes and two caps a level, but for the top caps."""
 _SHARED_PACKS = 2_000
 """Most packs of a level of given steps by which its form is chosen."""
 LEAST_GAIN = 0.01
@@ -58,7 +60,7 @@ class LevelRequest:
 
     job: JobSpec
     data: SampleData
-    """Samples without levels."""
+    """Samples, at one level of the longest packs."""
     may_lower: bool = False
     """Whether the longest packs may be smaller than the caps of the data allow."""
     exactly: int | None = None
@@ -89,7 +91,7 @@ class LevelSearch:
     """Result of a search for levels."""
 
     best: tuple[Level, ...]
-    """Levels of the plan; empty for one level of context size 1 at the caps of the data."""
+    """Levels of the plan, one at least."""
     ranking: tuple[LevelTrial, ...] = ()
     """Simulated sets, the chosen one first; empty where nothing but one level was possible."""
     least_ms_per_sample: float | None = None
@@ -133,7 +135,7 @@ def search_levels(
 
     if is_one_level(request):
         on_progress(left)
-        return LevelSearch(best=())
+        return LevelSearch(best=request.data.levels)
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
     rival = estimates.by_hbp() if near and request.exactly is None else None
@@ -191,7 +193,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     Raises:
         DoesNotFit: packs of a level fit no context size.
     """
-    if data.steps is None or not data.levels:
+    if data.steps is None:
         return data
     packs, lengths = data.steps.packs, data.lengths
     of_packs = levels_of_packs(packs, lengths, data.levels)
@@ -239,7 +241,7 @@ def notes(found: LevelSearch) -> list[str]:
     )
     said = [
         f"packs of {words}, {best.micro_batches} a rank and step"
-        if found.best
+        if not are_plain(found.best)
         else "packs of one level are best"
     ]
     others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
@@ -275,12 +277,14 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
     ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
     if tokens >= ranks * data.caps["tokens"]:
         return True
-    return len(pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.seed)) >= ranks
+    return (
+        len(pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.settings.seed)) >= ranks
+    )
 
 
 def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
     """Refuse a curriculum that is longer than an epoch, before anything is tried."""
-    wanted = request.data.curriculum_steps
+    wanted = request.data.settings.curriculum_steps
     tokens = float(request.data.lengths.tokens.sum(dtype=np.int64))
     steps = tokens / (tokens_per_step * request.job.parallel.data)
     if wanted > steps:
@@ -299,7 +303,7 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
     # The last that was tried is the one of most ranks.
     levels, error = list(trials.failed.items())[-1]
     assert isinstance(error, DoesNotFit)
-    level = levels[-1] if levels else Level(caps=request.data.caps)
+    level = levels[-1]
     job, cap_gib = request.job, request.job.memory_cap_gib
     state_gib = WholeModel.of(job, job.cost).state_bytes / parallel.pipeline / GIB
     advice = "raise --tp or --pp, which divide weights"
@@ -326,10 +330,7 @@ class _Exactly:
         self, levels: tuple[Level, ...]
     ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
         found = self.trials(levels)
-        if isinstance(found[1], LevelTrial) and self.count not in (
-            None,
-            max(len(found[1].levels), 1),
-        ):
+        if isinstance(found[1], LevelTrial) and self.count not in (None, len(found[1].levels)):
             return levels, UserError(
                 f"packs of these samples are of fewer than {self.count} levels; give fewer "
                 "--packing-levels, or auto"
@@ -365,7 +366,7 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
             data=data,
             tokens_per_step=tokens_per_step,
             longest=data.least_caps(),
-            curriculum_steps=data.curriculum_steps,
+            curriculum_steps=data.settings.curriculum_steps,
         )
         some = whole.drawn(SIMULATED_SAMPLES)
         return cls(

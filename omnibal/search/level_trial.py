@@ -36,7 +36,7 @@ class LevelTrial:
     """A set of levels, simulated."""
 
     levels: tuple[Level, ...]
-    """Levels that have packs; empty for one level of context size 1 at the top caps."""
+    """Levels that have packs, one at least."""
     ms_per_sample: float
     """Time per sample of all ranks together."""
     packs: tuple[int, ...]
@@ -53,7 +53,7 @@ class LevelTrials:
 
     job: JobSpec
     data: SampleData
-    """Samples, without levels."""
+    """Samples, at one level of the longest packs."""
     tokens_per_step: float
     """Tokens of one rank in a step, about equally many in all trials: larger packs are not taken
     for making fewer steps of more samples."""
@@ -71,10 +71,10 @@ class LevelTrials:
         """
         row_tokens = self.job.parallel.data * self.data.caps["tokens"]
         least = math.ceil(_LEAST_ROWS * row_tokens / float(self.data.lengths.tokens.mean()))
-        lengths = draw_samples(self.data.lengths, max(samples, least), self.data.seed)
-        data = replace(
-            self.data, lengths=lengths, packing=PackingMethod.ISF, epochs=1, curriculum_steps=0
-        )
+        settings = self.data.settings
+        lengths = draw_samples(self.data.lengths, max(samples, least), settings.seed)
+        fast = replace(settings, packing=PackingMethod.ISF, epochs=1, curriculum_steps=0)
+        data = replace(self.data, lengths=lengths, settings=fast)
         part = len(lengths) / len(self.data.lengths)
         return replace(self, data=data, curriculum_steps=part * self.curriculum_steps)
 
@@ -94,8 +94,8 @@ class LevelTrials:
         of_packs = levels_of_packs(packed, data.lengths, levels)
         in_use = levels_in_use(levels, of_packs, self.longest)
         if in_use != levels:
-            return self._tried(as_data_has(in_use, self.data.caps))
-        contexts = np.array([level.context for level in levels] or [1])
+            return self._tried(in_use)
+        contexts = np.array([level.context for level in levels])
         shares = int(contexts[of_packs].sum())
         mean_tokens = float(data.lengths.tokens.mean())
         share_tokens = mean_tokens * len(data.lengths) / shares
@@ -119,7 +119,7 @@ class LevelTrials:
             # Rows are whole numbers, so that steps differ a little: this is at equal ones.
             ms_per_sample=float(compute_ms.sum()) / len(lengths) + once_ms / samples_per_step,
             micro_batches=micro_batches,
-            packs=tuple(np.bincount(of_packs, minlength=max(len(levels), 1)).tolist()),
+            packs=tuple(np.bincount(of_packs, minlength=len(levels)).tolist()),
             recomputed_layers=tuple(
                 sum(stage.recomputed_layers for stage in stages) for stages in found.stages_at
             ),
@@ -172,13 +172,13 @@ def levels_in_use(
     """The levels that have packs, of which the last holds every sample.
 
     Args:
-        levels: of rising caps; none for one level.
+        levels: of rising caps.
         of_packs: level of every pack, int [packs].
         longest: least caps that hold every sample.
     """
     counts = np.bincount(of_packs, minlength=len(levels)).tolist()
-    used = [level for level, packs in zip(levels, counts, strict=False) if packs]
-    if not levels or (used and holds(used[-1].caps, longest)):
+    used = [level for level, packs in zip(levels, counts, strict=True) if packs]
+    if len(levels) == 1 or (used and holds(used[-1].caps, longest)):
         return tuple(used)
     last = next(level for level in levels if holds(level.caps, longest))
     return (*(level for level in used if level is not last), last)
@@ -187,12 +187,6 @@ def levels_in_use(
 def holds(caps: Caps, other: Caps) -> bool:
     """Whether caps are at least as large as others in everything."""
     return all(caps[name] >= other[name] for name in other.names)
-
-
-def as_data_has(levels: tuple[Level, ...], top: Caps) -> tuple[Level, ...]:
-    """Levels as `SampleData` has them: none where there is one, of context size 1 at its caps."""
-    is_plain = len(levels) == 1 and levels[0].context == 1 and levels[0].caps == top
-    return () if is_plain else levels
 
 
 def shorter_first(

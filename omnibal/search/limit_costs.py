@@ -17,6 +17,7 @@ from omnibal.job.plan import DataPlan
 from omnibal.job.plan_data import MockData, PlanData, SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ModelConfig
+from omnibal.model.levels import Level
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import (
@@ -30,6 +31,7 @@ from omnibal.model.targets import (
 )
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
+from omnibal.steps.pack_settings import PackSettings
 
 NAMED_COST = 0.002
 """Share of the rate below which a limit is not named as a reason."""
@@ -272,7 +274,7 @@ def requests_lifted(
         if name is LimitName.TOKENS_ALONE and free_data is not None:
             assert isinstance(request.data, SampleData)
             per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
-            data = replace(request.data, caps=free_data.caps, packs_per_step=per_step)
+            data = replace(request.data.capped(free_data.caps), packs_per_step=per_step)
             request = replace(request, data=data)
         requests[name] = request
     return requests
@@ -305,11 +307,9 @@ def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> Pl
         )
     return SampleData(
         lengths=result.data[1],
-        caps=plan.data.caps,
-        packing=packing,
+        settings=PackSettings(packing=packing, epochs=plan.data.epochs, seed=plan.data.seed),
+        levels=(Level(caps=plan.data.caps),),
         packs_per_step=plan.data.packs_per_step,
-        epochs=plan.data.epochs,
-        seed=plan.data.seed,
         rules=rules,
     )
 
@@ -372,7 +372,7 @@ class _Rates:
             data = data.sampled(self.most)
         # How packs are padded is no matter of what is in them.
         rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
-        key = data.caps, data.packing, data.seed, data.epochs, rules
+        key = data.levels, data.settings, rules
         if key not in self.packs:
             self.packs[key] = data.packed(job)
         return replace(request, data=data.drawn(job, self.packs[key]))

@@ -12,13 +12,13 @@ are best depends on the sizes: ranks that share long packs need fewer stages to 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.job.plan_data import SampleData, least_caps, limited_features
-from omnibal.model.levels import FillRule, Level
+from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Trials, try_all
@@ -40,6 +40,8 @@ from omnibal.search.trial import encoders_ms_per_sample
 _MOST_OF_SIZING = 4
 """Sets of levels that are simulated at one choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
+"""Sets simulated from estimates, sets simulated around the best one of a round, and sets planned in
+full: 0.1 to 0.5 s each, so that levels add at most half a minute to a search."""
 _NEAR = 1.2
 """Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
 estimate has it: those within this factor of the least are simulated."""
@@ -68,7 +70,7 @@ class LevelSetting:
         """Take the setting's samples; longest packs are of the request's."""
         names = limited_features(request.job.model)
         top = request.caps or top_caps(request.lengths, names)
-        data = setting.request.sample_data(top)
+        data = setting.request.sample_data((Level(caps=top),))
         return cls(
             setting=setting, data=data, rule=rule, longest=least_caps(request.lengths, names)
         )
@@ -86,10 +88,7 @@ class LevelSetting:
 
     def trials(self, sizing: Sizing) -> LevelTrials:
         """Simulated trials at these sizes."""
-        data = self.data
-        if self.rule.is_hbp:
-            data = replace(data, fill=FillRule.GREEDY)
-        request = self.setting.request
+        data, request = self.data, self.setting.request
         part = len(data.lengths) / (request.all_samples or len(data.lengths))
         trials = LevelTrials(
             job=self.setting.job(sizing),
@@ -97,7 +96,7 @@ class LevelSetting:
             tokens_per_step=self.tokens_per_step(sizing),
             longest=self.longest,
             least_rows=_LEAST_ROWS,
-            curriculum_steps=part * request.curriculum_steps,
+            curriculum_steps=part * request.settings.curriculum_steps,
         )
         return trials.drawn(SIMULATED_SAMPLES)
 
@@ -148,16 +147,15 @@ class PlanSet:
     def __call__(self, choice: LevelChoice) -> tuple[LevelChoice, Strategy | UserError]:
         sizing, levels = choice
         setting = self.levels.setting
-        caps = levels[-1].caps if levels else self.levels.data.caps
         try:
-            trial = setting.trial_of_levels(sizing, levels or (Level(caps=caps),))
+            trial = setting.trial_of_levels(sizing, levels)
             if trial.micro_batches(setting.request.samples_per_step) < 1:
                 raise UserError(
                     f"a step of {setting.request.samples_per_step:,} samples has fewer packs than "
                     f"{sizing.parallel.data:,} data-parallel ranks: give a larger "
                     "--samples-per-step"
                 )
-            return choice, planned_strategy(setting, sizing, trial, caps)
+            return choice, planned_strategy(setting, sizing, trial)
         except UserError as error:
             return choice, error
 
@@ -221,7 +219,7 @@ def joined(
     """All strategies in one ranking; levels are first where they are enough faster than one."""
     others = () if plain is None else plain.ranking
     ranking = sorted([*others, *found.strategies], key=lambda each: each.ms_per_sample)
-    if others and ranking[0].levels:
+    if others and not are_plain(ranking[0].levels):
         limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
         if ranking[0].ms_per_sample > limit_ms:
             ranking.remove(others[0])
@@ -261,7 +259,7 @@ def _search_sets(
     for _ in range(0 if levels.rule.is_hbp else ROUNDS):
         if trials.found:
             trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
-    finalists = [choice for _, choice in _ranked(levels, trials) if choice[1]]
+    finalists = [each for _, each in _ranked(levels, trials) if not are_plain(each[1])]
     planned: Trials[LevelChoice, Strategy] = Trials(
         work=PlanSet(levels=levels), processes=processes, on_done=advance
     )
@@ -311,7 +309,7 @@ def _moves(
     sizing, best = ranked[0][1]
     moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
-    contexts = max((level.context for level in best), default=1)
+    contexts = max(level.context for level in best)
     at_others = [
         (other, best)
         for other in others[:_SIZINGS_OF_BEST]
@@ -330,5 +328,6 @@ def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
     if rule.count == 1 or request.given is not None or not request.split.is_joint:
         return False
     names = limited_features(request.job.model)
-    data = request.sample_data(request.caps or top_caps(request.lengths, names))
+    top = request.caps or top_caps(request.lengths, names)
+    data = request.sample_data((Level(caps=top),))
     return rule.is_forced or LevelEstimates.most_levels(data) > 1

@@ -13,7 +13,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData, StreamData
 from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.levels import FillRule, Level
+from omnibal.model.levels import Level, largest_caps
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs
@@ -78,10 +78,6 @@ class StrategyRequest(Comparison):
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     caps: Caps | None = None
     """Caps of every strategy; None to choose them too."""
-    fill: FillRule = FillRule.COST
-    """Rule by which short samples fill the room of long packs, where packs have levels."""
-    curriculum_steps: int = 0
-    """First steps of packs of the shortest level alone."""
     given: StreamData | SampleData | None = None
     """Data whose steps are given, which every strategy trains as they are."""
 
@@ -113,10 +109,8 @@ class Strategy:
 
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
-    caps: Caps
-    """Caps of the longest packs."""
-    levels: tuple[Level, ...] = ()
-    """Levels of the packs; empty where there is but one, of context size 1."""
+    levels: tuple[Level, ...]
+    """Levels of the packs, one at least."""
     micro_batches: int
     """Micro-batches per rank and step: the whole number nearest to the requested samples."""
     samples_per_second: float
@@ -131,6 +125,11 @@ class Strategy:
     """Recomputed layers of all stages."""
     why: str
     """Reasons why it is slower than the best strategy."""
+
+    @property
+    def caps(self) -> Caps:
+        """Caps of the longest packs."""
+        return largest_caps(self.levels)
 
     @property
     def sizing(self) -> Sizing:
@@ -179,13 +178,13 @@ class Setting:
                 job=job, data=given, method=split.method, recompute=split.recompute
             )
             return GivenTrial(request=planned)
-        data = request.sample_data(caps)
+        data = request.sample_data((Level(caps=caps),))
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=split)
 
     def trial_of_levels(self, sizing: Sizing, levels: tuple[Level, ...]) -> Trial:
         """The job with these sizes, on packs of these levels, which are made here."""
         request, job = self.request, self.job(sizing)
-        data = replace(request.sample_data(levels[-1].caps), levels=levels, fill=request.fill)
+        data = request.sample_data(levels)
         return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
 
     def step_sizes(self, choice: Choice) -> list[StepSize]:
@@ -207,8 +206,10 @@ class PackSamples:
     def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
         # Packs are the same for any parallel sizes.
         request = self.setting.request
-        drawn = request.sample_data(caps).draw_request(request.job)
-        (packs,) = pack_epochs(request.lengths, drawn, most_types=_TRIAL_TYPES)
+        data = request.sample_data((Level(caps=caps),))
+        (packs,) = pack_epochs(
+            data.lengths, data.settings, data.levels, rules=data.rules, most_types=_TRIAL_TYPES
+        )
         return caps, packs
 
 
@@ -289,12 +290,12 @@ class Evaluate:
             return choice, Need(gib=_need_gib(self.setting.step_sizes(choice)))
 
     def _planned(self, choice: Choice) -> Strategy | Need:
-        setting, (sizing, caps) = self.setting, choice
+        setting, sizing = self.setting, choice[0]
         if not self.fits:
             need_gib = _need_gib(setting.step_sizes(choice))
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return Need(gib=need_gib)
-        return planned_strategy(setting, sizing, setting.trial(choice), caps)
+        return planned_strategy(setting, sizing, setting.trial(choice))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -351,9 +352,7 @@ class StrategyProblem:
 StrategyTrials = BoundedTrials[Choice, Strategy]
 
 
-def planned_strategy(
-    setting: Setting, sizing: Sizing, trial: Trial | GivenTrial, caps: Caps
-) -> Strategy:
+def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
     """The strategy of a trial.
 
     Raises:
@@ -364,8 +363,7 @@ def planned_strategy(
     return Strategy(
         parallel=sizing.parallel,
         placement=sizing.placement,
-        caps=caps,
-        levels=tuple(level.unplanned for level in timed.plan.levels),
+        levels=timed.plan.pack_levels,
         micro_batches=timed.micro_batches,
         samples_per_second=1e3 / timed.ms_per_sample,
         ms_per_sample=timed.ms_per_sample,

@@ -8,7 +8,7 @@ whose bubble is smaller.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -19,16 +19,16 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import SampleData, model_of_lengths
 from omnibal.job.planner import PlanRequest, make_plan, placement_problem
-from omnibal.model.limits import Caps
+from omnibal.model.levels import Level
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.encoder_search import search_encoders
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.steps.pack_settings import PackSettings
 
 MIN_STEPS = 8
 """Least number of steps that the samples for evaluating candidates make."""
@@ -47,12 +47,11 @@ class Comparison:
 
     job: JobSpec
     lengths: Lengths
-    packing: PackingMethod
+    settings: PackSettings = field(default_factory=PackSettings)
     samples_per_step: int
     """Samples per step of all data-parallel ranks, at which candidates are compared."""
     samples: int
     """Samples drawn at random to evaluate candidates on; more for large steps, all if fewer."""
-    seed: int
     rules: PackRules = ANY_PACKS
     """What packs may be."""
     split: SplitRule = JOINT
@@ -66,11 +65,11 @@ class Comparison:
     def drawn(self, share: int = 1) -> Self:
         """Draw the samples that candidates are evaluated on, or 1 / `share` of them."""
         wanted = max(self.samples // share, MIN_STEPS * self.samples_per_step)
-        lengths = draw_samples(self.lengths, wanted, self.seed)
+        lengths = draw_samples(self.lengths, wanted, self.settings.seed)
         return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
 
-    def sample_data(self, caps: Caps) -> SampleData:
-        """Data of a trial under these caps; the packs per step are not set yet.
+    def sample_data(self, levels: tuple[Level, ...]) -> SampleData:
+        """Data of a trial with packs of these levels; the packs per step are not set yet.
 
         Of few samples, filling the last step would take a share of packs that it does not take of
         all, and the order in which packs are read changes none of them.
@@ -78,11 +77,9 @@ class Comparison:
         of_trials = {"full_steps": False, "next_fit": False}
         return SampleData(
             lengths=self.lengths,
-            caps=caps,
-            packing=self.packing,
+            settings=replace(self.settings, epochs=1, curriculum_steps=0),
+            levels=levels,
             packs_per_step=self.job.parallel.data,
-            epochs=1,
-            seed=self.seed,
             rules=self.rules.model_copy(update=of_trials),
         )
 
@@ -100,10 +97,8 @@ class Trial:
     def micro_batches(self, samples_per_step: int) -> float:
         """Micro-batches per rank in a step of so many samples; not a whole number."""
         (packs,), data = self.packed, self.data
-        shares = len(packs)
-        if data.levels:
-            contexts = np.array([level.context for level in data.levels])
-            shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
+        contexts = np.array([level.context for level in data.levels])
+        shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:

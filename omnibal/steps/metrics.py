@@ -12,7 +12,6 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
-from omnibal.model.limits import Caps
 from omnibal.packing.packs import ScheduledPacks, sum_squared_tokens
 from omnibal.steps.cut import Pieces, item_bounds
 from omnibal.steps.shares import Shares, pieces_of, shares_of
@@ -73,26 +72,27 @@ class PackMetrics:
 def measure_packs(
     scheduled: ScheduledPacks,
     lengths: Lengths,
-    caps: Caps,
+    levels: Sequence[Level],
     dp: int,
     load: np.ndarray,
     lower_bound: int,
-    levels: Sequence[Level] = (),
 ) -> PackMetrics:
     """All figures of a schedule over `dp` data-parallel ranks.
 
     Args:
+        levels: of the packs, one at least.
         load: of every pack on a rank of it, such as its predicted milliseconds.
         lower_bound: on the packs of one epoch.
-        levels: of the packs; empty where each is one rank's.
     """
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1
-    cut = _cut(scheduled, lengths, caps.names, levels)
+    names = levels[0].caps.names
+    cut = _cut(scheduled, lengths, names, levels)
     attention = rank_sums(cut.shares, cut.squared_tokens, dp)
-    shared = np.array([level.context > 1 for level in levels] or [False])[scheduled.level]
-    caps_of = [level.caps for level in levels] or [caps]
-    room = {name: np.array([one[name] for one in caps_of])[scheduled.level] for name in caps.names}
+    shared = np.array([level.context > 1 for level in levels])[scheduled.level]
+    room = {
+        name: np.array([level.caps[name] for level in levels])[scheduled.level] for name in names
+    }
     return PackMetrics(
         samples=len(lengths) * epochs,
         packed=samples,
@@ -100,13 +100,11 @@ def measure_packs(
         packs_lower_bound=lower_bound * epochs,
         gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=samples / packs,
-        fill={name: float(cut.sums[name].sum() / room[name].sum()) for name in caps.names},
+        fill={name: float(cut.sums[name].sum() / room[name].sum()) for name in names},
         # A pack is one row of concatenated samples, so each mini-batch that could be padded has
         # one row.
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
-        dist_ratio={
-            name: dist_ratio(rank_sums(cut.shares, cut.sums[name], dp)) for name in caps.names
-        },
+        dist_ratio={name: dist_ratio(rank_sums(cut.shares, cut.sums[name], dp)) for name in names},
         attention_balance_ratio=dist_ratio(attention),
         least_attention_balance_ratio=(
             0.0 if cut.shares.slot.any() else least_dist_ratio(cut.squared_tokens, dp)

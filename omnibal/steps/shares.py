@@ -39,8 +39,8 @@ class Shares:
 
 
 def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
-    """List the shares of all packs; without levels each pack is one share, in the same order."""
-    contexts = np.array([level.context for level in levels] or [1], np.int32)
+    """List the shares of all packs; each is one share, in the same order, where none is shared."""
+    contexts = np.array([level.context for level in levels], np.int32)
     context = contexts[packs.level]
     pack = np.repeat(np.arange(len(packs)), context)
     part = np.arange(len(pack)) - np.repeat(np.cumsum(context) - context, context)

@@ -9,49 +9,31 @@ of packs of one kind of sample alone trains worse.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.model.levels import Level
+from omnibal.model.levels import Level, are_plain, largest_caps
 from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.balanced import MAX_TYPES
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.media import pack_apart
-from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packing import pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
 from omnibal.steps.deal import deal_apart, deal_in_lockstep
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import RowRequest, deal_rows, match_rows
 
 _THOROUGH_WORK = 4e6
 """Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
 _WINDOW_PACKS = 1 << 14
 """Packs in a window that rows are formed within; larger windows match better and mix less."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataRequest:
-    """Settings by which samples become steps."""
-
-    caps: Caps
-    method: PackingMethod
-    seed: int
-    epochs: int
-    packs_per_step: int
-    """Packs per step, of all ranks together; a shared one counts once for each rank."""
-    packs_per_row: int
-    """Packs per row, a divisor of `packs_per_step`: the data-parallel size to balance for."""
-    levels: tuple[Level, ...] = ()
-    """Levels of the packs; empty where there is but one, of context size 1."""
-    curriculum_steps: int = 0
-    """First steps of the first epoch that are made of packs of the shortest level alone."""
-    rules: PackRules = ANY_PACKS
-    """What packs of one level may be."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,131 +83,135 @@ class Steps:
 
 def pack_epochs(
     lengths: Lengths,
-    request: DataRequest,
+    settings: PackSettings,
+    levels: Sequence[Level],
     may_fill: np.ndarray | None = None,
     *,
+    rules: PackRules = ANY_PACKS,
     most_types: int = MAX_TYPES,
 ) -> list[Packs]:
     """Packs of every epoch, each drawn anew from (seed, epoch).
 
     Args:
+        levels: limits of packs, one at least, of rising caps.
         may_fill: which samples may go into packs of a longer level, bool [levels, samples]
             (`omnibal.packing.by_level`); None for all.
+        rules: what packs may be, where each is one rank's and all have the same limits.
         most_types: as `pack_samples` has it, where there is one level.
     """
-    thorough = request.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
-    seeds = [_seeds(request, epoch)[0] for epoch in range(request.epochs)]
-    if not request.levels:
+    thorough = settings.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
+    seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
+    if not are_plain(levels):
         return [
-            _pack_by_rules(lengths, request, seed, thorough=thorough, most_types=most_types)
+            pack_by_level(
+                lengths, levels, settings.packing, seed, may_fill=may_fill, thorough=thorough
+            )
             for seed in seeds
         ]
-    return [
-        pack_by_level(
-            lengths, request.levels, request.method, seed, may_fill=may_fill, thorough=thorough
-        )
-        for seed in seeds
-    ]
-
-
-def _pack_by_rules(
-    lengths: Lengths, request: DataRequest, seed: Seed, *, thorough: bool, most_types: int
-) -> Packs:
-    """Packs of an epoch as the rules allow them, with as many in its last step as it happens."""
-    rules, caps = request.rules, request.caps
+    caps = levels[0].caps
     if rules.tokens_alone:
         caps = Caps.of(tokens=caps["tokens"])
+    pack = partial(
+        pack_samples, caps=caps, method=settings.packing, thorough=thorough, most_types=most_types
+    )
+    return [_pack_by_rules(lengths, rules, partial(pack, seed=seed)) for seed in seeds]
 
-    def pack(samples: Lengths) -> Packs:
-        return pack_samples(
-            samples, caps, request.method, seed, thorough=thorough, most_types=most_types
-        )
+
+def _pack_by_rules(lengths: Lengths, rules: PackRules, pack: Callable[[Lengths], Packs]) -> Packs:
+    """Packs of an epoch as the rules allow them, with as many in its last step as it happens."""
 
     return pack_apart(lengths, pack) if rules.one_medium else pack(lengths)
 
 
 def _filling_steps(
     packs: Packs,
-    lengths: Lengths,
-    request: DataRequest,
+    tokens: np.ndarray,
+    rules: PackRules,
+    max_tokens: int,
+    packs_per_step: int,
     load: Callable[[Packs], np.ndarray],
     seed: Seed,
 ) -> Packs:
     """Packs of an epoch that fill whole steps, where the rules ask for that and it can be."""
-    if not request.rules.full_steps:
+    if not rules.full_steps:
         return packs
-    if request.rules.next_fit:
-        caps, tokens = request.caps, lengths.tokens
-        return level_to_fill(packs, request.packs_per_step, tokens, caps["tokens"], seed)
-    return split_to_fill(packs, request.packs_per_step, load)
+    if rules.next_fit:
+        return level_to_fill(packs, packs_per_step, tokens, max_tokens, seed)
+    return split_to_fill(packs, packs_per_step, load)
 
 
 def draw_steps(
     lengths: Lengths,
-    request: DataRequest,
+    settings: PackSettings,
+    levels: Sequence[Level],
     load: Callable[[Packs], np.ndarray],
     packed: Sequence[Packs] | None = None,
+    *,
+    packs_per_step: int,
+    packs_per_row: int,
+    rules: PackRules = ANY_PACKS,
 ) -> Steps:
     """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
 
     Args:
         lengths: of all samples.
-        request: caps, method, seed and sizes.
+        levels: limits of packs, one at least, of rising caps.
         load: gives the load of every pack, such as its predicted milliseconds.
         packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
+        packs_per_step: of all ranks together; a shared one counts once for each rank.
+        packs_per_row: a divisor of `packs_per_step`, the data-parallel size to balance for.
     """
-    parts = list(pack_epochs(lengths, request) if packed is None else packed)
+    parts = list(pack_epochs(lengths, settings, levels, rules=rules) if packed is None else packed)
     step: list[np.ndarray] = []
-    first_step = 0
-    for epoch, drawn in enumerate(parts):
-        order_seed = _seeds(request, epoch)[1]
-        packs = parts[epoch] = _filling_steps(drawn, lengths, request, load, order_seed)
-        items = _item_keys(packs, lengths, request.caps.names[:-1])
-        if request.levels:
-            level = levels_of_packs(packs, lengths, request.levels)
-            step.append(_match_levels(level, items, load(packs), request, epoch))
-        else:
-            step.append(
-                match_packs(
-                    items,
-                    load(packs),
-                    request.packs_per_step,
-                    request.packs_per_row,
-                    order_seed,
-                    rest_last=request.rules.full_steps,
-                )
+    first_step, caps = 0, largest_caps(levels)
+    rows = RowRequest(
+        contexts=[each.context for each in levels],
+        ranks=packs_per_row,
+        rows_per_step=packs_per_step // packs_per_row,
+        curriculum_steps=settings.curriculum_steps,
+    )
+    for epoch, packs in enumerate(parts):
+        seed = _seeds(settings, epoch)[1]
+        most_tokens = caps["tokens"]
+        packs = _filling_steps(
+            packs, lengths.tokens, rules, most_tokens, packs_per_step, load, seed
+        )
+        items, load_ms = _item_keys(packs, lengths, caps.names[:-1]), load(packs)
+        if are_plain(levels):
+            rest_last = rules.full_steps
+            of_epoch = match_packs(
+                items, load_ms, packs_per_step, packs_per_row, seed, rest_last=rest_last
             )
-        step[-1] += first_step
+        else:
+            level = levels_of_packs(packs, lengths, levels)
+            later = replace(rows, curriculum_steps=0)
+            of_epoch = _match_levels(level, items, load_ms, later if epoch else rows, seed)
+        parts[epoch] = packs
+        step.append(of_epoch + first_step)
         first_step = int(step[-1].max()) + 1
     epochs = np.repeat(np.arange(len(parts), dtype=np.int32), list(map(len, parts)))
     return Steps.of(Packs.join(parts), np.concatenate(step), epochs)
 
 
-def _seeds(request: DataRequest, epoch: int) -> list[np.random.SeedSequence]:
+def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
     """Seeds of an epoch's packing and of its order."""
-    return np.random.SeedSequence([request.seed, epoch]).spawn(2)
+    return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
 
 
 def _match_levels(
-    level: np.ndarray, items: np.ndarray, load: np.ndarray, request: DataRequest, epoch: int
+    level: np.ndarray, items: np.ndarray, load: np.ndarray, rows: RowRequest, seed: Seed
 ) -> np.ndarray:
     """The step of every pack of an epoch whose packs are of several levels. int64 [packs]"""
-    rng = np.random.default_rng(_seeds(request, epoch)[1])
+    rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(level))
     parts = []
-    for each in range(len(request.levels)):
+    for each in range(len(rows.contexts)):
         packs = shuffled[level[shuffled] == each]
         windows = max(round(len(packs) / _WINDOW_PACKS), 1)
         parts += [
             window[_by_items_then_load(items[window], load[window])]
             for window in np.array_split(packs, windows)
         ]
-    rows = RowRequest(
-        contexts=[each.context for each in request.levels],
-        ranks=request.packs_per_row,
-        rows_per_step=request.packs_per_step // request.packs_per_row,
-        curriculum_steps=0 if epoch else request.curriculum_steps,
-    )
     return match_rows(level, np.concatenate(parts), load, rows, rng)
 
 
@@ -291,7 +277,7 @@ def deal_steps(
     lengths: Lengths,
     load: Callable[[Packs], np.ndarray],
     dp: int,
-    levels: Sequence[Level] = (),
+    levels: Sequence[Level],
     lockstep_ranks: int = 1,
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
@@ -311,7 +297,7 @@ def deal_steps(
         UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
-    context = np.array([each.context for each in levels] or [1])[level]
+    context = np.array([each.context for each in levels])[level]
     fewest = int(np.bincount(steps.epoch, weights=context).min())
     if fewest < dp:
         raise UserError(
@@ -320,12 +306,12 @@ def deal_steps(
         )
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
-    if levels:
+    if not are_plain(levels):
         for rows in _steps_of_equal_contexts(steps.step, context):
             places = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
             dp_rank[rows], slot[rows] = places.dp_rank, places.slot
     else:
-        # Steps of equal size at once: nearly all of them.
+        # Nearly all steps are of equal size.
         for rows in _steps_of_equal_size(steps.step):
             if lockstep_ranks == 1:
                 by_rank = deal_apart(rows, items, weight, dp)

@@ -25,12 +25,13 @@ from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.search.encoder_placement import relative_ms
+from omnibal.steps.pack_settings import PackSettings
 
 GPUS = 32
 CLUSTER = "h100-80g"
@@ -131,12 +132,10 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
     """Both placements of a model on a mixture."""
     lengths = drawn(mixture, model, given.samples, given.seed)
     data = SampleData(
+        settings=PackSettings(seed=given.seed),
         lengths=lengths,
-        caps=CAPS,
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=CAPS),),
         packs_per_step=given.packs_per_step,
-        epochs=1,
-        seed=given.seed,
     )
     job = JobSpec(
         model=model,

@@ -40,13 +40,13 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.config import load_model
-from omnibal.model.levels import FillRule
+from omnibal.model.levels import FillRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
 from omnibal.search.level_sets import LevelRequest, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.steps.pack_settings import PackSettings
 
 
 def main() -> None:
@@ -131,19 +131,17 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         precision="bf16",
     )
     data = SampleData(
+        settings=PackSettings(seed=seed),
         lengths=lengths,
-        caps=Caps.of(tokens=128 * K),
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=Caps.of(tokens=128 * K)),),
         packs_per_step=RANKS * MICRO_BATCHES,
-        epochs=1,
-        seed=seed,
     )
     found = search_levels(LevelRequest(job=job, data=data), lambda done: None)
     assert found.tokens_per_step is not None and found.least_ms_per_sample is not None
     chosen = chosen_from_table_19()
     greedy = LevelTrials(
         job=job,
-        data=replace(data, fill=FillRule.GREEDY),
+        data=replace(data, settings=replace(data.settings, fill=FillRule.GREEDY)),
         tokens_per_step=found.tokens_per_step,
         longest=data.least_caps(),
     )

@@ -23,10 +23,10 @@ from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names
-from omnibal.packing.packing import PackingMethod
 
 PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
 CLUSTERS = ("h100-80g", "h200-141g")
@@ -85,11 +85,8 @@ def planned(lengths: Lengths, cluster: str, placement: EncoderPlacement) -> tupl
     )
     data = SampleData(
         lengths=lengths,
-        caps=CAPS,
-        packing=PackingMethod.BALANCED,
+        levels=(Level(caps=CAPS),),
         packs_per_step=PARALLEL.data * MICRO_BATCHES,
-        epochs=1,
-        seed=0,
     )
     result = make_plan(PlanRequest(job=job, data=data))
     prediction = result.plan.prediction

@@ -22,6 +22,7 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, unit_names
@@ -34,7 +35,8 @@ from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths
@@ -208,16 +210,16 @@ class Data:
         def load(packs):
             return model_ms(cost, model, pack_features(packs, self.lengths, _FEATURES))
 
-        request = DataRequest(
-            caps=CAPS,
-            method=PackingMethod.BALANCED,
-            seed=self.seed,
-            epochs=1,
+        levels = [Level(caps=CAPS)]
+        steps = draw_steps(
+            self.lengths,
+            PackSettings(seed=self.seed),
+            levels,
+            load,
             packs_per_step=MICRO_BATCHES_PER_STEP,
             packs_per_row=data_parallel,
         )
-        steps = draw_steps(self.lengths, request, load)
-        packs = deal_steps(steps, self.lengths, load, data_parallel)
+        packs = deal_steps(steps, self.lengths, load, data_parallel, levels)
         features = pack_features(packs.packs, self.lengths, _FEATURES)
         # One step of the epoch, anywhere in it, takes what is over.
         full = np.bincount(packs.step)[packs.step] == MICRO_BATCHES_PER_STEP

@@ -109,7 +109,7 @@ class Shape:
             micro_batches_per_step=MICRO_BATCHES,
             image_tokens=min(image_tokens, LARGEST_IMAGE),
         )
-        return cls(job, job.workload(*data.schedule(job), ()))
+        return cls(job, job.workload(*data.schedule(job), data.levels))
 
     @cached_property
     def tables(self) -> list[MemoryTable]:

@@ -50,7 +50,7 @@ def replayed(
     if ended.returncode:
         return None
     assert result.data is not None
-    workload = job.spec.workload(*result.data, result.plan.levels)
+    workload = job.spec.workload(*result.data, result.plan.pack_levels)
     return read_replay(replay, result.plan, job.cost, workload)
 
 

@@ -1,5 +1,6 @@
 """A small planning request, for the tests of plans and of their checks."""
 
+import dataclasses
 from dataclasses import replace
 
 import numpy as np
@@ -12,10 +13,12 @@ from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
 from omnibal.packing.packing import PackingMethod
+from omnibal.steps.pack_settings import PackSettings
 
 MODEL = load_model("internvl-digits")
 
@@ -67,6 +70,7 @@ DATA = {
     "seed": 0,
     "steps": None,
 }
+ISF = PackSettings(packing=PackingMethod.ISF)
 
 
 def job_spec(**changes) -> JobSpec:
@@ -82,14 +86,31 @@ def request(**changes) -> PlanRequest:
         micro_batches = -(-fields["packs_per_step"] // job.parallel.data)
         data = MockData(caps=fields["caps"], micro_batches_per_step=micro_batches)
     else:
-        data = SampleData(**fields)
+        data = SampleData(
+            lengths=fields["lengths"],
+            settings=settings_of(fields),
+            levels=(Level(caps=fields["caps"]),),
+            packs_per_step=fields["packs_per_step"],
+            steps=fields["steps"],
+        )
     return PlanRequest(job=job, data=data, **changes)
 
 
 def changed(planned: PlanRequest, **changes) -> PlanRequest:
     """The request with other fields of its job or its data."""
     job = replace(planned.job, **{name: changes.pop(name) for name in JOB if name in changes})
-    return replace(planned, job=job, data=replace(planned.data, **changes))
+    data = planned.data
+    if "caps" in changes:
+        data = data.capped(changes.pop("caps"))
+    if isinstance(data, SampleData):
+        changes["settings"] = settings_of(changes, data.settings)
+    return replace(planned, job=job, data=replace(data, **changes))
+
+
+def settings_of(fields: dict, settings: PackSettings = ISF) -> PackSettings:
+    """Settings of packs with the fields that are theirs, which are taken out."""
+    names = [each.name for each in dataclasses.fields(PackSettings) if each.name in fields]
+    return replace(settings, **{name: fields.pop(name) for name in names})
 
 
 def example_profile(activation_bytes: int | None = None) -> Profile:

@@ -8,6 +8,7 @@ from length_cases import make_lengths
 from scipy import sparse
 from scipy.optimize import linprog
 
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.all_sizes import SizeMix, Sizes
 from omnibal.packing.best_pack import BestPack
@@ -17,7 +18,8 @@ from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import Grid, knapsack_table
-from omnibal.steps.steps import DataRequest, pack_epochs
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import pack_epochs
 
 CAPS = Caps.of(tiles=30, tokens=1000)
 COARSE, EXACT = 400, 1 << 17
@@ -218,11 +220,7 @@ def test_many_epochs_are_not_searched(monkeypatch):
     lengths = near_thirds(60, caps)
 
     def packs(epochs: int) -> int:
-        request = DataRequest(
-            caps=caps, method=PackingMethod.BALANCED, seed=0, epochs=epochs, packs_per_step=1,
-            packs_per_row=1,
-        )  # fmt: skip
-        return len(pack_epochs(lengths, request)[0])
+        return len(pack_epochs(lengths, PackSettings(epochs=epochs), [Level(caps=caps)])[0])
 
     assert naive_lower_bound(lengths, caps) <= packs(2) < packs(3)
 

@@ -14,6 +14,7 @@ from plan_cases import (
     job_spec,
     origin_of,
     request,
+    settings_of,
 )
 
 from omnibal import cli
@@ -40,6 +41,7 @@ from omnibal.search.caps import (
     paper_caps,
     search_caps,
 )
+from omnibal.steps.pack_settings import PackSettings
 
 CLUSTER = load_cluster("laptop-cpu")
 SAMPLES_PER_STEP = 50
@@ -75,13 +77,12 @@ def search_request(**changes) -> CapSearchRequest:
     defaults = {
         "job": job_spec(**fields),
         "lengths": example_lengths(),
-        "packing": PackingMethod.ISF,
         "samples_per_step": SAMPLES_PER_STEP,
         "samples": 1000,
-        "seed": 0,
         "rule": CapRule.TIME,
     }
-    return CapSearchRequest(**(defaults | changes))
+    settings = settings_of(changes)
+    return CapSearchRequest(settings=settings, **(defaults | changes))
 
 
 def search(**changes) -> CapSearch:
@@ -96,7 +97,7 @@ def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
         "cluster": searched.job.cluster,
         "caps": caps,
         "lengths": searched.lengths,
-        "packing": searched.packing,
+        "packing": searched.settings.packing,
         "cost_source": searched.job.cost_source,
         "epochs": 1,
     }
@@ -413,4 +414,4 @@ def test_command_notes_what_to_beware_of(capsys, tmp_path, monkeypatch):
     candidate = replace(search().candidates[0], caps=Caps.of(tiles=9, tokens=4096))
     chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
     assert isf_note(LUMPY, Caps.of(tiles=9, tokens=4096), 0) in notes(lumpy, chosen)
-    assert not notes(replace(lumpy, packing=PackingMethod.BALANCED), chosen)
+    assert not notes(replace(lumpy, settings=PackSettings()), chosen)

@@ -25,6 +25,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, read_packs, 
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report.page import write_report
 from omnibal.report.page_tables import stage_table
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import steps_of
 
 pytestmark = pytest.mark.quick
@@ -55,13 +56,10 @@ def planned(packs: ScheduledPacks | None = None, packs_per_step: int = 12) -> Pl
         ),
     )
     data = SampleData(
+        settings=PackSettings(packing=PackingMethod.ISF),
         lengths=long_and_short(240 if packs is None else len(packs.packs.samples)),
-        caps=levels[1].caps,
-        packing=PackingMethod.ISF,
         levels=tuple(level.unplanned for level in levels),
         packs_per_step=packs_per_step,
-        epochs=1,
-        seed=0,
     )
     lengths = data.lengths
     packs = data.schedule(JOB)[0] if packs is None else packs

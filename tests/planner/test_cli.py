@@ -226,7 +226,7 @@ def test_report_of_a_replay(capsys, tmp_path, lengths_file):
     directory, replay = tmp_path / "plan 2", tmp_path / "replay"
     plan = read_plan(directory)
     job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
-    workload = job.workload(*data, plan.levels)
+    workload = job.workload(*data, plan.pack_levels)
     write_replay(replay, plan, job.cost, workload, (0, 2), factors=(2.0, 2.0))
     capsys.readouterr()
     report = ("report", directory, "--replay", replay, "-o", tmp_path / "r.html")

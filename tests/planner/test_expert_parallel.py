@@ -185,7 +185,9 @@ def test_a_larger_expert_size_is_advised():
     """Prevents a job that does not fit from getting advice that leaves out its own devices."""
     asked = request(model=DIGITS, parallel=Parallel(pipeline=1, data=4))
     shared = asked.sized(Parallel(pipeline=1, data=4, expert=2))
-    least_gib = [least_need_gib(each.job, each.workload()) for each in (asked, shared)]
+    least_gib = [
+        least_need_gib(each.job, each.workload(), each.data.levels) for each in (asked, shared)
+    ]
     assert least_gib[1] < least_gib[0]
     device_gib = (least_gib[0] + least_gib[1]) / 2 / USABLE_MEMORY_FRACTION
     cluster = asked.job.cluster.model_copy(update={"memory_gib": device_gib})
@@ -234,7 +236,7 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     counts = np.bincount(packs.step * 4 + packs.dp_rank, minlength=4 * packs.steps).reshape(-1, 4)
     missing = int((counts.max(axis=1, keepdims=True) - counts).sum())
     opened = open_plan(out)
-    workload = opened.job.workload(*opened.data, plan.levels)
+    workload = opened.job.workload(*opened.data, plan.pack_levels)
     assert len(workload) == len(packs) + missing
     assert missing
     if "--encoder" in options:

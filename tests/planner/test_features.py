@@ -3,6 +3,7 @@
 import json
 import pickle
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -22,6 +23,7 @@ from omnibal.job.plan import Shapes
 from omnibal.job.plan_data import data_at_caps, least_caps, model_of_lengths
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import make_plan
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, check_limits
 from omnibal.packing.all_sizes import SizeMix, Sizes
 from omnibal.packing.best_fit import pack_best_fit
@@ -34,7 +36,8 @@ from omnibal.packing.packs import Packs, read_packs, write_packs
 from omnibal.packing.patterns import Grid, knapsack_table
 from omnibal.search.caps import CapSpace
 from omnibal.steps.metrics import measure_packs
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, size_load
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.steps import deal_steps, draw_steps, size_load
 
 FEATURES = (("tokens",), ("clips", "tiles", "tokens"), ("tiles", "loss_tokens", "tokens"))
 KINDS = pytest.mark.parametrize("names", FEATURES, ids="-".join)
@@ -357,16 +360,10 @@ def test_a_limit_that_never_binds_changes_nothing(samples):
 
 
 def scheduled(lengths: Lengths, caps: Caps):
-    request_ = DataRequest(
-        caps=caps,
-        method=PackingMethod.BALANCED,
-        seed=1,
-        epochs=2,
-        packs_per_step=2,
-        packs_per_row=2,
-    )
-    steps = draw_steps(lengths, request_, lambda packs: size_load(packs, lengths))
-    return deal_steps(steps, lengths, lambda packs: size_load(packs, lengths), 2)
+    settings_, levels = PackSettings(seed=1, epochs=2), [Level(caps=caps)]
+    load = partial(size_load, lengths=lengths)
+    steps = draw_steps(lengths, settings_, levels, load, packs_per_step=2, packs_per_row=2)
+    return deal_steps(steps, lengths, load, 2, levels)
 
 
 @KINDS
@@ -384,7 +381,7 @@ def test_steps_have_every_pack_once(names, tmp_path):
     assert {name: column.tolist() for name, column in again.items.items()} == {
         name: column.tolist() for name, column in packs.items.items()
     }
-    metrics = measure_packs(packs, lengths, caps, 2, packs.tokens, 1)
+    metrics = measure_packs(packs, lengths, [Level(caps=caps)], 2, packs.tokens, 1)
     assert list(metrics.fill) == list(metrics.dist_ratio) == list(caps.names)
     for name in names:
         held = packs.packs.sums(lengths.column(name)).sum()

@@ -23,6 +23,7 @@ from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
+from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 
@@ -102,12 +103,11 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
     search_caps(
         CapSearchRequest(
+            settings=PackSettings(packing=PackingMethod.ISF),
             job=planned.job,
             lengths=example_lengths(),
-            packing=PackingMethod.ISF,
             samples_per_step=50,
             samples=100,
-            seed=0,
             rule=CapRule.TIME,
         ),
         lambda done: None,

@@ -14,13 +14,15 @@ from plan_cases import MODEL, example_lengths
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
 from omnibal.model.config import load_cluster
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
 from omnibal.report.loads import common_practice, draw_loads, write_loads
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps
+from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 
@@ -35,13 +37,16 @@ PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --model internvl-digits --no-
 @dataclass(frozen=True, kw_only=True)
 class Case:
     job: JobSpec
-    request: DataRequest
+    data: SampleData
     scheduled: ScheduledPacks
-    lengths: Lengths
+
+    @property
+    def lengths(self) -> Lengths:
+        return self.data.lengths
 
     @property
     def svg(self) -> str:
-        return draw_loads(self.job, self.request, self.scheduled, self.lengths)
+        return draw_loads(self.job, self.data, self.scheduled)
 
     @property
     def dp(self) -> int:
@@ -63,20 +68,13 @@ def case(
         parallel=Parallel(pipeline=1, data=dp),
         precision="fp32",
     )
-    request = DataRequest(
-        caps=Caps.of(tiles=8, tokens=max_tokens),
-        method=PackingMethod.ISF,
-        seed=5,
-        epochs=1,
+    data = SampleData(
+        lengths=lengths,
+        settings=PackSettings(packing=PackingMethod.ISF, seed=5),
+        levels=(Level(caps=Caps.of(tiles=8, tokens=max_tokens)),),
         packs_per_step=dp * micro_batches,
-        packs_per_row=dp,
     )
-
-    def load(packs):
-        return job.load_ms(packs, lengths)
-
-    scheduled = deal_steps(draw_steps(lengths, request, load), lengths, load, dp)
-    return Case(job=job, request=request, scheduled=scheduled, lengths=lengths)
+    return Case(job=job, data=data, scheduled=data.schedule(job)[0])
 
 
 def micro_batch_ms(shown: Case, samples: list[int], padded: bool) -> float:
@@ -107,7 +105,7 @@ def loads_after(shown: Case) -> np.ndarray:
 def loads_before(shown: Case) -> tuple[np.ndarray, int, float]:
     """Loads, samples of them all, and the mean share of padding; one sample after the other."""
     count = max(1, round(len(shown.lengths) / len(shown.scheduled)))
-    dp, micro_batches = shown.dp, shown.request.packs_per_step // shown.dp
+    dp, micro_batches = shown.dp, shown.data.packs_per_step // shown.dp
     order = iter(np.random.default_rng(5).permutation(len(shown.lengths)).tolist())
     steps = len(shown.lengths) // (count * dp * micro_batches)
     loads, padding = np.zeros((steps, dp)), []
@@ -347,8 +345,8 @@ def test_names_are_text_whatever_they_hold(tmp_path) -> None:
     assert max(map(len, words(long))) <= 160
 
 
-def parts(shown: Case) -> tuple[JobSpec, DataRequest, ScheduledPacks, Lengths]:
-    return shown.job, shown.request, shown.scheduled, shown.lengths
+def parts(shown: Case) -> tuple[JobSpec, SampleData, ScheduledPacks]:
+    return shown.job, shown.data, shown.scheduled
 
 
 def without_tiles() -> Lengths:

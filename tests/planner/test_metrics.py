@@ -62,7 +62,7 @@ def test_figures_of_a_small_schedule():
         level=np.zeros(3, np.int32),
     )
     caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
-    metrics = measure_packs(scheduled, four_samples(), caps, 2, load, lower_bound=2)
+    metrics = measure_packs(scheduled, four_samples(), [Level(caps=caps)], 2, load, lower_bound=2)
     assert (metrics.samples, metrics.packed, metrics.packs, metrics.steps) == (4, 4, 3, 2)
     assert metrics.packs_lower_bound == 2
     assert metrics.gap == pytest.approx(1 / 2)
@@ -77,7 +77,7 @@ def test_figures_of_a_small_schedule():
     # No shared packs: nothing is exchanged. 100 tokens over 2 steps of 2 ranks.
     assert metrics.communication_ratio == metrics.exchanged_ratio == 0
     assert metrics.tokens_per_rank == 25
-    of_three = measure_packs(scheduled, four_samples(), caps, 3, load, lower_bound=2)
+    of_three = measure_packs(scheduled, four_samples(), [Level(caps=caps)], 3, load, 2)
     assert of_three.tokens_per_rank == pytest.approx(100 / 6)
     assert of_three.straggler_factor == pytest.approx((3 / (4 / 3) + 3) / 2)
     # Step 1 leaves rank 0 idle: (40 - 0) / (40 * 2).
@@ -109,7 +109,7 @@ def test_figures_of_shared_packs(cut, uneven):
     """Prevents figures that take a shared pack for its first rank's."""
     packs, levels = shared_schedule(cut)
     load = np.array([4.0, 3.0, 3.0])
-    metrics = measure_packs(packs, four_samples(), levels[1].caps, 2, load, 1, levels)
+    metrics = measure_packs(packs, four_samples(), levels, 2, load, 1)
     assert metrics.dist_ratio == {"tiles": pytest.approx(1 / 16), "tokens": 0}
     assert metrics.attention_balance_ratio == pytest.approx((uneven + (1 - 1400 / 1800)) / 2)
     assert metrics.straggler_factor == 1
@@ -123,7 +123,7 @@ def test_exchanged_heads_balance_attention():
     """Prevents attention that is counted by tokens where every rank has all tokens of its heads."""
     packs, levels = shared_schedule(CutRule.CONTIGUOUS)
     heads = levels[1].model_copy(update={"exchange": ContextExchange.HEADS})
-    metrics = measure_packs(packs, four_samples(), heads.caps, 2, np.ones(3), 1, (levels[0], heads))
+    metrics = measure_packs(packs, four_samples(), (levels[0], heads), 2, np.ones(3), 1)
     assert metrics.attention_balance_ratio == pytest.approx((1 - 1400 / 1800) / 2)
 
 

@@ -14,6 +14,7 @@ from omnibal.data.lengths import write_lengths
 from omnibal.job.check import open_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, Sharding, TargetName
@@ -250,10 +251,7 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
     lengths = example_lengths()
 
     def planned(caps: Caps) -> PlanResult:
-        data = SampleData(
-            lengths=lengths, caps=caps, packing=PackingMethod.BALANCED, packs_per_step=8,
-            epochs=1, seed=0,
-        )  # fmt: skip
+        data = SampleData(lengths=lengths, levels=(Level(caps=caps),), packs_per_step=8)
         return make_plan(PlanRequest(job=job_spec(), data=data))
 
     small, large = planned(Caps.of(tiles=8, tokens=512)), planned(Caps.of(tiles=12, tokens=640))
@@ -268,9 +266,8 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     say something else than all do."""
     limits, lengths = TARGETS[TargetName.MEGATRON_LM], example_lengths(count=3000)
     data = SampleData(
-        lengths=lengths, caps=Caps.of(tiles=8, tokens=512), packing=PackingMethod.BALANCED,
-        packs_per_step=16, epochs=1, seed=0,
-    )  # fmt: skip
+        lengths=lengths, levels=(Level(caps=Caps.of(tiles=8, tokens=512)),), packs_per_step=16
+    )
     job = job_spec(parallel=Parallel(pipeline=2, data=2))
     free = make_plan(PlanRequest(job=job, data=data))
     limited = replace(data, rules=limits.packs)

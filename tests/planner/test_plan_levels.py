@@ -19,6 +19,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.pack_settings import PackSettings
 
 LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2"
@@ -127,12 +128,9 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
     write_lengths(lengths, tmp_path / "texts.parquet")
     levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (4_096, 16_384, 32_768))
     data = SampleData(
+        settings=PackSettings(packing=PackingMethod.ISF),
         lengths=lengths,
-        caps=levels[-1].caps,
-        packing=PackingMethod.ISF,
         packs_per_step=4,
-        epochs=1,
-        seed=0,
         levels=levels,
     )
     monkeypatch.setattr("omnibal.planning._Search._data", lambda *_: data)

@@ -23,6 +23,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import read_packs
 from omnibal.search.trial import Comparison
 from omnibal.steps.metrics import rank_sums
+from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 
@@ -147,12 +148,11 @@ def test_samples_beyond_the_models_rope_are_refused():
         make_plan(request(model=limited(MODEL, most - 1)))
     with pytest.raises(UserError, match=message):
         Comparison(
+            settings=PackSettings(packing=PackingMethod.ISF),
             job=job_spec(model=limited(MODEL, most - 1)),
             lengths=lengths,
-            packing=PackingMethod.ISF,
             samples_per_step=50,
             samples=300,
-            seed=0,
         )
     # Made-up samples at the caps are of no length that is trained.
     make_plan(request(model=limited(MODEL, 16), lengths=None))

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from plan_cases import example_lengths
 
 import omnibal
+from omnibal.base.errors import UserError
 
 pytestmark = pytest.mark.quick
 
@@ -95,3 +97,19 @@ def test_page_begins_with_a_command_and_is_linked():
     """Prevents: a page that is hard to enter, and one that the README does not lead to."""
     assert re.match(r"# [^\n]+\n\n```\npython tools/", PAGE.read_text())
     assert "](docs/python.md)" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (lambda: omnibal.training_job("llama3.1-8b", "h100-80g", precision="bf17"), "bf16"),
+        (lambda: omnibal.training_job("llama3.1-8b", "h100-80g", trainer="foo"), "ms-swift"),
+        (lambda: omnibal.Samples(lengths=example_lengths(), packing="first fit"), "balanced"),
+        (lambda: omnibal.pack(example_lengths(), 512, limits={"tile": 8}), "tiles"),
+    ],
+    ids=["precision", "trainer", "packing", "limit"],
+)
+def test_a_word_that_is_not_known_is_refused_with_those_that_are(mistake, said):
+    """Prevents: a KeyError, and a misspelt setting that means nothing."""
+    with pytest.raises(UserError, match=said):
+        mistake()

@@ -1,5 +1,7 @@
 """Rows of levels: blocks aligned, one context a slot, no gaps, balanced, and in random order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,9 @@ from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.shares import shares_of
-from omnibal.steps.steps import DataRequest, deal_steps, draw_steps, steps_of
+from omnibal.steps.steps import deal_steps, draw_steps, steps_of
 
 pytestmark = pytest.mark.quick
 
@@ -39,22 +42,14 @@ def load_of(lengths: Lengths, levels=LEVELS):
     return load
 
 
-def request(levels=LEVELS, **changes) -> DataRequest:
-    settings = {
-        "caps": levels[-1].caps,
-        "method": PackingMethod.ISF,
-        "seed": 0,
-        "epochs": 1,
-        "packs_per_step": 12,
-        "packs_per_row": 4,
-        "levels": levels,
-    }
-    return DataRequest(**(settings | changes))
+SETTINGS = PackSettings(packing=PackingMethod.ISF)
+USUAL_SIZES = {"packs_per_step": 12, "packs_per_row": 4}
 
 
 def schedule(lengths: Lengths, ranks: int = 4, levels=LEVELS, **changes) -> ScheduledPacks:
     load = load_of(lengths, levels)
-    steps = draw_steps(lengths, request(levels, **changes), load)
+    sizes = {name: changes.pop(name, usual) for name, usual in USUAL_SIZES.items()}
+    steps = draw_steps(lengths, replace(SETTINGS, **changes), levels, load, **sizes)
     return deal_steps(steps, lengths, load, ranks, levels)
 
 
@@ -108,7 +103,7 @@ def test_places_can_run(count, seed, rows, ranks):
 def shares_of_unscheduled(lengths: Lengths) -> int:
     from omnibal.steps.steps import pack_epochs
 
-    (packs,) = pack_epochs(lengths, request())
+    (packs,) = pack_epochs(lengths, SETTINGS, LEVELS)
     return int(np.array([1, 2, 4])[levels_of_packs(packs, lengths, LEVELS)].sum())
 
 

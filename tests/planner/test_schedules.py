@@ -189,7 +189,7 @@ def test_one_chunk_interleaved_is_1f1b_in_time_and_memory():
     job = job_spec(parallel=Parallel(pipeline=3, data=2))
     data = MockData(caps=Caps.of(tiles=3, tokens=700), micro_batches_per_step=6)
     packs, lengths = data.schedule(job)
-    workload = job.workload(packs, lengths, ())
+    workload = job.workload(packs, lengths, data.levels)
     stages = stages_from_cuts(job.model, (4, 8), [[2, 0], [1, 1], [0, 0]])
     plain = predict(job.cost, job.model, job.parallel, (stages,), packs, workload)
     times, once = workload_times(job.cost, (stages,), workload), per_step_costs(job.cost, stages)

@@ -12,7 +12,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.config import load_cluster, load_model
-from omnibal.model.levels import MAX_CONTEXT, Level
+from omnibal.model.levels import MAX_CONTEXT, Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod, pack_samples
@@ -35,6 +35,7 @@ from omnibal.search.level_sets import (
     shared_anew,
 )
 from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
+from omnibal.steps.pack_settings import PackSettings
 
 MODEL = load_model("llama3.1-8b")
 
@@ -50,12 +51,10 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
 
 def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
     return SampleData(
+        settings=PackSettings(packing=PackingMethod.ISF),
         lengths=lengths,
-        caps=Caps.of(tokens=tokens),
-        packing=PackingMethod.ISF,
+        levels=(Level(caps=Caps.of(tokens=tokens)),),
         packs_per_step=2 * ranks,
-        epochs=1,
-        seed=0,
     )
 
 
@@ -119,7 +118,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     all_ms = []
     for count in (1, 2):
         for levels in product(*(list(level_forms(job, each)) for each in caps[-count:])):
-            _, trial = trials(levels if count > 1 or levels[0].context > 1 else ())
+            _, trial = trials(levels)
             if not isinstance(trial, UserError):
                 assert bound <= trial.ms_per_sample
                 all_ms.append(trial.ms_per_sample)
@@ -137,7 +136,7 @@ def test_short_data_needs_one_level():
     assert is_one_level(request)
     done = []
     found = search_levels(request, done.append)
-    assert found.best == () and found.ranking == () and found.gap is None
+    assert found.best == request.data.levels and found.ranking == () and found.gap is None
     with pytest.raises(UserError, match="packs of these samples may have 1"):
         LevelRequest(job=job_of(4), data=data_of(lengths, 4, 4_096), exactly=2)
 
@@ -177,7 +176,7 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     request = LevelRequest(job=job, data=data_of(lengths, 8, 131_072))
     assert request.most_levels == 1 and not is_one_level(request)
     found = search_levels(request, ignore)
-    alone = next(trial for trial in found.ranking if not trial.levels)
+    alone = next(trial for trial in found.ranking if are_plain(trial.levels))
     assert found.best[0].context > 1 and alone.recomputed_layers[0] > 0
     assert found.ranking[0].ms_per_sample < 0.95 * alone.ms_per_sample
 
@@ -198,7 +197,7 @@ def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline, may_lower):
     request = LevelRequest(job=job_of(ranks, pipeline), data=data, may_lower=may_lower)
     assert not is_one_level(request)
     found = search_levels(request, ignore)
-    trained = replace(data, levels=found.best, caps=found.best[-1].caps)
+    trained = replace(data, levels=found.best)
     packs, _ = trained.schedule(request.job)
     assert len(packs.packs.samples) == len(tokens)
     assert found.best[-1].context > 1
@@ -212,7 +211,7 @@ def test_levels_without_packs_are_left_out():
     longest = Caps.of(tokens=30)
     assert levels_in_use(levels, np.array([0, 2, 2]), longest) == (one, three)
     assert levels_in_use(levels, np.array([0, 1]), longest) == (one, two, three)
-    assert levels_in_use((), np.array([0, 0]), longest) == ()
+    assert levels_in_use((one,), np.array([0, 0]), longest) == (one,)
     data = data_of(texts([3_000] * 64 + [20_000]), 2, 65_536)
     trials = LevelTrials(job=job_of(2), data=data, tokens_per_step=1e5, longest=data.least_caps())
     caps = [Caps.of(tokens=tokens) for tokens in (4_096, 16_384, 32_768, 65_536)]
@@ -253,17 +252,19 @@ def test_what_memory_is_missing_is_said():
         search_levels(LevelRequest(job=job_of(2), data=data_of(lengths, 2, 1_000_000)), ignore)
 
 
+def with_curriculum(data: SampleData, steps: int) -> SampleData:
+    return replace(data, settings=replace(data.settings, curriculum_steps=steps))
+
+
 def test_a_curriculum_that_is_too_long_is_refused_first():
     """Prevents a search of minutes that ends with the refusal of what was known before it."""
     data = data_of(long_tailed(400, 32_768), 2, 32_768)
-    longer = replace(data, curriculum_steps=10_000)
+    longer = with_curriculum(data, 10_000)
     done = []
     with pytest.raises(UserError, match="an epoch has about"):
         search_levels(LevelRequest(job=job_of(2), data=longer), done.append)
     assert not done
-    found = search_levels(
-        LevelRequest(job=job_of(2), data=replace(data, curriculum_steps=2)), ignore
-    )
+    found = search_levels(LevelRequest(job=job_of(2), data=with_curriculum(data, 2)), ignore)
     assert all(len(trial.levels) > 1 for trial in found.ranking)
 
 
@@ -296,7 +297,7 @@ def test_given_steps_are_shared_anew():
     )
     job, fewer = job_of(8), job_of(2)
     data = data_of(lengths, 8, 65_536)
-    data = SampleData(**{**_fields(data), "levels": levels}).drawn(job)
+    data = replace(data, levels=levels).drawn(job)
     again = shared_anew(fewer, data)
     assert [level.caps for level in again.levels] == [level.caps for level in levels]
     assert max(level.context for level in again.levels) <= 2
@@ -305,10 +306,6 @@ def test_given_steps_are_shared_anew():
     assert again.steps is not None and data.steps is not None
     assert again.steps.sha256 == data.steps.sha256
     assert packs.steps == first.steps
-
-
-def _fields(data: SampleData) -> dict:
-    return {name: getattr(data, name) for name in data.__dataclass_fields__}
 
 
 def test_the_recomputed_share_is_the_least_that_fits():

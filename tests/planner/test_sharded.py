@@ -15,11 +15,11 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, TARGETS, Sharding, StageRules, TargetName, TrainerConstraints
 from omnibal.model.units import unit_names
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
@@ -30,6 +30,7 @@ from omnibal.search.limit_costs import LimitName, lifted
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
+LEVELS = (Level(caps=Caps.of(tiles=30, tokens=8192)),)
 XTUNER = TARGETS[TargetName.XTUNER]
 
 
@@ -184,11 +185,8 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
             ),
             data=SampleData(
                 lengths=lengths,
-                caps=Caps.of(tiles=40, tokens=8192),
-                packing=PackingMethod.BALANCED,
+                levels=(Level(caps=Caps.of(tiles=40, tokens=8192)),),
                 packs_per_step=32,
-                epochs=1,
-                seed=0,
             ),
         )
         if not fits:
@@ -240,9 +238,10 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
     equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))
     for samples, is_even in ((lengths, False), (equal, True)):
         data = SampleData(
-            lengths=samples, caps=Caps.of(tiles=30, tokens=longest),
-            packing=PackingMethod.BALANCED, packs_per_step=8, epochs=1, seed=0,
-        )  # fmt: skip
+            lengths=samples,
+            levels=(Level(caps=Caps.of(tiles=30, tokens=longest)),),
+            packs_per_step=8,
+        )
         packs = data.schedule(padded)
         lost, needed = lost_of(padded, *packs), lost_of(plain, *packs)
         assert lost.ideal_ms == pytest.approx(needed.ideal_ms)
@@ -253,7 +252,7 @@ def test_padding_of_packs_is_told_from_needed_work() -> None:
 
 def lost_of(job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> LostTime:
     """Breakdown of the mean step on one stage, which adds up to it."""
-    stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, ())
+    stages, workload = stages_from_cuts(MODEL, ()), job.workload(packs, lengths, LEVELS)
     once = per_step_costs(job.cost, stages)
     step_ms = predict_steps(workload_times(job.cost, [stages], workload), workload, once).step_ms
     lost = lost_time(job.cost, [stages], workload, float(step_ms.mean()))
@@ -267,12 +266,11 @@ def test_tokens_without_loss_cost_the_head_too() -> None:
     whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
     lengths = example_lengths(count=200)
     data = SampleData(
-        lengths=lengths, caps=Caps.of(tiles=30, tokens=8192), packing=PackingMethod.BALANCED,
-        packs_per_step=4, epochs=1, seed=0,
-    )  # fmt: skip
+        lengths=lengths, levels=(Level(caps=Caps.of(tiles=30, tokens=8192)),), packs_per_step=4
+    )
     packs, lengths = data.schedule(plain)
     column = plain.cost.features.index("loss_tokens")
-    of_loss = plain.workload(packs, lengths, ()).features[:, column]
-    of_all = whole.workload(packs, lengths, ()).features[:, column]
+    of_loss = plain.workload(packs, lengths, LEVELS).features[:, column]
+    of_all = whole.workload(packs, lengths, LEVELS).features[:, column]
     assert (of_loss <= packs.tokens).all()
     assert of_all.tolist() == packs.tokens.tolist()

@@ -131,14 +131,13 @@ def test_features_of_shares_are_those_of_a_token_by_token_count(
         np.testing.assert_allclose(found[row], expected, rtol=1e-12)
 
 
-def test_features_without_levels_are_those_of_packs() -> None:
+def test_features_of_one_level_are_those_of_packs() -> None:
     """Prevents plans of one level that change."""
     packs, lengths = random_schedule(np.random.default_rng(1), [1])
     names = feature_names(MODEL)
     whole = pack_features(packs.packs, lengths, names)
-    for levels in ((), (level(1),)):
-        assert feature_names_at(names, levels) == names
-        np.testing.assert_array_equal(share_features(packs, lengths, levels, names), whole)
+    assert feature_names_at(names, [level(1)]) == names
+    np.testing.assert_array_equal(share_features(packs, lengths, [level(1)], names), whole)
 
 
 FAST_COPIES = assumed_h100().model_copy(
@@ -247,7 +246,6 @@ def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
         exchanges = name in ("language_layer", "language_embed")
         assert together.context_ms.any() == exchanges, name
         np.testing.assert_array_equal(together.activation_bytes, alone.activation_bytes)
-    assert job.costs_at([]) == (base,)
     assert job.costs_at([level(1)]) == (base,)
 
 

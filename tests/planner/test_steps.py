@@ -1,6 +1,7 @@
 """Steps: complete, gapless, alike, unbiased, drawn anew every epoch, and the same for any ranks."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import permutations
 
 import numpy as np
@@ -10,12 +11,13 @@ from hypothesis import strategies as st
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.metrics import rank_sums, straggler_factor
+from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import (
-    DataRequest,
     Steps,
     deal_steps,
     draw_steps,
@@ -26,6 +28,8 @@ from omnibal.steps.steps import (
 )
 
 pytestmark = pytest.mark.quick
+
+LEVELS = (Level(caps=Caps.of(tiles=9, tokens=512)),)
 
 
 def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
@@ -47,24 +51,14 @@ def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> 
     load = packs.sums(lengths.tokens).astype(float)
     step = match_packs(packs.sums(lengths.column("tiles")), load, dp * micro_batches, dp, seed)
     steps = Steps.of(packs, step, np.zeros(len(packs), np.int32))
-    return deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens).astype(float), dp)
+    return deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens) * 1.0, dp, LEVELS)
 
 
 def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> ScheduledPacks:
-    settings = {
-        "caps": Caps.of(tiles=9, tokens=512),
-        "method": PackingMethod.BALANCED,
-        "seed": 0,
-        "epochs": 2,
-        "packs_per_step": dp * micro_batches,
-        "packs_per_row": dp,
-    }
-
-    def load(packs: Packs) -> np.ndarray:
-        return size_load(packs, lengths)
-
-    request = DataRequest(**(settings | changes))
-    return deal_steps(draw_steps(lengths, request, load), lengths, load, dp)
+    load = partial(size_load, lengths=lengths)
+    sizes = {"packs_per_step": dp * micro_batches, "packs_per_row": dp}
+    steps = draw_steps(lengths, PackSettings(**({"epochs": 2} | changes)), LEVELS, load, **sizes)
+    return deal_steps(steps, lengths, load, dp, LEVELS)
 
 
 @settings(max_examples=80, deadline=None)
@@ -220,7 +214,9 @@ def test_steps_do_not_depend_on_the_ranks(dp):
     """
     _, lengths = single_sample_packs(np.random.default_rng(5).integers(50, 300, 300))
     planned = draw(lengths, dp=4, micro_batches=3)
-    again = deal_steps(steps_of(planned), lengths, lambda packs: packs.sums(lengths.tokens), dp)
+    again = deal_steps(
+        steps_of(planned), lengths, lambda packs: packs.sums(lengths.tokens), dp, LEVELS
+    )
     assert again.sha256 != planned.sha256
     assert steps_of(again).sha256 == steps_of(planned).sha256
     for step in range(planned.steps):
@@ -260,24 +256,15 @@ def test_an_epoch_does_not_depend_on_how_many_follow():
 def test_packs_that_are_there_are_as_good_as_new():
     """Prevents a job that is tried on kept packs from getting other steps than its plan."""
     _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
-    request = DataRequest(
-        caps=Caps.of(tiles=9, tokens=512),
-        method=PackingMethod.ISF,
-        seed=3,
-        epochs=2,
-        packs_per_step=6,
-        packs_per_row=2,
-    )
+    isf = PackSettings(packing=PackingMethod.ISF, seed=3, epochs=2)
 
-    def load(packs: Packs) -> np.ndarray:
-        return size_load(packs, lengths)
+    def steps(packed: list[Packs] | None = None) -> Steps:
+        load = partial(size_load, lengths=lengths)
+        return draw_steps(lengths, isf, LEVELS, load, packed, packs_per_step=6, packs_per_row=2)
 
-    # Of another step size, as packs depend on neither ranks nor steps.
-    packed = pack_epochs(lengths, replace(request, packs_per_step=1, packs_per_row=1))
-    kept = draw_steps(lengths, request, load, packed)
-    assert kept.sha256 == draw_steps(lengths, request, load).sha256
-    other = pack_epochs(lengths, replace(request, seed=4))
-    assert draw_steps(lengths, request, load, other).sha256 != kept.sha256
+    kept = steps(pack_epochs(lengths, isf, LEVELS))
+    assert kept.sha256 == steps().sha256
+    assert steps(pack_epochs(lengths, replace(isf, seed=4), LEVELS)).sha256 != kept.sha256
 
 
 @pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 1}, False)])

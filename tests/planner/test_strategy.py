@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from cost_cases import assumed_h100, random_cost, random_features, small_model
 from expert_cases import DIGITS
-from plan_cases import JOB, MODEL, example_lengths, example_profile, job_spec, request
+from plan_cases import (
+    ISF,
+    JOB,
+    MODEL,
+    example_lengths,
+    example_profile,
+    job_spec,
+    request,
+    settings_of,
+)
 from rate_cases import tiled_rates
 from rich.console import Console
 
@@ -27,7 +36,6 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.model.units import unit_names
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -67,13 +75,12 @@ def strategy_request(**changes) -> StrategyRequest:
         "job": job_spec(**fields, parallel=alone),
         "sizes": FreeSizes(**sizes),
         "lengths": example_lengths(),
-        "packing": PackingMethod.ISF,
         "samples_per_step": 50,
         "samples": 1000,
-        "seed": 0,
         "caps": CAPS,
     }
-    return StrategyRequest(**(defaults | changes))
+    settings = settings_of(changes)
+    return StrategyRequest(settings=settings, **(defaults | changes))
 
 
 def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
@@ -126,7 +133,7 @@ def plan_of(searched: StrategyRequest, parallel: Parallel, micro_batches: int) -
             parallel=parallel,
             caps=searched.caps,
             lengths=searched.lengths,
-            packing=searched.packing,
+            packing=searched.settings.packing,
             packs_per_step=micro_batches * parallel.data,
             epochs=1,
         )
@@ -314,10 +321,9 @@ def test_caps_and_strategies_are_timed_alike(samples_per_step):
     shared = {
         "job": job_spec(cluster=CLUSTER, parallel=parallel),
         "lengths": example_lengths(),
-        "packing": PackingMethod.ISF,
+        "settings": ISF,
         "samples_per_step": samples_per_step,
         "samples": 1000,
-        "seed": 0,
     }
     by_caps = search_caps(CapSearchRequest(**shared, rule=CapRule.TIME), lambda done: None)
     assert len(by_caps.candidates) > 5

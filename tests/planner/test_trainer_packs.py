@@ -14,8 +14,10 @@ from plan_cases import job_spec
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
 from omnibal.export.reading_order import ReadingOrder
+from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData, caps_of_tokens
 from omnibal.model.config import load_model
+from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, PackRules, TargetName
 from omnibal.packing.media import media_of, pack_apart
@@ -23,6 +25,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
 from omnibal.steps.next_fit import as_formed, filling_steps, kept_apart, merging, next_fit_packs
+from omnibal.steps.pack_settings import PackSettings
 
 SAMPLES = 1_100
 TARGETS_OF_RULES = {target.packs: target.name for target in TARGETS.values()}
@@ -128,22 +131,25 @@ KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
 
 
 def scheduled(
-    lengths: Lengths, rules: PackRules, ranks: int, tokens: float, **changes
+    lengths: Lengths,
+    rules: PackRules,
+    ranks: int,
+    tokens: float,
+    epochs: int = 1,
+    job: JobSpec | None = None,
 ) -> tuple[ScheduledPacks, SampleData]:
     """Packs under `tokens` times the longest sample, 4 a rank and step.
 
     By `isf` their sums differ, which is harder to keep apart, and it is fast.
     """
-    job = changes.pop("job", None) or job_spec(parallel=Parallel(pipeline=1, data=ranks))
+    job = job or job_spec(parallel=Parallel(pipeline=1, data=ranks))
     most = int(tokens * lengths.tokens.max())
     data = SampleData(
+        settings=PackSettings(packing=PackingMethod.ISF, epochs=epochs),
         lengths=lengths,
-        caps=caps_of_tokens(lengths, ["tiles", "tokens"], most),
-        packing=PackingMethod.ISF,
+        levels=(Level(caps=caps_of_tokens(lengths, ["tiles", "tokens"], most)),),
         packs_per_step=4 * ranks,
-        seed=0,
         rules=rules,
-        **{"epochs": 1} | changes,
     )
     return data.schedule(job)[0], data
 
@@ -151,7 +157,7 @@ def scheduled(
 def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> None:
     lengths, rules, order = data.lengths, data.rules, ReadingOrder.of(packs)
     of_epoch, left_out = np.repeat(packs.epoch, np.diff(packs.packs.offsets)), 0
-    for epoch in range(data.epochs):
+    for epoch in range(data.settings.epochs):
         trained = packs.packs.samples[of_epoch == epoch].tolist()
         assert len(set(trained)) == len(trained) and set(trained) <= set(range(len(lengths)))
         left_out += len(lengths) - len(trained)
@@ -162,7 +168,7 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
         assert packs.packs.sums(lengths.column(name)).max() <= data.caps[name]
     sizes = np.bincount(packs.step)
     assert set(sizes) == {sizes[0]} and sizes[0] % ranks == 0
-    assert sizes[0] == data.packs_per_step or len(sizes) == data.epochs
+    assert sizes[0] == data.packs_per_step or len(sizes) == data.settings.epochs
     assert (order.rank == np.arange(len(packs)) % ranks).all()
     if rules.one_medium:
         medium = media_of(lengths)

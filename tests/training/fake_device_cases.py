@@ -34,7 +34,6 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.stage import Stage, joined
@@ -263,7 +262,7 @@ def whole_stages() -> None:
     for layout in LAYOUTS:
         plan, (packs, lengths) = plan_of(layout)
         job = job_of(plan)
-        workload = job.workload(packs, lengths, plan.levels)
+        workload = job.workload(packs, lengths, plan.pack_levels)
         for stage in range(layout.stages):
             _state_is_exact(plan, stage)
             windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
@@ -285,7 +284,7 @@ def levels() -> None:
     """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
     plan, packs, lengths = plan_of_levels()
     job = job_of(plan)
-    cost, workload = job.cost_of_all(plan.levels), job.workload(packs, lengths, plan.levels)
+    cost, workload = job.cost_of_all(plan.pack_levels), job.workload(packs, lengths, plan.levels)
     both = [stage_memories(cost, [plan.stages_at(level)] * 2, workload) for level in (0, 1)]
     for stage in range(len(plan.stages)):
         windows = heaviest_windows(cost, plan, stage, workload)
@@ -315,11 +314,7 @@ def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
     caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
     data = SampleData(
         lengths=lengths,
-        caps=caps[1],
-        packing=PackingMethod.BALANCED,
         packs_per_step=6,
-        epochs=1,
-        seed=0,
         levels=tuple(Level(caps=each) for each in caps),
     )
     job = JobSpec(
@@ -401,7 +396,7 @@ def planted() -> None:
     """Mistakes in the model, each found by running one stage."""
     layout = Layout(model="internvl2.5-1b")
     plan, (packs, lengths) = plan_of(layout)
-    workload = job_of(plan).workload(packs, lengths, plan.levels)
+    workload = job_of(plan).workload(packs, lengths, plan.pack_levels)
     forward = VLMStage.forward
 
     def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> FakeStage:

@@ -27,6 +27,8 @@ from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import RUN_FILE, read_run
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
 
@@ -94,7 +96,7 @@ def run_loop(
     data = RunData(
         scheduled=scheduled_packs(batches),
         lengths=None,
-        sharing=Sharing(dp_rank=0),
+        sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
         batches=iter(batches),
         pack_flops=np.full(len(batches), 1e6),
         peak_flops_per_s=1e9,

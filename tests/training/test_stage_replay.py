@@ -35,7 +35,6 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.stage import joined
 
 pytestmark = pytest.mark.in_own_process
@@ -195,14 +194,11 @@ def save_planned(directory, *contexts):
     )
     data = SampleData(
         lengths=lengths,
-        caps=caps[-1],
-        packing=PackingMethod.BALANCED,
         packs_per_step=6,
-        epochs=1,
-        seed=0,
         levels=tuple(
             Level(caps=each, context=context) for each, context in zip(caps, contexts, strict=False)
-        ),
+        )
+        or (Level(caps=caps[-1]),),
     )
     save_plan(make_plan(PlanRequest(job=job, data=data)), directory)
     return directory

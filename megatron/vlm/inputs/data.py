@@ -84,7 +84,6 @@ class DataOptions:
 
 
 _PLAIN = DataOptions()
-_ALONE = Sharing(dp_rank=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ class PackDataset(torch.utils.data.Dataset):
         rows: np.ndarray,
         stage: Stage,
         options: DataOptions = _PLAIN,
-        sharing: Sharing = _ALONE,
+        sharing: Sharing | None = None,
     ) -> None:
         self.reader = reader
         self.scheduled = scheduled
@@ -214,7 +213,8 @@ class PackDataset(torch.utils.data.Dataset):
         return float((weights * loss_tokens).sum() * share)
 
     def _own_part(self, row: int) -> _OwnPart:
-        share = self.sharing.share(self.scheduled, self.lengths, row)
+        sharing = self.sharing
+        share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
         if share is not None:
             return _OwnPart(pieces=share.own_pieces, tiles=share.own_tiles, share=share)
         tokens = self.lengths.tokens[self.scheduled.packs[row]]

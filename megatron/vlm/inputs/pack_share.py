@@ -110,7 +110,7 @@ class Sharing:
     """Levels of a plan's packs, and the data-parallel rank whose shares are wanted."""
 
     dp_rank: int
-    levels: Sequence[Level] = ()
+    levels: Sequence[Level]
 
     def rows(self, scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
         """Rows of the packs that the rank trains from `first_step` to before `last_step`, in the
@@ -136,8 +136,6 @@ class Sharing:
 
     def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> Share | None:
         """The rank's share of a pack; None where it has all of it."""
-        if not self.levels:
-            return None
         level = self.levels[int(scheduled.level[row])]
         if level.context == 1:
             return None

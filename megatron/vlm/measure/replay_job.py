@@ -80,12 +80,12 @@ class ReplayJob:
     @property
     def cost(self) -> CostModel:
         """The costs that the plan was made with, of all its levels."""
-        return self.planned.job.cost_of_all(self.plan.levels)
+        return self.planned.job.cost_of_all(self.plan.pack_levels)
 
     @property
     def workload(self) -> Workload:
         """What every rank computes of the packs; a row a pack, as none is shared."""
-        return self.planned.job.workload(self.packs, self.lengths, self.plan.levels)
+        return self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
 
     def rows_of(self, stage: int) -> LoadRows:
         """Return the loader of a stage's micro-batches."""

@@ -59,7 +59,6 @@ from omnibal.job.runlog import (
     write_evaluation,
     write_run_info,
 )
-from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.units import feature_names
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -244,7 +243,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
     job = run.planned.job
-    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.levels)
+    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
     shares = _encoder_shares(run)
     dataset = _dataset(run, trainer.links.rank, sharing, shares, range(first_step, last_step))
     batches = load_batches(dataset, arguments.num_workers, current_device())
@@ -380,7 +379,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     if evaluation is None or evaluation.eval_interval is None:
         return None
     reader = run.reader(run.heldout_data)
-    levels = run.plan.levels or (Level(caps=run.data.caps),)
+    levels = run.plan.pack_levels
     longest = max(levels, key=lambda level: level.caps["tokens"])
     packs = pack_validation(reader, evaluation.eval_samples, longest, run.plan.parallel.data)
     if packs.left_out:
@@ -399,7 +398,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
 def _caps_of_questions(run: Run) -> Caps:
     """Caps of questions that a rank answers at once: the most that it has of any pack, as ranks
     share packs but not questions."""
-    levels = run.plan.levels or (Level(caps=run.data.caps),)
+    levels = run.plan.pack_levels
     shares = {
         name: [level.caps[name] // level.context for level in levels]
         for name in run.data.caps.names
