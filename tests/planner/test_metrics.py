@@ -77,7 +77,7 @@ def test_figures_of_a_small_schedule():
     # No shared packs: nothing is exchanged. 100 tokens over 2 steps of 2 ranks.
     assert metrics.communication_ratio == metrics.exchanged_ratio == 0
     assert metrics.tokens_per_rank == 25
-    of_three = measure_packs(scheduled, four_samples(), caps, 3, load, lower_bound=2)
+    of_three = measure_packs(scheduled, four_samples(), [Level(caps=caps)], 3, load, 2)
     assert of_three.tokens_per_rank == pytest.approx(100 / 6)
     assert of_three.straggler_factor == pytest.approx((3 / (4 / 3) + 3) / 2)
     # Step 1 leaves rank 0 idle: (40 - 0) / (40 * 2).
