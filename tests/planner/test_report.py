@@ -700,7 +700,7 @@ def write_replay_of(plan_directory: Path, directory: Path, **info) -> list[Stage
         directory,
         plan,
         job.cost,
-        job.workload(*data, plan.levels),
+        job.workload(*data, plan.pack_levels),
         REPLAYED,
         factors=(1.5, 1.25),
         with_working_memory=False,
@@ -746,7 +746,7 @@ def test_replay_has_its_own_step_bubble_and_memory(
     plan_directory = directories[0]
     plan = read_plan(plan_directory)
     job, data = job_of_plan(plan, plan_directory), data_of_plan(plan, plan_directory)
-    workload = job.workload(*data, plan.levels)
+    workload = job.workload(*data, plan.pack_levels)
     replay = read_replay(plan_directory.parent / "replay", plan, job.cost, workload)
     text = Page(three_columns).text
     error = 1 - replay.predicted_step_ms / replay.step_ms
