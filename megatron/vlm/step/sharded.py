@@ -134,7 +134,7 @@ class ShardedStage(torch.nn.Module):
         super().__init__()
         self.module, self.weights = stage, weights
         self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
-        """Of everything that is trained."""
+        """Gradients of everything that is trained."""
         self._units = weights.units
         self._of_pass = [PassExchanges.of(self._units, trains=trains) for trains in (False, True)]
         self._pass = PassExchanges(())

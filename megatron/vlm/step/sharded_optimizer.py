@@ -41,7 +41,7 @@ class ShardedAdam:
         self._main_of = {flat: _main_weights(flat) for flat in gradients}
         self.ranges = [one for flat in gradients for one in self._ranges_of(flat)]
         """What this rank updates."""
-        self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True)
+        self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True, foreach=False)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
