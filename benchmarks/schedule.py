@@ -48,6 +48,7 @@ from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock
+from megatron.vlm.step.data_parallel import Replicated
 from megatron.vlm.step.schedule import PipelineLinks, run_forward_backward
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.data.annotations import Annotations
@@ -184,7 +185,8 @@ def relaying(trainer: Trainer) -> Trainer:
     """The trainer with a relay in the place of its stage."""
     relay = Relay(trainer.plan, trainer.links.rank)
     model = DistributedDataParallel(trainer.stage.config, trainer.model.ddp_config, relay)
-    return replace(trainer, model=model)
+    assert isinstance(trainer.data_parallel, Replicated), "stages are whole"
+    return replace(trainer, data_parallel=replace(trainer.data_parallel, model=model))
 
 
 class StockStage(torch.nn.Module):

@@ -71,6 +71,12 @@ class Parallel(Frozen):
                 f"a group of {self.sharded} ranks that shard weights must divide the {self.data} "
                 f"data-parallel ranks: choose a divisor of {self.data}"
             )
+        if self.sharded % self.routing_ranks and self.routing_ranks % self.sharded:
+            raise ValueError(
+                f"a group of {self.sharded} ranks that shard weights must divide the "
+                f"{self.routing_ranks} data-parallel ranks that share out experts, or be a "
+                "multiple of them, so that all of them run in lockstep: choose such a size"
+            )
         return self
 
     @property
@@ -86,8 +92,8 @@ class Parallel(Frozen):
         return self.tensor * self.data // self.expert
 
     @property
-    def expert_lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that share out experts, so that all run in lockstep.
+    def routing_ranks(self) -> int:
+        """Neighbouring data-parallel ranks that share out experts.
 
         Tensor-parallel ranks do so anyway: it is 1 where these alone share experts out.
         """
@@ -95,9 +101,9 @@ class Parallel(Frozen):
 
     @property
     def lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that meet in every pass, so that all run in lockstep:
-        those that share out experts, or divide weights."""
-        return max(self.expert_lockstep_ranks, self.sharded)
+        """Neighbouring data-parallel ranks that run their micro-batches in lockstep: they share out
+        experts, or divide weights."""
+        return max(self.routing_ranks, self.sharded)
 
     @property
     def of_shards(self) -> "Parallel":

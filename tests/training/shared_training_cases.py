@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 from megatron.core import parallel_state
-from tensor_parallel_cases import OPTIONS, by_name, gather_gradients, model_of
+from ranks import run_ranks
+from tensor_parallel_cases import OPTIONS, gradients_of, model_of, weights_of
 from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -168,7 +169,15 @@ def train_steps(links, plan, case, shared):
         batches = own_batches(plan, rows) if shared else batches
         result = train_step(trainer, batches, slots=trainer.most_in_lockstep(len(batches)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gather_gradients(trainer.model)
-        gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
+        gradients.append(gradients_of(trainer))
     trainer.wait_for_weights()
-    return results, gradients, by_name(trainer.stage, lambda parameter: parameter)
+    return results, gradients, weights_of(trainer)
+
+
+def train_alone(case):
+    """The case's packs trained by one process that has them whole."""
+    plan = plan_of(replace(case, sizes={}, cuts=()))
+    changes = {"context": 1, "recompute": ((),)}
+    levels = tuple(level.model_copy(update=changes) for level in plan.levels)
+    plan = plan.model_copy(update={"levels": levels})
+    return run_ranks(plan.parallel, train_steps, plan, case, False)[0]

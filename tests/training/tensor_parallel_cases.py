@@ -77,14 +77,41 @@ def train_steps(links, plan, steps, load=None, save=None, first=0):
         slots = counts[block * plan.parallel.lockstep_ranks]
         result = train_step(trainer, MicroBatchStream.of(own), slots=slots)
         results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gather_gradients(trainer.model)
-        gradients.append(by_name(trainer.stage, lambda parameter: parameter.main_grad))
+        gradients.append(gradients_of(trainer))
     trainer.wait_for_weights()
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(first + len(steps), {})
         writer.finish()
-    return results, gradients, by_name(trainer.stage, lambda parameter: parameter)
+    return results, gradients, weights_of(trainer)
+
+
+def gradients_of(trainer):
+    """Gradients of the step by global name, whole on every data-parallel rank."""
+    if trainer.stage.sharded is None:
+        gather_gradients(trainer.model)
+        return by_name(trainer.stage, lambda parameter: parameter.main_grad)
+    parts = {flat: gradients.own_Q for flat, gradients in trainer.model.gradients.items()}
+    return by_name(trainer.stage, whole_of_parts(parts).__getitem__)
+
+
+def weights_of(trainer):
+    """Trained weights by global name, whole on every data-parallel rank."""
+    if trainer.stage.sharded is None:
+        return by_name(trainer.stage, lambda parameter: parameter)
+    parts = {flat: flat.own_Q for flat in trainer.stage.sharded.flats}
+    return by_name(trainer.stage, whole_of_parts(parts).__getitem__)
+
+
+def whole_of_parts(parts):
+    """Tensors by parameter, of which each rank has a part by the tensor that parameters are in."""
+    found = {}
+    for flat, own in parts.items():
+        group = flat.groups.shards
+        whole = own.new_empty(len(own) * group.size())
+        dist.all_gather_into_tensor(whole, own, group=group)
+        found |= dict(zip(flat.parameters, flat.views(whole), strict=True))
+    return found
 
 
 def gather_gradients(model):

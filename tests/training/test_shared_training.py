@@ -17,6 +17,7 @@ from shared_training_cases import (
     Case,
     own_batches,
     plan_of,
+    train_alone,
     train_steps,
     whole_packs,
 )
@@ -37,18 +38,8 @@ def test_shared_packs_train_as_one_process(name):
     and ranks that wait for each other for ever where their packs differ."""
     case = CASES[name]
     plan = plan_of(case)
-    alone = plan_of(replace(case, sizes={}, cuts=()))
-    alone = alone.model_copy(
-        update={
-            "levels": tuple(
-                level.model_copy(update={"context": 1, "recompute": ((),)})
-                for level in alone.levels
-            )
-        }
-    )
-    reference = run_ranks(alone.parallel, train_steps, alone, case, False)[0]
     ranks = run_ranks(plan.parallel, train_steps, plan, case, True)
-    assert_same_training(ranks, plan.parallel.tensor, reference)
+    assert_same_training(ranks, plan.parallel.tensor, train_alone(case))
 
 
 def test_bf16_shares_train_as_fp32():

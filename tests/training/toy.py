@@ -69,6 +69,7 @@ def toy_plan(
     tensor: int = 1,
     sequence_parallel: bool = False,
     expert: int = 1,
+    sharded: int = 1,
 ) -> Plan:
     """A hand-written plan, without data or prediction."""
     parallel = Parallel(
@@ -77,6 +78,7 @@ def toy_plan(
         data=data,
         sequence_parallel=sequence_parallel,
         expert=expert,
+        sharded=sharded,
     )
     return Plan(
         model=model,

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
@@ -31,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     WriteBucket,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -55,11 +54,15 @@ from megatron.vlm.checkpoint.identity import (
     architecture_differences,
     differences,
     identity_state,
-    one_error,
     open_newest,
     reason,
 )
-from megatron.vlm.checkpoint.optimizer_share import load_share
+from megatron.vlm.checkpoint.state import (
+    OPTIMIZER_OF,
+    PartOptimizer,
+    joined_settings,
+    state_of,
+)
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
@@ -68,14 +71,6 @@ from omnibal.model.config import ModelConfig
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _GIB = 2**30
-# Optimizer state is stored per parameter, so that any split can load it, and is brought together
-# on the host of one data-parallel rank, not on every device.
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
-_OPTIMIZER_OF = "optimizer of "
-"""Start of the names of optimizers' gathered state."""
 _FILES_PER_RANK = 2  # each written by a thread of its own
 _TENSOR_OVERHEAD_BYTES = 4096
 """Bytes of overhead of one tensor in its file and in the metadata."""
@@ -107,15 +102,14 @@ class CheckpointWriter:
         directory: Path,
         plan: Plan,
         stages: Sequence[VLMStage],
-        optimizer: ChainedOptimizer,
+        optimizer: ChainedOptimizer | PartOptimizer,
         scheduler: OptimizerParamScheduler,
         options: Mapping[str, float | str],
         keep_last: int | None,
         asynchronous: bool,
     ) -> None:
         self._directory = directory
-        self._stages = stages
-        self._optimizer = optimizer
+        self._state = state_of(stages, optimizer)
         self._scheduler = scheduler
         self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
         self._keep_last = keep_last
@@ -186,7 +180,13 @@ class CheckpointWriter:
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
         sharded, common = save_preprocess(
-            self._whole_state(step, training_state),
+            self._state.described()
+            | {
+                "scheduler": self._scheduler.state_dict(),
+                "step": step,
+                "training_state": training_state,
+                "omnibal": self._identity,
+            },
             validate_access_integrity=not self._is_validated,
             preprocess_common_before_consistancy_check=_same_on_all_ranks,
         )
@@ -195,7 +195,7 @@ class CheckpointWriter:
         # Core stores rank 0's settings for all, but a stage that is frozen whole has none, and
         # one without language layers none of experts.
         gathered = filter(None, _gather(common["optimizer"], self._group))
-        common["optimizer"] = _joined_settings(list(gathered))
+        common["optimizer"] = joined_settings(list(gathered))
         layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
             sharded, str(path)
         )
@@ -204,26 +204,6 @@ class CheckpointWriter:
         return _PendingSave(
             step=step, layout=layout, files=[self._threads.submit(write) for write in writes]
         )
-
-    def _whole_state(self, step: int, training_state: dict[str, Any]) -> dict[str, Any]:
-        state = _model_state(self._stages)
-        settings: list[dict[str, Any]] = []
-        for each in _trained(self._stages, self._optimizer):
-            _fill_empty_optimizer_state(each.optimizer)
-            described = each.optimizer.sharded_state_dict(state[each.part], metadata=_METADATA)
-            # Every parameter's state has its name in the files.
-            gathered = described.pop("param_state")
-            settings.append(described)
-            if gathered is not None:  # as it is on one rank of those that divide it
-                state[_OPTIMIZER_OF + each.name] = gathered
-        if settings:
-            state["optimizer"] = _joined_settings(settings)
-        return state | {
-            "scheduler": self._scheduler.state_dict(),
-            "step": step,
-            "training_state": training_state,
-            "omnibal": self._identity,
-        }
 
     def _check_space(self, layout: "_Layout") -> None:
         """Raises _RankError if what all ranks write is more than the disk has room for."""
@@ -243,9 +223,7 @@ class CheckpointWriter:
         """Functions that write this rank's files, from data that training cannot change."""
         changing = set()
         if self._asynchronous:
-            # The optimizer's state was gathered for this save alone; the weights are the model's.
-            tensors = [t for one in self._stages for t in (*one.parameters(), *one.buffers())]
-            changing = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            changing = {one.untyped_storage().data_ptr() for one in self._state.changing()}
         writes: list[Callable[[], list[WriteResult]]] = [
             partial(_write_bucket, layout.writer, bucket)
             for bucket in _on_host(layout.buckets, changing)
@@ -455,7 +433,7 @@ def load_checkpoint(
     directory: Path,
     plan: Plan,
     stages: Sequence[VLMStage],
-    optimizer: ChainedOptimizer,
+    optimizer: ChainedOptimizer | PartOptimizer,
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
 ) -> LoadedCheckpoint:
@@ -486,14 +464,9 @@ def load_checkpoint(
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
-    loaded = _load_weights(path, stages)
-    trained = _trained(stages, optimizer)
-    for each in trained:
-        _fill_empty_optimizer_state(each.optimizer)
-        each.optimizer.load_state_dict(loaded["optimizer"])
-    state = _model_state(stages)
-    with one_error(path):
-        load_share([(each.optimizer, state[each.part]) for each in trained], path)
+    state = state_of(stages, optimizer)
+    loaded = state.load_weights(path)
+    state.load_optimizer(path, loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
@@ -505,69 +478,9 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
         UserError: there is no checkpoint, it is broken, or of another model; the same on every
             rank.
     """
-    return _load_weights(_open(directory, plan).path, stages)["step"]
-
-
-def _load_weights(path: Path, stages: Sequence[VLMStage]) -> dict[str, Any]:
-    """Restore the weights; returns what else a checkpoint has in common for all ranks."""
-    with one_error(path):
-        loaded = dist_checkpointing.load(_model_state(stages), str(path))
-    for name, part in _named(stages).items():
-        # Core puts the halves of gated layers together in tensors of their own, which go with this.
-        part.load_state_dict(loaded.pop(name))
-    return loaded
-
-
-def _named(stages: Sequence[VLMStage]) -> dict[str, VLMStage]:
-    """Names in the state, none of which is in the files."""
-    return dict(zip(("model", "encoders"), stages, strict=False))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Trained:
-    """An optimizer that has something to train."""
-
-    name: str
-    part: str
-    """Name of what it trains parameters of, as of `_named`."""
-    optimizer: DistributedOptimizer
-
-
-def _trained(stages: Sequence[VLMStage], optimizer: ChainedOptimizer) -> list[_Trained]:
-    """The optimizers of everything that is trained.
-
-    Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
-    other ranks divide; of frozen experts none. Frozen data-parallel encoders have none.
-    """
-    chain = iter(optimizer.chained_optimizers)
-    found = []
-    for part, stage in _named(stages).items():
-        # Core's mark of parameters that only some data-parallel ranks hold.
-        trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-        experts = [parameter for parameter in trained if not vars(parameter).get("allreduce", True)]
-        if part == "model" or trained:
-            one = next(chain)
-            if len(experts) < len(trained):
-                found.append(_Trained(name=part, part=part, optimizer=one))
-        if experts:
-            found.append(_Trained(name=f"{part}'s experts", part=part, optimizer=next(chain)))
-    return found
-
-
-def _joined_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Settings of several optimizers as of one; what they share is the same in all."""
-    joined: dict[str, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for one in settings:
-        inner = one["optimizer"]
-        groups += [group for group in inner["param_groups"] if group not in groups]
-        joined = one | {"optimizer": inner | {"param_groups": groups}}
-    return joined
-
-
-def _model_state(stages: Sequence[VLMStage]) -> dict[str, Any]:
-    described = _named(stages).items()
-    return {name: stage.sharded_state_dict(metadata=_METADATA) for name, stage in described}
+    path = _open(directory, plan).path
+    step: int = state_of(stages, None).load_weights(path)["step"]
+    return step
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -579,7 +492,7 @@ def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in common.items()
-        if name != "optimizer" and not name.startswith(_OPTIMIZER_OF)
+        if name != "optimizer" and not name.startswith(OPTIMIZER_OF)
     }
 
 
@@ -609,18 +522,3 @@ def _open_alone(directory: Path, model: ModelConfig) -> CheckpointIdentity:
 
 def _steps_sha256(plan: Plan) -> str | None:
     return plan.data.steps_sha256 if plan.data is not None else None
-
-
-def _fill_empty_optimizer_state(optimizer: DistributedOptimizer) -> None:
-    """Create the optimizer state, which core needs for its description, before a first step."""
-    inner = optimizer.optimizer
-    # Transformer Engine's and Apex's optimizers count steps in their groups.
-    counts_by_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            state = inner.state[parameter]
-            if not state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-                if counts_by_parameter:
-                    state["step"] = torch.tensor(0.0)

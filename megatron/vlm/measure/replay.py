@@ -283,12 +283,7 @@ class StageReplayer:
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of weights, gradients and optimizer state, each storage once."""
     tensors = [*trainer.stage.parameters(), *trainer.stage.buffers()]
-    for buffer in trainer.model.buffers:
-        tensors += [data for data in (buffer.param_data, buffer.grad_data) if data is not None]
-    for optimizer in trainer.optimizer.chained_optimizers:
-        kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
-        for parameter, state in kept.items():
-            tensors += [parameter, *(value for value in state.values() if torch.is_tensor(value))]
+    tensors += trainer.data_parallel.state_tensors()
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 

@@ -114,9 +114,9 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs or share out experts, encoders
-            are data-parallel, the trainer cannot build its model, or data and tokenizer
-            are not the plan's.
+        UserError: the plan does not hold, ranks share its packs, share out experts or divide
+            weights, encoders are data-parallel, the trainer cannot build its model, or data and
+            tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
@@ -132,6 +132,11 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
         raise UserError(
             f"{plan_directory}: has ranks that share out experts, and a replay runs one rank "
             "alone: give a plan of `omnibal plan --ep 1`"
+        )
+    if planned.plan.parallel.sharded > 1:
+        raise UserError(
+            f"{plan_directory}: has ranks that divide weights, and a replay runs one rank alone: "
+            "give a plan whose parallel.sharded is 1"
         )
     if planned.plan.beside is not None:
         raise UserError(

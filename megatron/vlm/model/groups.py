@@ -1,6 +1,8 @@
-"""Process groups: of data-parallel ranks that share packs, and of data-parallel encoders."""
+"""Process groups: of data-parallel ranks that share packs, that divide weights, and of
+data-parallel encoders."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,52 @@ def context_blocks(parallel: Parallel, context: int) -> list[list[int]]:
         for shard in range(tensor)
         for start in range(0, data, context)
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ShardGroups:
+    """Groups of a rank by which weights are divided and copied."""
+
+    shards: dist.ProcessGroup
+    """Ranks that divide them."""
+    copies: dist.ProcessGroup
+    """Ranks that hold the same part of them, one of every group that divides them."""
+
+
+def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
+    """Make the groups that divide weights, of all but experts and of experts; collective over all
+    ranks, of which a pipeline has one stage."""
+    block = parallel.tensor * parallel.sharded
+    dense = _shard_groups(parallel, block, parallel.tensor)
+    if parallel.expert == parallel.tensor:
+        return dense, dense
+    return dense, _shard_groups(parallel, block, parallel.expert)
+
+
+def _shard_groups(parallel: Parallel, block: int, apart: int) -> ShardGroups:
+    """Groups of ranks whose weights are the same.
+
+    Args:
+        block: neighbouring ranks, of which those with the same weights divide them.
+        apart: distance of the next rank with the same weights.
+    """
+    places: dict[tuple[int, int], list[int]] = {}
+    copies: dict[tuple[int, int], list[int]] = {}
+    for rank in range(parallel.world_size):
+        alike = rank % apart
+        places.setdefault((alike, rank // block), []).append(rank)
+    for (alike, _), ranks in places.items():
+        for place, rank in enumerate(ranks):
+            copies.setdefault((alike, place), []).append(rank)
+    return ShardGroups(shards=_own_group(places.values()), copies=_own_group(copies.values()))
+
+
+def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+    own, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks) for ranks in groups], timeout=COLLECTIVE_TIMEOUT
+    )
+    assert own is not None, "every rank is in a group"
+    return own
 
 
 def create_encoding_group(plan: Plan) -> dist.ProcessGroup:

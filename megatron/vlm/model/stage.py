@@ -39,6 +39,7 @@ from megatron.vlm.model.fused.rotary import rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.providers import check_precision, layer_parts
+from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
@@ -138,6 +139,8 @@ class VLMStage(MegatronModule):
         describe_partitions(self, parts)
         if language.tied_head:
             self._describe_tied_weight()
+        self.sharded: ShardedWeights | None = None
+        """The weights, where data-parallel ranks divide them."""
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
 

@@ -5,23 +5,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     ChainedOptimizer,
     MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -32,11 +27,14 @@ from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.groups import (
     create_context_groups,
     create_encoding_group,
+    create_shard_groups,
     replica_groups,
 )
 from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
+from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep, StepFeatures
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.overlap import DataParallelOverlap
@@ -46,6 +44,8 @@ from megatron.vlm.step.schedule import (
     run_forward,
     run_forward_backward,
 )
+from megatron.vlm.step.sharded import ShardedStage
+from megatron.vlm.step.sharded_optimizer import ShardedAdam
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import ExpertBalance
 from omnibal.model.config import Provider
@@ -79,21 +79,22 @@ class OptimizationOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """One rank's share of the job: its stage, wrapped and optimized by Megatron-core."""
+    """One rank's share of the job: its stage, and how it is trained with other ranks."""
 
     plan: Plan
     links: PipelineLinks
     options: OptimizationOptions
     stage: VLMStage
-    model: DistributedDataParallel
-    optimizer: ChainedOptimizer
+    data_parallel: DataParallel
+    optimizer: ChainedOptimizer | ShardedAdam
     scheduler: OptimizerParamScheduler
-    tied_groups: ProcessGroupCollection | None
-    """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
-    overlap: DataParallelOverlap | None
-    """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
     encoders: Encoders | None = None
     """Data-parallel encoders; None where they are units of the stages."""
+
+    @property
+    def model(self) -> Any:
+        """The stage as micro-batches run it."""
+        return self.data_parallel.model
 
     @property
     def stages(self) -> tuple[VLMStage, ...]:
@@ -102,10 +103,9 @@ class Trainer:
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
-        self.model.zero_grad_buffer()
+        self.data_parallel.zero_gradients()
         if self.encoders is not None:
             self.encoders.zero_gradients()
-        self.optimizer.zero_grad()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
@@ -143,12 +143,7 @@ class Trainer:
             clock,
             features=features,
         )
-        if self.overlap is None:
-            return run()
-        with self.overlap.reducing():
-            if not _may_overlap(batches):
-                return run()
-            return run(self.overlap.before_last_backward)
+        return self.data_parallel.run(run, batches)
 
     @property
     def forward_stage(self) -> Stage:
@@ -164,7 +159,7 @@ class Trainer:
         """The micro-batches and empty ones after them, so many together.
 
         Args:
-            slots: of this rank; of ranks that share out experts the same.
+            slots: of this rank; of ranks that run in lockstep the same.
             answers: whether next tokens are asked for, and not a loss.
         """
         if slots <= len(batches):
@@ -173,12 +168,16 @@ class Trainer:
         return batches.joining(slots, empty)
 
     def most_in_lockstep(self, number: int) -> int:
-        """The greatest of a number over the ranks that run in lockstep with this one, as they
-        share out experts; collective over them."""
-        if self.plan.parallel.lockstep_ranks == 1:
+        """The greatest of a number over the ranks that run in lockstep with this one; collective
+        over them."""
+        parallel = self.plan.parallel
+        if parallel.lockstep_ranks == 1:
             return number
-        most = torch.tensor(number, device=current_device())
         group = parallel_state.get_expert_model_parallel_group()
+        if parallel.sharded > parallel.routing_ranks:
+            assert self.stage.sharded is not None
+            group = self.stage.sharded.units[0].flats[0].groups.shards
+        most = torch.tensor(number, device=current_device())
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         return int(most)
 
@@ -191,7 +190,8 @@ class Trainer:
         """
         self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
-        return run_forward(self.plan, self.model, self.links, batches, encode)
+        run = partial(run_forward, self.plan, self.model, self.links, batches, encode)
+        return self.data_parallel.run_forward(run)
 
     def _let_go_of_fp8_weights(self) -> None:
         """Have linears in FP8 quantise their weights anew, which an update may have changed."""
@@ -205,28 +205,24 @@ class Trainer:
             nothing was changed.
         """
         self.wait_for_weights()
-        finalize_model_grads([self.model], pg_collection=self.tied_groups)
-        self.model.scale_gradients(1 / divisor)
+        self.data_parallel.finish_gradients(1 / divisor)
         if self.encoders is not None:
             self.encoders.reduce_gradients(1 / divisor)
-        grad_norm = _update(self.optimizer, self.options.clip_grad)
-        if self.overlap is not None:
-            self.overlap.begin_gather(changed=grad_norm is not None)
+        grad_norm = self.data_parallel.update(self.options.clip_grad)
+        self.data_parallel.begin_gather(changed=grad_norm is not None)
         return grad_norm
 
     def discard_gradients(self) -> None:
         """End a step without an update; collective over data-parallel ranks."""
         self.wait_for_weights()
-        if self.overlap is not None:
-            self.overlap.finish_reduction()
+        self.data_parallel.discard_gradients()
 
     def wait_for_weights(self) -> None:
         """Wait until the weights of all ranks' shares are here; before they are saved or read.
 
         A forward waits for what it needs by itself.
         """
-        if self.overlap is not None:
-            self.overlap.wait_for_weights()
+        self.data_parallel.wait_for_weights()
 
 
 def build_trainer(
@@ -250,17 +246,22 @@ def build_trainer(
     stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     initialize_parameters(stage, seed)
     exchange = _data_parallel_config(plan.parallel)
-    model = DistributedDataParallel(stage.config, exchange, stage)
     settings = _optimizer_config(plan, options, exchange)
-    optimizer = get_megatron_optimizer(settings, [model], use_gloo_process_groups=can_save)
     encoders = None
+    data_parallel: Replicated | Sharded
+    if plan.parallel.sharded > 1:
+        data_parallel = _sharded(plan, stage, settings)
+    else:
+        data_parallel = _replicated(plan, stage, settings, exchange, can_save=can_save)
     if plan.beside is not None:
+        assert isinstance(data_parallel, Replicated), "the plan was refused"
         encoders, of_encoders = _build_encoders(plan, options, settings, seed, can_save=can_save)
-        both = (*optimizer.chained_optimizers, *of_encoders)
-        optimizer = ChainedOptimizer(list(both))
-    _update_in_one_kernel(optimizer)
+        both = (*data_parallel.optimizer.chained_optimizers, *of_encoders)
+        data_parallel = replace(data_parallel, optimizer=ChainedOptimizer(list(both)))
+    if isinstance(data_parallel, Replicated):
+        _update_in_one_kernel(data_parallel.optimizer)
     scheduler = OptimizerParamScheduler(
-        optimizer,
+        data_parallel.optimizer,
         init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.min_lr,
@@ -277,13 +278,47 @@ def build_trainer(
         links=links,
         options=options,
         stage=stage,
-        model=model,
-        optimizer=optimizer,
+        data_parallel=data_parallel,
+        optimizer=data_parallel.optimizer,
         scheduler=scheduler,
-        tied_groups=_tied_groups(tied_copies(plan)),
-        overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
         encoders=encoders,
     )
+
+
+def _replicated(
+    plan: Plan,
+    stage: VLMStage,
+    settings: OptimizerConfig,
+    exchange: DistributedDataParallelConfig,
+    *,
+    can_save: bool,
+) -> Replicated:
+    model = DistributedDataParallel(stage.config, exchange, stage)
+    return Replicated(
+        model=model,
+        optimizer=get_megatron_optimizer(settings, [model], use_gloo_process_groups=can_save),
+        tied_groups=_tied_groups(tied_copies(plan)),
+        overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
+    )
+
+
+def _sharded(plan: Plan, stage: VLMStage, settings: OptimizerConfig) -> Sharded:
+    divide_weights(stage, *create_shard_groups(plan.parallel))
+    assert stage.sharded is not None
+    model = ShardedStage(stage, stage.sharded)
+    of_groups = {
+        "lr": settings.lr,
+        "betas": (settings.adam_beta1, settings.adam_beta2),
+        "eps": settings.adam_eps,
+        "weight_decay": settings.weight_decay,
+        # What core has in its own groups.
+        "max_lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "default_config": True,
+    }
+    return Sharded(model=model, optimizer=ShardedAdam(model.gradients, stage.tp_group, of_groups))
 
 
 def _build_encoders(
@@ -348,16 +383,6 @@ def _optimizer_config(
         # finite, and leave the weights alone where there are any.
         loss_scale=1.0,
     )
-
-
-def _may_overlap(batches: MicroBatchStream) -> bool:
-    """Whether gradients may be reduced while the last micro-batch's backward runs.
-
-    All ranks must begin the exchanges of a shared pack and the reductions in one order. They do
-    where none exchanges in its last backward, and where all do, at the same places. A rank whose
-    last pack is shared while another, which may share it, has one more to come, reduces after it.
-    """
-    return batches.rows_are_full or not batches.shapes or batches.shapes[-1].context == 1
 
 
 def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
@@ -485,26 +510,6 @@ def train_step(
         experts=take_expert_balance(trainer.stage, trainer.plan.parallel),
         intervals=clock.stop(),
     )
-
-
-def _update(optimizer: ChainedOptimizer, clip_grad: float) -> float | None:
-    """Clip and step; returns the norm before clipping.
-
-    None where a gradient or the norm is not finite, and nothing was changed. Core's own `step`
-    looks at gradients alone: where their norm overflows, it clips all of them to zero and steps on
-    momentum.
-    """
-    if optimizer.prepare_grads():
-        return None
-    grad_norm = float(optimizer.get_grad_norm())
-    if not math.isfinite(grad_norm):
-        return None
-    for one in optimizer.chained_optimizers:
-        parameters = [] if one.is_stub_optimizer else one.get_parameters()
-        if clip_grad > 0 and parameters:
-            clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
-    optimizer.step_with_ready_grads()
-    return grad_norm
 
 
 class SeenBatches:

@@ -1,0 +1,204 @@
+"""How data-parallel ranks hold a stage in training: whole, by Megatron-core, or divided.
+
+A trainer asks the one or the other the same questions, in the order of a step.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.step.overlap import DataParallelOverlap
+from megatron.vlm.step.sharded import ShardedStage
+from megatron.vlm.step.sharded_optimizer import ShardedAdam
+
+RunMicroBatches = Callable[[Callable[[], None] | None], list[torch.Tensor]]
+"""Function that runs a step's micro-batches; calls what it is given before the last backward."""
+
+
+class DataParallel(Protocol):
+    """What holds a stage's weights and gradients with other data-parallel ranks."""
+
+    @property
+    def model(self) -> Any:
+        """The stage as micro-batches run it; itself it is its `module`."""
+
+    def zero_gradients(self) -> None:
+        """Zero the gradients, before the first micro-batch of a step."""
+
+    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Run a step's micro-batches, and begin to sum their gradients over ranks."""
+
+    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run forwards alone."""
+
+    def finish_gradients(self, factor: float) -> None:
+        """Sum what is left to sum over ranks, and multiply all gradients."""
+
+    def update(self, clip_grad: float) -> float | None:
+        """Clip and step; returns the norm before clipping, None where nothing was changed."""
+
+    def begin_gather(self, changed: bool) -> None:
+        """Begin to make weights whole on all ranks, if an update has changed them."""
+
+    def discard_gradients(self) -> None:
+        """Finish the sums of a step whose gradients nobody will use."""
+
+    def wait_for_weights(self) -> None:
+        """Wait until weights are what the last update made of them."""
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Weights, gradients and optimizer state that this rank keeps, some of them twice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replicated:
+    """Whole weights and gradients on every rank, and the optimizer's state divided: core's
+    DistributedDataParallel and distributed optimizer."""
+
+    model: DistributedDataParallel
+    optimizer: ChainedOptimizer
+    tied_groups: ProcessGroupCollection | None
+    """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
+    overlap: DataParallelOverlap | None
+    """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
+
+    def zero_gradients(self) -> None:
+        """Zero core's buffers of gradients."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Run micro-batches; gradients are summed in the last backward, where ranks may."""
+        if self.overlap is None:
+            return run(None)
+        with self.overlap.reducing():
+            return run(self.overlap.before_last_backward if _may_overlap(batches) else None)
+
+    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run forwards alone."""
+        return run()
+
+    def finish_gradients(self, factor: float) -> None:
+        """Wait for the sums, also of tied copies and over tensor-parallel ranks; multiply them."""
+        finalize_model_grads([self.model], pg_collection=self.tied_groups)
+        self.model.scale_gradients(factor)
+
+    def update(self, clip_grad: float) -> float | None:
+        """Clip and step; returns the norm before clipping.
+
+        None where a gradient or the norm is not finite, and nothing was changed. Core's own `step`
+        looks at gradients alone: where their norm overflows, it clips all of them to zero and steps
+        on momentum.
+        """
+        if self.optimizer.prepare_grads():
+            return None
+        grad_norm = float(self.optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            return None
+        for one in self.optimizer.chained_optimizers:
+            parameters = [] if one.is_stub_optimizer else one.get_parameters()
+            if clip_grad > 0 and parameters:
+                clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
+        self.optimizer.step_with_ready_grads()
+        return grad_norm
+
+    def begin_gather(self, changed: bool) -> None:
+        """Begin to gather all weights, if an update has changed each rank's share."""
+        if self.overlap is not None:
+            self.overlap.begin_gather(changed)
+
+    def discard_gradients(self) -> None:
+        """Finish the sums of a step whose gradients nobody will use."""
+        if self.overlap is not None:
+            self.overlap.finish_reduction()
+
+    def wait_for_weights(self) -> None:
+        """Wait until all weights are gathered."""
+        if self.overlap is not None:
+            self.overlap.wait_for_weights()
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """Core's buffers, the parts of weights in float32 and the moments."""
+        for buffer in self.model.buffers:
+            yield from (one for one in (buffer.param_data, buffer.grad_data) if one is not None)
+        for optimizer in self.optimizer.chained_optimizers:
+            kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
+            yield from _state_tensors(kept)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharded:
+    """Parts of weights, gradients and optimizer state on every rank."""
+
+    model: ShardedStage
+    optimizer: ShardedAdam
+
+    def zero_gradients(self) -> None:
+        """Zero this rank's part."""
+        self.model.zero_gradients()
+
+    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
+        """Run micro-batches, each of which sums its gradients over the ranks that divide them."""
+        results = run(None)
+        self.model.finish_pass()
+        return results
+
+    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Run forwards alone."""
+        results = run()
+        self.model.finish_pass()
+        return results
+
+    def finish_gradients(self, factor: float) -> None:
+        """Sum over copies of the same part and over tensor-parallel ranks; multiply all."""
+        self.model.sum_over_copies()
+        self.optimizer.sum_over_tensor_ranks()
+        self.optimizer.scale_gradients(factor)
+
+    def update(self, clip_grad: float) -> float | None:
+        """Clip and step; returns the norm before clipping, None where nothing was changed."""
+        return self.optimizer.update(clip_grad)
+
+    def begin_gather(self, changed: bool) -> None:
+        """Nothing: every pass gathers weights for itself."""
+
+    def discard_gradients(self) -> None:
+        """Nothing: the sums of a pass end with it."""
+
+    def wait_for_weights(self) -> None:
+        """Nothing: a rank's part is its own."""
+
+    def state_tensors(self) -> Iterator[torch.Tensor]:
+        """This rank's parts."""
+        for flat in self.model.weights.flats:
+            yield flat.own_Q
+        for gradients in self.model.gradients.values():
+            yield gradients.own_Q
+        yield from _state_tensors(self.optimizer.inner.state)
+
+
+def _state_tensors(
+    states: Mapping[torch.Tensor, Mapping[str, Any]],
+) -> Iterator[torch.Tensor]:
+    """Weights that an optimizer updates, and its state of them."""
+    for weights, state in states.items():
+        yield weights
+        yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _may_overlap(batches: MicroBatchStream) -> bool:
+    """Whether gradients may be reduced while the last micro-batch's backward runs.
+
+    All ranks must begin the exchanges of a shared pack and the reductions in one order. They do
+    where none exchanges in its last backward, and where all do, at the same places. A rank whose
+    last pack is shared while another, which may share it, has one more to come, reduces after it.
+    """
+    return batches.rows_are_full or not batches.shapes or batches.shapes[-1].context == 1

@@ -1,0 +1,270 @@
+"""What ranks that divide a stage's weights exchange while it computes (ZeRO-3).
+
+Every pass of a micro-batch is a list of exchanges, the same on all ranks that divide the weights:
+each unit's weights are gathered before its forward and again before its backward, one unit ahead of
+what computes, and its gradients are summed after, behind what computes. Computing only says when. A
+unit that a rank has no input for, as the encoder's of a pack without images, it passes over, and
+joins in its exchanges when it comes to the next unit that it computes, or at the end of the pass.
+
+Gradients are summed over ranks and over micro-batches in float32. Ranks that hold copies of the
+same part sum theirs once a step.
+
+Shapes: P values of a unit with padding, Q of a rank's part of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.vlm.model.sharded_weights import FlatWeights, ShardedUnit, ShardedWeights
+from megatron.vlm.model.stage import VLMStage
+
+
+class FlatGradients:
+    """Gradients of parameters that ranks divide: of a pass whole, of a step this rank's part."""
+
+    def __init__(self, weights: FlatWeights) -> None:
+        self.weights = weights
+        self.own_Q = torch.zeros_like(weights.own_Q, dtype=torch.float32)
+        """This rank's part of the sum over micro-batches and ranks."""
+        # Its memory comes and goes: core's products take the place of a gradient in the forward.
+        size = weights.part_size * weights.groups.shards.size()
+        self._whole_P = self.own_Q.new_empty(size)
+        self._sum_Q: torch.Tensor | None = None
+        self._is_open = False
+        views = weights.views(self._whole_P)
+        for parameter, view in zip(weights.parameters, views, strict=True):
+            slots: Any = parameter
+            slots.main_grad, slots.grad_added_to_main_grad = view, False
+        self._close()
+
+    def open(self) -> None:
+        """Make room for the gradients of a pass, zeros at first."""
+        if self._is_open:
+            return
+        self._is_open = True
+        self._whole_P.untyped_storage().resize_(self._whole_P.nbytes)
+        self._whole_P.zero_()
+        for parameter in self.weights.parameters:
+            slots: Any = parameter
+            slots.grad_added_to_main_grad = False
+
+    def _close(self) -> None:
+        self._is_open = False
+        self._whole_P.untyped_storage().resize_(0)
+
+    def take(self, parameter: Any) -> None:
+        """Add what autograd has left in a parameter, unless a product has added it itself."""
+        self.open()
+        already = parameter.grad_added_to_main_grad
+        if not already or vars(parameter).get("zero_out_wgrad", False):
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+    def begin_sum(self) -> dist.Work | None:
+        """Begin to sum the gradients of a pass, zeros where there are none; collective over the
+        ranks that divide the weights."""
+        self.open()
+        if not self.weights.is_divided:
+            return None
+        self._sum_Q = torch.empty_like(self.own_Q)
+        return dist.reduce_scatter_tensor(
+            self._sum_Q, self._whole_P, group=self.weights.groups.shards, async_op=True
+        )
+
+    def add_sum(self) -> None:
+        """Add the sum of a pass, which is there, to the step's."""
+        self.own_Q += self._whole_P if self._sum_Q is None else self._sum_Q
+        self._sum_Q = None
+        self._close()
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One exchange of a pass: of a unit's weights, or of its gradients."""
+
+    unit: int
+    sums: bool
+    """Whether gradients are summed; else weights are gathered."""
+
+
+@dataclass(frozen=True)
+class PassExchanges:
+    """The exchanges of a micro-batch in the order in which every rank begins them."""
+
+    exchanges: tuple[Exchange, ...]
+
+    @classmethod
+    def of(cls, units: Sequence[ShardedUnit], *, trains: bool) -> "PassExchanges":
+        """List the exchanges of a forward, and of the backward after it where it trains.
+
+        The last unit's backward is next after its forward, and its weights stay.
+        """
+        exchanges = [Exchange(unit, sums=False) for unit in range(len(units))]
+        for unit in reversed(range(len(units) if trains else 0)):
+            if unit and units[unit - 1].gathers_again:
+                exchanges.append(Exchange(unit - 1, sums=False))
+            if units[unit].reduced:
+                exchanges.append(Exchange(unit, sums=True))
+        return cls(tuple(exchanges))
+
+    @cached_property
+    def last_gathers(self) -> dict[int, int]:
+        """Place of every unit's last gather: the one before its backward, if there is one."""
+        return {one.unit: i for i, one in enumerate(self.exchanges) if not one.sums}
+
+    @cached_property
+    def sums(self) -> dict[int, int]:
+        """Place of the sum of every unit's gradients."""
+        return {one.unit: i for i, one in enumerate(self.exchanges) if one.sums}
+
+
+class ShardedStage(torch.nn.Module):
+    """A stage whose weights and gradients ranks divide; called as the stage is.
+
+    Args:
+        weights: of the stage.
+    """
+
+    def __init__(self, stage: VLMStage, weights: ShardedWeights) -> None:
+        super().__init__()
+        self.module, self.weights = stage, weights
+        self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
+        """Gradients of everything that is trained."""
+        self._units = weights.units
+        self._of_pass = [PassExchanges.of(self._units, trains=trains) for trains in (False, True)]
+        self._pass = PassExchanges(())
+        self._begun = 0
+        """Exchanges of the pass that have begun."""
+        self._computing: int | None = None
+        self._goes_back = False
+        self._held: dict[int, list[dist.Work]] = {}
+        """Units whose weights are whole, or will be when these are done."""
+        self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []
+        self._missing: list[set[torch.nn.Parameter]] = []
+        for number, unit in enumerate(self._units):
+            for module in unit.modules:
+                module.register_forward_pre_hook(partial(self._before_forward, number))
+                module.register_forward_hook(partial(self._after_forward, number))
+            for flat in unit.reduced:
+                take = partial(self._on_gradient, number, self.gradients[flat])
+                for parameter in flat.parameters:
+                    parameter.register_post_accumulate_grad_hook(take)
+
+    def forward(self, *arguments: Any) -> Any:
+        """Begin a pass, which the next one or `finish_pass` ends, and run the stage."""
+        self.finish_pass()
+        self._pass = self._of_pass[torch.is_grad_enabled()]
+        self._missing = [
+            {parameter for flat in unit.reduced for parameter in flat.parameters}
+            for unit in self._units
+        ]
+        return self.module(*arguments)
+
+    def zero_gradients(self) -> None:
+        """Zero the gradients, before the first micro-batch of a step."""
+        for gradients in self.gradients.values():
+            gradients.own_Q.zero_()
+
+    def sum_over_copies(self) -> None:
+        """Sum the gradients of a step over the ranks that hold copies of the same part."""
+        for flat, gradients in self.gradients.items():
+            if flat.groups.copies.size() > 1:
+                dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
+
+    def finish_pass(self) -> None:
+        """Join in the exchanges of the pass that this rank has not come to; all weights go."""
+        self._computing = None
+        self._begin(len(self._pass.exchanges))
+        self._let_go(kept=())
+        self._finish_sums()
+        self._pass, self._begun, self._goes_back = PassExchanges(()), 0, False
+
+    def _before_forward(self, number: int, *_: Any) -> None:
+        if self._goes_back:  # a layer that is recomputed
+            self._before_backward(number)
+        elif self._computing != number:
+            self._enter(number, number)
+
+    def _after_forward(self, number: int, module: torch.nn.Module, _: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self._before_backward, number))
+
+    def _before_backward(self, number: int, *_: Any) -> None:
+        if self._goes_back and self._computing == number:
+            return
+        self._goes_back = True
+        self._enter(number, self._pass.last_gathers[number])
+        for flat in self._units[number].flats:
+            if flat in self.gradients:
+                self.gradients[flat].open()
+
+    def _enter(self, number: int, place: int) -> None:
+        """Make a unit's weights whole by the exchange at `place`, and begin to gather those of the
+        unit after it; weights of all others go before."""
+        self._computing = number
+        self._begin(place + 1)
+        self._let_go(kept=(number,))
+        reads = not self._goes_back or self._units[number].gathers_again
+        assert not reads or number in self._held, "units compute in another order than planned"
+        for work in self._held.get(number, ()):
+            work.wait()
+        # The last unit has nothing ahead of it before its backward begins.
+        is_last = number == len(self._units) - 1 and not self._goes_back
+        following = self._pass.exchanges[self._begun : self._begun + 1]
+        if following and not following[0].sums and not is_last:
+            self._begin(self._begun + 1)
+
+    def _begin(self, end: int) -> None:
+        """Begin the exchanges before number `end` of the pass."""
+        while self._begun < end:
+            exchange = self._pass.exchanges[self._begun]
+            self._begun += 1
+            if exchange.sums:
+                self._sum(exchange.unit)
+            else:
+                self._gather(exchange.unit)
+
+    def _gather(self, number: int) -> None:
+        self._let_go(kept=(self._computing, number))
+        if number not in self._held:
+            works = [flat.begin_gather() for flat in self._units[number].flats]
+            self._held[number] = [work for work in works if work is not None]
+
+    def _let_go(self, kept: Sequence[int | None]) -> None:
+        """Let go of the weights of all units but these."""
+        gone = [number for number in self._held if number not in kept]
+        for number in gone:
+            for work in self._held.pop(number):
+                work.wait()
+        in_use = {flat for number in self._held for flat in self._units[number].flats}
+        for flat in (flat for number in gone for flat in self._units[number].flats):
+            if flat not in in_use:
+                flat.release()
+
+    def _sum(self, number: int) -> None:
+        self._finish_sums()
+        each = [self.gradients[flat] for flat in self._units[number].reduced]
+        self._arriving = [(gradients, gradients.begin_sum()) for gradients in each]
+
+    def _finish_sums(self) -> None:
+        for gradients, work in self._arriving:
+            if work is not None:
+                work.wait()
+            gradients.add_sum()
+        self._arriving = []
+
+    def _on_gradient(
+        self, number: int, gradients: FlatGradients, parameter: torch.nn.Parameter
+    ) -> None:
+        place = self._pass.sums[number]
+        assert self._begun <= place, "a gradient comes after its unit's sum has begun"
+        gradients.take(parameter)
+        self._missing[number].discard(parameter)
+        if not self._missing[number]:
+            self._begin(place + 1)

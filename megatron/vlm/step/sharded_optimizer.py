@@ -1,0 +1,140 @@
+"""AdamW over weights that data-parallel ranks divide: each updates its part.
+
+It is what core's distributed optimizer does with its part of core's buffers, under the same
+settings: float32 weights and moments of a part, no weight decay of vectors, one norm of all
+gradients, a step that is left out where any is not finite.
+
+Shapes: Q of a rank's part of the weights of a unit.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+
+from megatron.vlm.backend import current_device
+from megatron.vlm.model.sharded_weights import FlatWeights, MainRange
+from megatron.vlm.step.sharded import FlatGradients
+
+_CLIP_MARGIN = 1e-6  # core's, so that it clips alike
+
+
+class ShardedAdam:
+    """AdamW of this rank's part of all trained weights.
+
+    Args:
+        gradients: of all trained weights.
+        tensor_group: tensor-parallel ranks, which have parts of the same places.
+        settings: of every group, of torch's AdamW and those that core's schedule reads.
+    """
+
+    def __init__(
+        self,
+        gradients: Mapping[FlatWeights, FlatGradients],
+        tensor_group: dist.ProcessGroup,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._gradients, self._tensor_group = gradients, tensor_group
+        self._main_of = {flat: _main_weights(flat) for flat in gradients}
+        self.ranges = [one for flat in gradients for one in self._ranges_of(flat)]
+        """What this rank updates."""
+        self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True, foreach=False)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of settings (torch's name)."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    def _ranges_of(self, flat: FlatWeights) -> Iterator[MainRange]:
+        for own in flat.ranges():
+            main = self._main_of[flat][own.place]
+            main.grad = self._gradients[flat].own_Q[own.place]
+            yield MainRange(own=own, main=main, flat=flat)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for gradients in self._gradients.values():
+            gradients.own_Q *= factor
+
+    def sum_over_tensor_ranks(self) -> None:
+        """Sum gradients of which tensor-parallel ranks each have what their part of the sequence,
+        or of the heads, gives; collective over them."""
+        partial = [
+            one.main.grad
+            for one in self.ranges
+            # Core's mark of them.
+            if vars(one.own.parameter).get("sequence_parallel", False)
+        ]
+        if self._tensor_group.size() == 1 or not partial:
+            return
+        together = torch.cat(partial)
+        dist.all_reduce(together, group=self._tensor_group)
+        sizes = [len(gradient) for gradient in partial]
+        for gradient, summed in zip(partial, together.split(sizes), strict=True):
+            gradient.copy_(summed)
+
+    def update(self, clip_grad: float) -> float | None:
+        """Clip and step; collective over all ranks.
+
+        Args:
+            clip_grad: largest norm of all gradients together; 0 clips none.
+
+        Returns:
+            The norm before clipping; None where it is not finite, and nothing was changed.
+        """
+        norm = self._norm()
+        if not math.isfinite(norm):
+            return None
+        factor = clip_grad / (norm + _CLIP_MARGIN)
+        if 0 < factor < 1:
+            self.scale_gradients(factor)
+        self.inner.step()
+        for flat, main_Q in self._main_of.items():
+            if main_Q is not flat.own_Q:
+                flat.own_Q.copy_(main_Q)
+        return norm
+
+    def reload_model_params(self) -> None:
+        """Take the weights as they are (core's name); for after they were loaded alone."""
+        for flat, main_Q in self._main_of.items():
+            main_Q.copy_(flat.own_Q)
+
+    def _norm(self) -> float:
+        """Norm of the gradients of all ranks together, each counted once."""
+        first = self._tensor_group.rank() == 0
+        counted = [
+            one.main.grad
+            for one in self.ranges
+            if one.flat.groups.copies.rank() == 0
+            and (first or vars(one.own.parameter)["tensor_model_parallel"])
+        ]
+        squares = get_total_norm(counted).to(current_device()).square()
+        dist.all_reduce(squares)
+        return math.sqrt(squares.item())
+
+
+def _main_weights(flat: FlatWeights) -> torch.Tensor:
+    """A rank's part of the weights in float32: itself, where it is."""
+    return flat.own_Q.float()
+
+
+def _groups(ranges: Sequence[MainRange], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Groups as core makes them: vectors do not decay, and experts are by themselves."""
+    groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+    for is_expert in sorted({one.is_expert for one in ranges} | {False}):
+        groups |= {(is_expert, False): [], (is_expert, True): []}
+    for one in ranges:
+        groups[one.is_expert, one.own.parameter.dim() == 1].append(one.main)
+    return [
+        {
+            **settings,
+            "params": parameters,
+            "is_expert_parallel": is_expert,
+            "wd_mult": 0.0 if is_vector else 1.0,
+        }
+        for (is_expert, is_vector), parameters in groups.items()
+    ]

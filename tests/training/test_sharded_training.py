@@ -1,0 +1,81 @@
+"""Weights, gradients and optimizer state that data-parallel ranks divide, on four processes against
+one process that has all of them: same loss, every gradient, same weights after."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import shared_training_cases as shared
+from mixture_cases import plan_of as mixture_plan
+from ranks import run_ranks
+from tensor_parallel_cases import MODELS, STEPS, TIED, assert_same_training, run
+from toy import stages_of, toy_plan
+
+IN_PARTS = {"tensor": 2, "sequence_parallel": True}
+
+
+def plan_of(model=MODELS["300M-like"], frozen=(), recompute=None, **sizes):
+    plan = toy_plan(model, stages_of(model, **(recompute or {})), **sizes)
+    return plan.model_copy(update={"frozen": frozen})
+
+
+SOME = {"vision": (1,), "language": (0,)}
+# Every step has ranks with fewer packs than others, and packs without images.
+PLANS = {
+    "full": plan_of(data=4, sharded=4, recompute=SOME),
+    "hybrid": plan_of(data=4, sharded=2, recompute={"language": (0, 1)}),
+    "hybrid-tied-frozen": plan_of(
+        TIED, data=4, sharded=2, frozen=("vision",), recompute={"vision": (0,), "language": (1,)}
+    ),
+    "full-language-frozen": plan_of(data=4, sharded=4, frozen=("language",), recompute=SOME),
+    "tensor": plan_of(MODELS["6B-like"], **IN_PARTS, data=2, sharded=2, recompute=SOME),
+    "tensor-tied": plan_of(TIED, **IN_PARTS, data=2, sharded=2),
+}
+
+
+@functools.cache
+def alone(name):
+    plan = PLANS[name]
+    [result] = run(plan_of(plan.model, plan.frozen), STEPS)
+    return result
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_same_training_as_one_process(name):
+    """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, and ranks
+    that wait for each other for ever where a pack has no images or a rank no pack."""
+    plan = PLANS[name]
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(name))
+
+
+MIXTURES = {
+    "experts-2-full": mixture_plan(data=4, expert=2, sharded=4),
+    "experts-4-hybrid": mixture_plan(data=4, expert=4, sharded=2, recompute=(0, 2)),
+    "experts-whole": mixture_plan(data=4, sharded=2),
+    "tensor-experts-4": mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2),
+    "tensor-experts-2": mixture_plan(**IN_PARTS, data=2, expert=2, sharded=2, recompute=(1,)),
+}
+
+
+@functools.cache
+def mixture_alone():
+    [result] = run(mixture_plan(), STEPS)
+    return result
+
+
+@pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
+def test_experts_train_as_on_one_process(plan):
+    """Prevents: experts that are divided among ranks that hold others, or counted twice."""
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, mixture_alone(), rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sharded"),
+    [("dp4", 4), ("dp4-wide", 2), ("tp2-sp-dp2", 2), ("dp2-text", 2), ("dp4-experts", 4)],
+)
+def test_shared_packs_train_as_one_process(name, sharded):
+    """Prevents: exchanges of a shared pack and of weights that ranks begin in different orders."""
+    case = shared.CASES[name]
+    plan = shared.plan_of(replace(case, sizes=case.sizes | {"sharded": sharded}))
+    ranks = run_ranks(plan.parallel, shared.train_steps, plan, case, True)
+    assert_same_training(ranks, plan.parallel.tensor, shared.train_alone(case))
