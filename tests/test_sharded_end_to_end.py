@@ -84,4 +84,4 @@ def test_stages_of_sharded_weights_are_refused_before_training(single, digits, t
     """Prevents: ranks that join and then fail, each in its own way."""
     staged = divided(single, tmp_path / "staged", 2, "--pp", "2", "--dp", "2")
     told = refuse(*training(staged, digits, tmp_path / "run"), processes=4)
-    assert "2 ranks that shard weights do not go with a pipeline" in told
+    assert "--pp 2 was given with weights divided over 2 ranks" in told

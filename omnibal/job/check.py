@@ -106,9 +106,6 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    undivided = sharding_obstacle(plan)
-    if undivided is not None:
-        obstacles.append(f"{undivided}: the plan can be studied but not trained")
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
@@ -132,20 +129,6 @@ def precision_obstacle(plan: Plan) -> str | None:
     }
     given = [what for what, holds in has.items() if holds]
     return f"precision fp8 does not go with {given[0]}" if given else None
-
-
-def sharding_obstacle(plan: Plan) -> str | None:
-    """Reason why the trainer cannot divide a plan's weights, in words; None if it can."""
-    sharded = plan.parallel.sharded
-    if sharded == 1:
-        return None
-    has = {
-        "a pipeline, whose stages it keeps whole": plan.parallel.pipeline > 1,
-        "data-parallel encoders, which it keeps whole": plan.beside is not None,
-        "precision fp8, whose quantised weights Transformer Engine keeps": plan.precision == "fp8",
-    }
-    given = [what for what, holds in has.items() if holds]
-    return f"{sharded} ranks that shard weights do not go with {given[0]}" if given else None
 
 
 def model_obstacle(model: ModelConfig) -> str | None:

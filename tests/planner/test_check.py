@@ -14,7 +14,7 @@ from plan_cases import MODEL, example_lengths, example_profile, origin_of, reque
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.job.check import check_plan, open_plan, sharding_obstacle, training_obstacles
+from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import Plan, read_plan, write_plan
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import make_plan
@@ -507,22 +507,6 @@ def test_what_cannot_be_trained_is_said(tmp_path):
         save_plan(result, tmp_path / name)
         check_plan(tmp_path / name)
         assert expected in training_obstacles(result.plan)[-1]
-
-
-def test_what_does_not_go_with_sharded_weights_is_said():
-    """Prevents a run that divides weights which others keep whole, and then fails on every rank."""
-    plan = make_plan(request()).plan
-    halves = plan.parallel.model_copy(update={"pipeline": 1, "data": 2, "sharded": 2})
-    plan = plan.model_copy(update={"parallel": halves})
-    assert sharding_obstacle(plan) is None
-    staged = halves.model_copy(update={"pipeline": 2})
-    for change, expected in (
-        ({"parallel": staged}, "2 ranks that shard weights do not go with a pipeline"),
-        ({"precision": "fp8"}, "do not go with precision fp8"),
-    ):
-        changed = plan.model_copy(update=change)
-        assert expected in sharding_obstacle(changed)
-        assert any(expected in told for told in training_obstacles(changed))
 
 
 @pytest.mark.parametrize(
