@@ -3,8 +3,8 @@
     python benchmarks/goals.py --jobs 3
     python benchmarks/goals.py --only "8B text, 32"
 
-Every job is planned with all free, and with levels of packs (one or any), the placement of encoders
-and parallel sizes forced, each alone and levels and placement together. What is forced is searched
+Every job is planned with all free, and with levels of packs (one or any), the placement of encoders,
+the sharding of weights and parallel sizes forced, each alone and levels and placement together. What is forced is searched
 for as well as what is free, so that no forced plan should be faster. All times are simulated, with
 costs counted at the clusters' rates; "search" is the time of the free search on this machine.
 """
@@ -20,6 +20,7 @@ from omnibal import Free, Goal, Planned, Samples, plan, training_job
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.parallel import WeightSharding
 from omnibal.search.level_estimates import LevelRule
 
 SAMPLES = 20_000
@@ -162,6 +163,8 @@ def forced(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
     for placement in free.placements:
         yield placement.option, replace(free, placements=(placement,))
         yield f"{placement.option}, one level", replace(free, placements=(placement,), levels=one)
+    for way in WeightSharding:
+        yield f"weights {way}", replace(free, shardings=(way,))
     assert free.sizes is not None and best.strategies is not None
     others = [each.parallel for each in best.strategies.ranking[1:4]]
     for sizes in dict.fromkeys([best.result.plan.parallel, *others]):
