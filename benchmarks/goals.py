@@ -3,10 +3,11 @@
     python benchmarks/goals.py --jobs 3
     python benchmarks/goals.py --only "8B text, 32"
 
-Every job is planned with all free, and with levels of packs (one or any), the placement of encoders,
-the sharding of weights and parallel sizes forced, each alone and levels and placement together. What is forced is searched
-for as well as what is free, so that no forced plan should be faster. All times are simulated, with
-costs counted at the clusters' rates; "search" is the time of the free search on this machine.
+Every job is planned with all free, and with levels of packs (one or any), the placement of
+encoders, the sharding of weights and parallel sizes forced, each alone and levels and placement
+together. What is forced is searched for as well as what is free, so that no forced plan should be
+faster. All times are simulated, with costs counted at the clusters' rates; "search" is the time of
+the free search on this machine.
 """
 
 import argparse
