@@ -10,13 +10,15 @@ turns, step by step; the first rounds do not count. The state in float32 is 16 b
 moments, a divided one its part of all.
 
 Four processes on fewer cores do not wait as devices do, and other programs slow them: of every way
-the median step is printed, and the median of its ratio to the replicated step of the same turn.
+the median step is printed, and the median of its ratio to the replicated step of the same turn, by
+the clock and by the time of cores that a process has used, which other programs change less.
 """
 
 import argparse
 import multiprocessing
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +41,7 @@ WAYS = {"replicated": 1, "full": RANKS, "hybrid": 2}
 MODEL = ModelConfig(
     name="wide",
     language=LanguageConfig(
-        layers=8, hidden_size=512, heads=8, kv_heads=8, ffn_hidden_size=1536, vocab_size=2048
+        layers=6, hidden_size=256, heads=4, kv_heads=4, ffn_hidden_size=1024, vocab_size=2048
     ),
 )
 OPTIONS = OptimizationOptions(
@@ -53,6 +55,7 @@ class Outcome:
     """What one rank has measured, by way."""
 
     step_ms: dict[str, list[float]]
+    core_ms: dict[str, list[float]]
     state_bytes: dict[str, int]
     losses: dict[str, list[float]]
     parameters: int
@@ -106,20 +109,23 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
         for name, plan in plans.items()
     }
     step_ms: dict[str, list[float]] = {name: [] for name in plans}
+    core_ms: dict[str, list[float]] = {name: [] for name in plans}
     losses: dict[str, list[float]] = {name: [] for name in plans}
     for number in range(rounds):
         first = (number * RANKS + rank) * MICRO_BATCHES
         packs = [random_pack(first + place) for place in range(MICRO_BATCHES)]
         for name, trainer in trainers.items():
             dist.barrier()
-            begun = time.perf_counter()
+            begun, core_begun = time.perf_counter(), time.process_time()
             result = train_step(trainer, MicroBatchStream.of(packs))
             trainer.wait_for_weights()
+            core_ms[name].append((time.process_time() - core_begun) * 1e3)
             dist.barrier()
             step_ms[name].append((time.perf_counter() - begun) * 1e3)
             losses[name].append(result.loss)
     outcome = Outcome(
         step_ms=step_ms,
+        core_ms=core_ms,
         state_bytes={name: state_bytes_of(trainer) for name, trainer in trainers.items()},
         losses=losses,
         parameters=sum(p.numel() for p in trainers["replicated"].stage.parameters()),
@@ -156,17 +162,25 @@ def main() -> None:
     outcomes = run_all(rounds)
     first = outcomes[0]
     print(f"{RANKS} processes, {first.parameters / 1e6:.1f} M parameters")
-    step_ms = {name: np.median(first.step_ms[name][WARM_ROUNDS:]) for name in WAYS}
-    # Pairs of neighbouring turns: what slows the machine slows both.
-    turns = {name: np.array(first.step_ms[name][WARM_ROUNDS:]) for name in WAYS}
     for name in WAYS:
         most = max(outcome.state_bytes[name] for outcome in outcomes)
-        ratio = np.median(turns[name] / turns["replicated"])
         print(
-            f"{name:>10}: {most / 1e6:7.1f} MB of state a rank "
-            f"({most / first.parameters:5.2f} bytes a parameter), step {step_ms[name]:6.0f} ms "
-            f"({ratio:.2f} of replicated), last loss {first.losses[name][-1]:.6f}"
+            f"{name:>10}: {most / 1e6:5.1f} MB of state a rank "
+            f"({most / first.parameters:5.2f} bytes a parameter); step "
+            f"{median(first.step_ms[name]):6.0f} ms ({ratio(first.step_ms, name):.2f} of "
+            f"replicated), of cores {median(first.core_ms[name]):6.0f} ms "
+            f"({ratio(first.core_ms, name):.2f}); last loss {first.losses[name][-1]:.6f}"
         )
+
+
+def median(times_ms: Sequence[float]) -> float:
+    """Median over the rounds that count."""
+    return float(np.median(times_ms[WARM_ROUNDS:]))
+
+
+def ratio(times_ms: Mapping[str, Sequence[float]], name: str) -> float:
+    """Median ratio to the replicated step of the same turn."""
+    return median(np.array(times_ms[name]) / np.array(times_ms["replicated"]))
 
 
 if __name__ == "__main__":
