@@ -92,7 +92,8 @@ def random_pack(seed: int) -> MicroBatch:
 
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of weights, gradients and optimizer state between two steps, each storage once."""
-    tensors = [*trainer.stage.parameters(), *trainer.data_parallel.state_tensors()]
+    kept = trainer.data_parallel
+    tensors = [*kept.weights(), *kept.gradients(), *kept.optimizer_state()]
     storages = {one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -28,7 +28,13 @@ from megatron.vlm.measure.fake_device.job import (
     check_fake_device_provider,
     run_fake_stages,
 )
-from megatron.vlm.measure.replay_job import ReplayJob, ReplayOptions, load_replay, replay_stages
+from megatron.vlm.measure.replay_job import (
+    ReplayJob,
+    ReplayOptions,
+    check_whole_weights,
+    load_replay,
+    replay_stages,
+)
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal.base.errors import UserError
@@ -140,6 +146,7 @@ def replay(
         if launch.rank == 0:
             _print_fake_stages(job, numbers, output, counting.as_json)
         return
+    check_whole_weights(job.plan)
     check_precision(job.plan.precision, timed.provider)
     replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
     if launch.rank == 0:

@@ -710,20 +710,21 @@ class RepeatedUpdate:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._weights = [weight.detach().cpu().clone() for weight in trainer.stage.parameters()]
+        weights = trainer.data_parallel.weights()
+        self._kept = [weight.detach().cpu().clone() for weight in weights]
 
     def timed_ms(self) -> float:
         """Time one update; collective over all ranks."""
         trainer = self._trainer
         dist.barrier()
         zeroing_ms = timed_ms(trainer.zero_gradients)
-        for buffer in trainer.model.buffers:
-            buffer.grad_data.fill_(1.0)
+        for gradients in trainer.data_parallel.gradients():
+            gradients.fill_(1.0)
         updating_ms = timed_ms(self._exchange_and_update)
         trainer.wait_for_weights()
         # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
-            for weight, kept in zip(trainer.stage.parameters(), self._weights, strict=True):
+            for weight, kept in zip(trainer.data_parallel.weights(), self._kept, strict=True):
                 weight.copy_(kept)
         return zeroing_ms + updating_ms
 

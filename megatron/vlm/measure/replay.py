@@ -282,8 +282,9 @@ class StageReplayer:
 
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of weights, gradients and optimizer state, each storage once."""
-    tensors = [*trainer.stage.parameters(), *trainer.stage.buffers()]
-    tensors += trainer.data_parallel.state_tensors()
+    kept = trainer.data_parallel
+    tensors = [*trainer.stage.buffers(), *kept.weights(), *kept.gradients()]
+    tensors += kept.optimizer_state()
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 

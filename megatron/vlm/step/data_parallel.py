@@ -54,8 +54,14 @@ class DataParallel(Protocol):
     def wait_for_weights(self) -> None:
         """Wait until weights are what the last update made of them."""
 
-    def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Weights, gradients and optimizer state that this rank keeps, some of them twice."""
+    def weights(self) -> Iterator[torch.Tensor]:
+        """Weights that this rank keeps, as it computes with them."""
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Sums of gradients that this rank keeps."""
+
+    def optimizer_state(self) -> Iterator[torch.Tensor]:
+        """State of the optimizer, with the weights that it updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,10 +131,16 @@ class Replicated:
         if self.overlap is not None:
             self.overlap.wait_for_weights()
 
-    def state_tensors(self) -> Iterator[torch.Tensor]:
-        """Core's buffers, the parts of weights in float32 and the moments."""
-        for buffer in self.model.buffers:
-            yield from (one for one in (buffer.param_data, buffer.grad_data) if one is not None)
+    def weights(self) -> Iterator[torch.Tensor]:
+        """All of them, whole: those that are trained lie in core's buffers."""
+        yield from self.model.module.parameters()
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Core's buffers of them."""
+        yield from (buffer.grad_data for buffer in self.model.buffers)
+
+    def optimizer_state(self) -> Iterator[torch.Tensor]:
+        """The parts of weights in float32 and the moments."""
         for optimizer in self.optimizer.chained_optimizers:
             kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
             yield from _state_tensors(kept)
@@ -176,12 +188,16 @@ class Sharded:
     def wait_for_weights(self) -> None:
         """Nothing: a rank's part is its own."""
 
-    def state_tensors(self) -> Iterator[torch.Tensor]:
+    def weights(self) -> Iterator[torch.Tensor]:
         """This rank's parts."""
-        for flat in self.model.weights.flats:
-            yield flat.own_Q
-        for gradients in self.model.gradients.values():
-            yield gradients.own_Q
+        yield from (flat.own_Q for flat in self.model.weights.flats)
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Those of this rank's parts."""
+        yield from (gradients.own_Q for gradients in self.model.gradients.values())
+
+    def optimizer_state(self) -> Iterator[torch.Tensor]:
+        """The parts in float32 and their moments."""
         yield from _state_tensors(self.optimizer.inner.state)
 
 

@@ -94,8 +94,13 @@ class _FakeEvent:
 
 
 @contextlib.contextmanager
-def fake_calls(memory: MemoryTracker) -> Iterator[None]:
+def fake_calls(
+    memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
+) -> Iterator[None]:
     """Answer calls of `torch.cuda`, and what builds on them, as on a device with this memory.
+
+    Args:
+        resized: told of every storage that has another size from now on.
 
     Raises:
         RuntimeError: Megatron-core already runs on the CPU in this process.
@@ -107,7 +112,7 @@ def fake_calls(memory: MemoryTracker) -> Iterator[None]:
         )
     random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     with contextlib.ExitStack() as replaced:
-        for owner, calls in _replacements(memory):
+        for owner, calls in _replacements(memory, resized):
             replaced.enter_context(_replaced(owner, calls))
         for owner, names in (
             (torch.cuda, (*random_calls, "default_generators")),
@@ -122,7 +127,16 @@ def fake_calls(memory: MemoryTracker) -> Iterator[None]:
         yield
 
 
-def _replacements(memory: MemoryTracker) -> list[tuple[Any, dict[str, Any]]]:
+def _replacements(
+    memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
+) -> list[tuple[Any, dict[str, Any]]]:
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        resize(storage, size)
+        resized(storage)
+        return storage
+
     def nothing() -> Callable[..., None]:
         # Another one each time: torch's compiler keys its rules by the function object.
         return lambda *_, **__: None
@@ -158,6 +172,7 @@ def _replacements(memory: MemoryTracker) -> list[tuple[Any, dict[str, Any]]]:
     }
     return [
         (torch.cuda, cuda),
+        (torch.UntypedStorage, {"resize_": resize_}),
         (torch.cuda.nvtx, {"range_push": nothing(), "range_pop": nothing()}),
         (torch.nn.Module, {"to": _moved_module, "cuda": _moved_module}),
         (dist, {"all_gather_object": gather_object, "barrier": nothing()}),

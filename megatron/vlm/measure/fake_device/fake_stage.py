@@ -83,13 +83,10 @@ def _without_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:
 def _describe_state(device: FakeDevice, trainer: Trainer) -> None:
     """Label what is there after building, and name the modules."""
     device.places.name(trainer.stage)
-    buffers = trainer.model.buffers
-    weights = [buffer.param_data for buffer in buffers if buffer.param_data is not None]
-    frozen = [weight for weight in trainer.stage.parameters() if not weight.requires_grad]
-    gradients = [buffer.grad_data for buffer in buffers]
+    kept = trainer.data_parallel
     device.memory.relabel_rest(Label("", "optimizer state", "state"))
-    device.memory.relabel([*weights, *frozen], Label("", "weights", "state"))
-    device.memory.relabel(gradients, Label("", "gradients", "state"))
+    device.memory.relabel(kept.weights(), Label("", "weights", "state"))
+    device.memory.relabel(kept.gradients(), Label("", "gradients", "state"))
 
 
 def _run(

@@ -83,8 +83,24 @@ class MemoryTracker:
         self._made.append(allocation)
         self.now_bytes += size
 
+    def resized(self, storage: torch.UntypedStorage, label: Label) -> None:
+        """Count a storage by its new size, if it is counted: an allocation in place of another."""
+        key = storage._cdata
+        if key not in self._live:
+            return
+        reference, before = self._live[key]
+        self._end(before)
+        allocation = _Allocation(block_bytes(storage.nbytes()), label, self._moment)
+        self._live[key] = (reference, allocation)
+        self._made.append(allocation)
+        self.now_bytes += allocation.size
+        self.settle(label)
+
     def _release(self, key: int) -> None:
         _, allocation = self._live.pop(key)
+        self._end(allocation)
+
+    def _end(self, allocation: _Allocation) -> None:
         self._moment += 1
         allocation.died = self._moment
         self.now_bytes -= allocation.size

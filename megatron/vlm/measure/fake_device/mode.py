@@ -121,6 +121,11 @@ class FakeDevice(TorchDispatchMode):
         """Count the host's wait for where tokens go."""
         self.counts.add_read(self.phase, "copy", _calling_line())
 
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a storage that has come or gone, which is no operation of torch's."""
+        label = Label(self.places.current(), "resize_", self.phase)
+        self.memory.resized(storage, label)
+
     def _count(self, func: Any, rule: _Rule, args: Any, kwargs: Any, results: Any) -> None:
         label = None
         outputs = (
@@ -194,7 +199,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
     install_device()
     device, tensors = FakeDevice(), _FakeTensors(allow_non_fake_inputs=True)
     with ExitStack() as stack:
-        stack.enter_context(fake_calls(device.memory))
+        stack.enter_context(fake_calls(device.memory, device.resized))
         stack.enter_context(kernels.device_kernels(device.read))
         stack.enter_context(evenly_routed(device.read_of_routing))
         stack.enter_context(tensors)
