@@ -69,8 +69,8 @@ class UnitCost:
     expert_parameters: int = 0
     """Parameters that are experts', which other ranks hold too than hold the rest."""
     whole_bytes: float = 0.0
-    """Whole weights and gradients that are there while the unit runs, where ranks divide them; part
-    of every moment of `transient_bytes`."""
+    """Whole weights and gradients that are there while the unit runs backward, where ranks divide
+    them; part of those moments of `transient_bytes`."""
     weight_copy_bytes: float = 0.0
     """Bytes of weights in FP8, besides `CostModel.weight_bytes_per_parameter`."""
 

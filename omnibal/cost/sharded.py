@@ -14,11 +14,10 @@ computation of the unit before it, one unit ahead:
 
 What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
 Exchanges of tensor-parallel ranks and of ranks that share a pack hide nothing, as they take the
-same links, and neither does recomputation, so that the time is on the safe side; so is the memory,
-as the largest unit is taken for the one gathered ahead. All ranks of a group meet in every
-exchange: they run their micro-batches in lockstep. Once a step the copies of a share all-reduce its
-gradients, behind the last backward where a group keeps to its node, and after it where gathers take
-the network too.
+same links, and neither does recomputation, so that the time is on the safe side. All ranks of a
+group meet in every exchange: they run their micro-batches in lockstep. Once a step the copies of a
+share all-reduce its gradients, behind the last backward where a group keeps to its node, and after
+it where gathers take the network too.
 """
 
 from collections import Counter
@@ -34,10 +33,7 @@ from omnibal.cost.shaped_rates import Line
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.units import EXPOSED_MS, HEAD, unit_names
-
-_GATHERED = 2
-"""Units whose whole weights are there at a time: the one that computes, and the next one."""
+from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE, unit_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -134,6 +130,7 @@ def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
 
 def sharded_cost(
     cost: CostModel,
+    model: ModelConfig,
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
@@ -151,12 +148,16 @@ def sharded_cost(
     """
     ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
-    most = max(unit.parameters for unit in cost.units.values())
-    sent = _scattered_bytes(cost, runtime)
-    # As backward makes it, and where it is sent in another precision that copy.
-    whole_gradient = size + (sent if sent != size else 0)
+    whole = _whole_bytes(cost, model, _scattered_bytes(cost, runtime), ranks)
+    # With layers of multi-token prediction, it begins with theirs.
+    has_one_loss = not model.language.prediction_layers
     units = {
-        name: _sharded_unit(unit, size, whole_gradient, most, is_head=name == HEAD)
+        name: _sharded_unit(
+            unit,
+            whole[name],
+            is_head=name == HEAD,
+            begins_with_loss=name == HEAD and has_one_loss,
+        )
         for name, unit in cost.units.items()
     }
     # An all-reduce is two passes.
@@ -180,29 +181,80 @@ def sharded_cost(
     )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WholeBytes:
+    """Bytes of whole weights and gradients while a unit runs."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def at_most(self, other: "_WholeBytes") -> "_WholeBytes":
+        """The larger of both, pass by pass."""
+        return _WholeBytes(
+            forward=max(self.forward, other.forward), backward=max(self.backward, other.backward)
+        )
+
+
+def _whole_bytes(
+    cost: CostModel, model: ModelConfig, sent: float, ranks: int
+) -> dict[str, _WholeBytes]:
+    """Whole weights and gradients while a unit of each kind runs, by its name: the most of all its
+    places in the model.
+
+    In a forward the weights of the next unit are there too; in a backward those of the unit before,
+    and the gradients of the unit after until they are divided, with the share that they become. A
+    tied matrix has its gradients from the head's backward to the embedding's.
+
+    Args:
+        cost: of ranks that hold weights whole.
+        sent: bytes of a gradient as it is reduce-scattered.
+        ranks: that divide them.
+    """
+    units, names = cost.units, unit_names(model)
+    kinds = {kind.name: kind for kind in cost.kinds}
+    tied_bytes = sent * cost.tied_trained_parameters
+    weights = {name: cost.weight_bytes_per_parameter * units[name].parameters for name in units}
+    # No embedding's backward reads a weight.
+    read_back = {
+        name: weights[name] * (units[name].has_backward and not kinds[name].is_embed)
+        for name in units
+    }
+    gradients = {name: sent * units[name].trained_parameters for name in units}
+    divided = gradients | {HEAD: gradients[HEAD] - tied_bytes}
+    most = dict.fromkeys(units, _WholeBytes())
+    for before, name, after in set(zip(("", *names), names, (*names[1:], ""), strict=False)):
+        waiting = tied_bytes * (kinds[name].is_layer and kinds[name].tower == LANGUAGE)
+        waiting += divided.get(after, 0) * (1 + 1 / ranks)
+        here = _WholeBytes(
+            forward=weights[name] + weights.get(after, 0),
+            backward=read_back[name] + read_back.get(before, 0) + gradients[name] + waiting,
+        )
+        most[name] = most[name].at_most(here)
+    return most
+
+
 def _sharded_unit(
-    unit: UnitCost, size: float, whole_gradient: float, most: int, *, is_head: bool
+    unit: UnitCost, whole: _WholeBytes, *, is_head: bool, begins_with_loss: bool
 ) -> UnitCost:
     """A unit's costs with the two features more, and room for whole weights and gradients.
 
     Args:
         unit: costs where weights are whole.
-        size: bytes of a weight.
-        whole_gradient: bytes of a gradient until it is divided.
-        most: parameters of the largest unit, the next one at worst.
         is_head: whether it is the head, which takes the exposed exchange of all units: it has a
             backward whatever is frozen.
+        begins_with_loss: whether the first moment of its backward is the loss's, before anything
+            is gathered for it.
     """
     changed = with_features(unit, len(EXPOSED_MS))
-    gathered = size * (unit.parameters + (_GATHERED - 1) * most)
-    whole_bytes = gathered + whole_gradient * unit.trained_parameters
-    changed["transient_bytes"][:, 0] += whole_bytes
-    if not unit.has_backward:
-        changed["passing_bytes"][0] += gathered
+    # The moment without working memory is its forward's, which has less of it than its backward.
+    backward = 1 + begins_with_loss if unit.has_backward else None
+    changed["transient_bytes"][:backward, 0] += whole.forward
+    if backward is not None:
+        changed["transient_bytes"][backward:, 0] += whole.backward
     if is_head:
         changed["forward_ms"][-2] = changed["backward_ms"][-1] = 1.0
         changed["collective_ms"][0, -2] = changed["collective_ms"][1, -1] = 1.0
-    return replace(unit, **changed, whole_bytes=whole_bytes)
+    return replace(unit, **changed, whole_bytes=whole.backward)
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:

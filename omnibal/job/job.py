@@ -93,7 +93,7 @@ class JobSpec:
             cluster = self.cost_source.with_rates(self.cluster)
             shards = cluster, self.parallel, self.precision, self.trainer.runtime
             exchange = ShardedExchange.of(cost, self.model, *shards)
-            cost = sharded_cost(cost, *shards)
+            cost = sharded_cost(cost, self.model, *shards)
         object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
         object.__setattr__(self, "encoders_cost", encoders)
         object.__setattr__(self, "exchange", exchange)

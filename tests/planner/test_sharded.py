@@ -1,5 +1,7 @@
 """Weights and gradients divided over data-parallel ranks, as FSDP and ZeRO-3 do."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from pydantic import ValidationError
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.links import Group, pass_line
-from omnibal.cost.model import trained_features
+from omnibal.cost.model import CostModel, trained_features
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -120,32 +122,72 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
         assert [each[place] for each in found] == pytest.approx(expected), kind.name
 
 
+def walked_forward(cost: CostModel, names: Sequence[str]) -> dict[str, float]:
+    """Most bytes of whole weights in a forward of each kind, one unit after another."""
+    held, most = Counter[int](), dict.fromkeys(names, 0.0)
+    for place, name in enumerate(names):
+        for gathered in (place, place + 1):
+            if gathered < len(names):
+                held[gathered] = 2 * cost.units[names[gathered]].parameters
+        most[name] = max(most[name], held.total())
+        del held[place]
+    return most
+
+
+def walked_backward(cost: CostModel, names: Sequence[str], gradient_bytes: int) -> dict[str, float]:
+    """Most bytes of whole weights and gradients in a backward of each kind, over eight ranks."""
+    held, most = Counter[tuple[str, int]](), dict.fromkeys(names, 0.0)
+    tied_bytes = gradient_bytes * cost.tied_trained_parameters
+    for place, name in reversed([*enumerate(names)]):
+        own_bytes = gradient_bytes * cost.units[name].trained_parameters
+        for gathered in (place - 1, place):
+            unit = cost.units[names[max(gathered, 0)]]
+            if gathered >= 0 and unit.has_backward and not names[gathered].endswith("embed"):
+                held["weights", gathered] = 2 * unit.parameters
+        if name == "head":
+            held["tied", 0] = tied_bytes
+            own_bytes -= tied_bytes
+        elif name == "language_embed":
+            assert held.pop(("tied", 0)) == tied_bytes  # a part of its own
+        held["gradients", place] = own_bytes
+        most[name] = max(most[name], held.total())
+        # What is divided behind it is by now.
+        held = Counter({key: size for key, size in held.items() if key[1] in (0, place - 1, place)})
+        held.pop(("weights", place), None)
+        held["share", place] = own_bytes / 8
+    return most
+
+
 @pytest.mark.parametrize("runtime", [IN_BF16, OWN_RUNTIME], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["all", "language"])
 def test_whole_weights_are_there_for_a_while(
-    frozen: tuple[str, ...], runtime: RuntimeOptions
+    frozen: tuple[str, ...], tied: bool, runtime: RuntimeOptions
 ) -> None:
     """Prevents: a device out of memory where a unit's weights are gathered beside the next one's,
-    gradients of frozen weights, and an exchange that is counted once a step besides."""
+    or its gradients beside those that are being divided; gradients of frozen weights, and an
+    exchange that is counted once a step besides."""
     cluster = load_cluster("h100-80g")
-    whole = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
-    shared = sharded_cost(whole, cluster, over(8), "bf16", runtime)
-    # Gradients of bf16, and a copy in fp32 where they are sent so.
-    gradient_bytes = 2 if runtime is IN_BF16 else 6
+    model = MODEL.with_tower("language", tied_head=tied)
+    whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
+    shared = sharded_cost(whole, model, cluster, over(8), "bf16", runtime)
+    assert (whole.tied_trained_parameters > 0) == tied
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
-    largest = sorted(unit.parameters for unit in whole.units.values())[-1]
+    names = unit_names(model)
+    walked = (
+        walked_forward(whole, names),
+        walked_backward(whole, names, 2 if runtime is IN_BF16 else 4),
+    )
     for name, before in whole.units.items():
         after, waits = shared.units[name], 1.0 if name == "head" else 0.0
-        # Its own weights and the next unit's, its gradients whole.
-        gathered = 2 * (before.parameters + largest)
+        forward, backward = (each[name] for each in walked)
         expected = np.pad(before.transient_bytes, [(0, 0), (0, 2)])
-        expected[:, 0] += gathered + (
-            0 if before.trained_parameters == 0 else gradient_bytes * before.parameters
-        )
+        # The loss's backward comes before the head's weights are gathered for its own.
+        of_forward = (2 if name == "head" else 1) if before.has_backward else len(expected)
+        expected[:of_forward, 0] += forward
+        expected[of_forward:, 0] += backward
         np.testing.assert_allclose(after.transient_bytes, expected, rtol=1e-12)
-        passing = np.pad(before.passing_bytes, (0, 2))
-        passing[0] += 0 if before.backward_ms.any() else gathered
-        np.testing.assert_allclose(after.passing_bytes, passing, rtol=1e-12)
+        np.testing.assert_array_equal(after.passing_bytes, np.pad(before.passing_bytes, (0, 2)))
         np.testing.assert_array_equal(after.forward_ms, [*before.forward_ms, waits, 0])
         np.testing.assert_array_equal(after.backward_ms, [*before.backward_ms, 0, waits])
         collective = np.hstack([before.collective_ms, [[waits, 0], [0, waits]]])
@@ -329,7 +371,8 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
     for cost, before in zip(shared.costs_at(levels), whole.costs_at(levels), strict=True):
         for name, unit in cost.units.items():
             more = unit.transient_bytes[:, 0] - before.units[name].transient_bytes[:, 0]
-            assert more == pytest.approx(np.full(len(more), unit.whole_bytes)), name
+            # Behind the forward's and the loss's moments.
+            assert more[2:] == pytest.approx(np.full(len(more) - 2, unit.whole_bytes)), name
 
 
 def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:

@@ -22,7 +22,7 @@ from megatron.vlm.measure.fake_device.kernels import RefusedByDeviceError
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.model.stage import VLMStage
-from megatron.vlm.step.train import build_trainer
+from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, heaviest_windows
@@ -203,6 +203,8 @@ class Layout:
     recompute: RecomputeRule = RecomputeRule.NONE
     tied: bool = False
     stages: int = 1
+    data: int = 1
+    sharded: int = 1
     edited: bool = False
     """Whether every tower's last layer of a stage, and no other, is recomputed."""
 
@@ -218,7 +220,16 @@ LAYOUTS = (
     Layout(model="internvl2.5-8b", frozen=("vision", "language"), stages=2),
     Layout(model="llama3.1-8b", tensor=2, sequence=True, vision=0),
     Layout(model="qwen2.5-32b", tensor=4, vision=0, recompute=RecomputeRule.FULL),
-)
+    Layout(model="internvl2.5-8b", data=4, sharded=4),
+    Layout(model="internvl2.5-1b", tied=True, data=4, sharded=4),
+    Layout(model="internvl2.5-8b", frozen=("vision",), data=2, sharded=2),
+    Layout(model="internvl2.5-8b", frozen=("language",), data=3, sharded=3),
+    Layout(
+        model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, recompute=RecomputeRule.FULL,
+        data=4, sharded=2,
+    ),
+    Layout(model="llama3.1-8b", vision=0, data=8, sharded=8, recompute=RecomputeRule.FULL),
+)  # fmt: skip
 
 
 def _with_last_recomputed(stage: Stage) -> Stage:
@@ -236,12 +247,16 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
         model=model,
         cluster=load_cluster("h100-80g"),
         parallel=Parallel(
-            tensor=layout.tensor, pipeline=layout.stages, sequence_parallel=layout.sequence
+            tensor=layout.tensor,
+            pipeline=layout.stages,
+            data=layout.data,
+            sharded=layout.sharded,
+            sequence_parallel=layout.sequence,
         ),
         precision="bf16",
         frozen=layout.frozen,
     )
-    data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3)
+    data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3 * layout.data)
     searched = layout.recompute == RecomputeRule.CHEAPEST
     method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
     request = PlanRequest(job=job, data=data, method=method, recompute=layout.recompute)
@@ -345,22 +360,34 @@ def job_of(plan: Plan) -> JobSpec:
 
 def _state_is_exact(plan: Plan, stage: int) -> None:
     """What the plan says, and what core and torch add, which no plan is told: room between
-    parameters in core's buffers, the optimizer's step counts, frequencies of rotary embedding."""
+    parameters in core's buffers, or in the parts of units that ranks divide, the optimizer's step
+    counts, frequencies of rotary embedding."""
     with fake_cuda(), standing_in(plan.parallel, stage) as links:
         replayer = StageReplayer(plan, links)
         trainer = replayer.trainer
-        room = sum(
-            buffer.numel - sum(one.numel() for one in buffer.params)
-            for buffer in trainer.model.buffers
-        )
+        room_bytes = _room_bytes(trainer, plan.parallel.sharded)
         others = sum(one.nbytes for one in trainer.stage.buffers())
-        for optimizer in trainer.optimizer.chained_optimizers:
-            kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
-            others += sum(state["step"].nbytes for state in kept.values())
+        # Step counts are the only state of one number.
+        kept = trainer.data_parallel.optimizer_state()
+        others += sum(one.nbytes for one in kept if one.dim() == 0)
         memory = plan.prediction.stages[stage].memory
         planned = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
-        exact = round(planned * 2**30) + room * (2 + 4) + others
+        exact = round(planned * 2**30 + room_bytes) + others
         assert state_bytes_of(trainer) == exact, (plan.model.name, stage)
+
+
+def _room_bytes(trainer: Trainer, ranks: int) -> float:
+    """Bytes of what a rank keeps beside parameters, in all kinds of state."""
+    if ranks == 1:
+        buffers = trainer.model.buffers
+        return sum((2 + 4) * (one.numel - sum(p.numel() for p in one.params)) for one in buffers)
+    room_bytes = 0.0
+    for flat in trainer.stage.sharded.flats:
+        share = sum(p.numel() for p in flat.parameters) / ranks
+        room_bytes += (flat.part_size - share) * (2 + 4 + 4 if flat.is_trained else 2)
+        if flat.is_trained:  # moments are of parameters alone, of which the first ranks have more
+            room_bytes += (sum(one.end - one.first for one in flat.ranges()) - share) * (4 + 4)
+    return room_bytes
 
 
 def device_checks() -> None:

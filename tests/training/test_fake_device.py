@@ -4,11 +4,13 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from commands import launcher
 from toy import toy_model
 
 from megatron.vlm.measure.fake_device import job
+from megatron.vlm.measure.replay_job import load_replay
 from omnibal.base.errors import UserError
 from omnibal.job.check import open_plan
 from omnibal.job.fake_replay import PRETENDED_FILES, FakeStage, read_fake_stages
@@ -102,6 +104,31 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
     ]
     assert "replay" not in shown
     assert "fake device, GiB" in page.read_text() and "replayed, GiB" not in page.read_text()
+
+
+def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
+    """Prevents: a rank alone that gathers weights from nobody, and empty micro-batches, which join
+    other ranks' and have no row among the packs, taken for rows of the next rank."""
+    whole = JobSpec(
+        model=toy_model(),
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=1, data=2, sharded=2),
+        precision="bf16",
+    )
+    data = MockData(caps=Caps.of(tiles=3, tokens=100), micro_batches_per_step=3)
+    save_plan(make_plan(PlanRequest(job=whole, data=data)), tmp_path / "plan")
+    replayed = load_replay(tmp_path / "plan", None, None)
+    rows, packs = replayed.workload, replayed.packs
+    assert np.ptp(np.bincount(packs.dp_rank)) == 1  # so that there is an empty one
+    assert [*zip(rows.step, rows.dp_rank, rows.slot, strict=True)] == [
+        *zip(packs.step, packs.dp_rank, packs.slot, strict=True)
+    ]
+    command = ("tools/replay.py", tmp_path / "plan", "-o", tmp_path / "out")
+    ended = launcher().run(*command)
+    assert ended.returncode == 2 and "--fake-device" in ended.stderr
+    assert not (tmp_path / "out").exists()
+    [counted] = json.loads(succeed(*command, "--fake-device", "--json"))["stages"]
+    assert any(part["operation"] == "resize_" and part["gib"] for part in counted["contents"])
 
 
 def test_what_is_missing_or_of_another_plan_is_said(planned, tmp_path):

@@ -85,8 +85,10 @@ class ReplayJob:
 
     @property
     def workload(self) -> Workload:
-        """What every rank computes of the packs; a row a pack, as none is shared."""
-        return self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
+        """What every rank computes of the packs; a row a pack, as none is shared. Empty
+        micro-batches, which ranks of a group run to join the others, have no row."""
+        whole = self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
+        return whole.rows(~whole.is_empty)
 
     def rows_of(self, stage: int) -> LoadRows:
         """Return the loader of a stage's micro-batches."""
