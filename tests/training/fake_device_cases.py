@@ -66,6 +66,15 @@ def memory() -> None:
         assert now() == 512 + 1536, "the view still holds it"
         del view, other, empty
         assert now() == 0 and torch.cuda.max_memory_allocated() == 2048
+        whole = on_device(400)
+        part = whole[:100]
+        whole.untyped_storage().resize_(0)
+        assert now() == 0, "its memory is gone, under two tensors that are there"
+        torch.cuda.reset_peak_memory_stats()
+        whole.untyped_storage().resize_(1025)
+        assert now() == torch.cuda.max_memory_allocated() == 1536
+        del whole, part
+        assert now() == 0
         torch.cuda.reset_peak_memory_stats()
         assert torch.cuda.max_memory_allocated() == 0
         _kept_for_backward(fake_device)
