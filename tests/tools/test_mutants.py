@@ -26,7 +26,7 @@ def unknown(number):
     return number - 7
 """
 TESTS = """
-from toy.sums import doubled, smaller
+from mutated.sums import doubled, smaller
 
 
 def test_doubled():
@@ -41,7 +41,7 @@ def test_smaller():
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
     """A repository of one module and one file of tests."""
-    for name, text in {"toy/sums.py": SUMS, "tests/test_sums.py": TESTS}.items():
+    for name, text in {"mutated/sums.py": SUMS, "tests/test_sums.py": TESTS}.items():
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text(text)
     return tmp_path
@@ -49,7 +49,7 @@ def toy(tmp_path: Path) -> Path:
 
 def run(toy: Path, *options: str) -> tuple[list[str], int]:
     """Lines that the tool prints of the toy, and its status."""
-    command = [sys.executable, mutants.__file__, "toy", "--tests", "tests", *options]
+    command = [sys.executable, mutants.__file__, "mutated", "--tests", "tests", *options]
     ended = subprocess.run(command, cwd=toy, capture_output=True, text=True)
     assert not ended.stderr, ended.stderr
     return ended.stdout.splitlines(), ended.returncode
@@ -60,18 +60,18 @@ def test_survivors_are_told_from_killed_mutants(toy):
     printed, status = run(toy, "--count", "100")
     verdicts = [line.partition("] ")[2] for line in printed if "->" in line]
     assert any(
-        line.startswith("toy/sums.py:3: number * 2 ->") and line.endswith(": killed")
+        line.startswith("mutated/sums.py:3: number * 2 ->") and line.endswith(": killed")
         for line in verdicts
     )
     # No case has equal numbers, and nothing calls the last function.
     survived = {line for line in verdicts if "killed" not in line}
-    of_unknown = {line for line in survived if "toy/sums.py:13" in line}
+    of_unknown = {line for line in survived if "mutated/sums.py:13" in line}
     assert of_unknown and all("survived 0 tests" in line for line in of_unknown)
     assert survived - of_unknown <= {
-        "toy/sums.py:7: a < b -> (a <= b): survived 1 tests, 0 not run"
+        "mutated/sums.py:7: a < b -> (a <= b): survived 1 tests, 0 not run"
     }
-    assert printed[-1] == f"toy: {len(verdicts) - len(survived)} of {len(verdicts)} killed"
-    assert status == 1 and (toy / "toy/sums.py").read_text() == SUMS
+    assert printed[-1] == f"mutated: {len(verdicts) - len(survived)} of {len(verdicts)} killed"
+    assert status == 1 and (toy / "mutated/sums.py").read_text() == SUMS
 
 
 def test_killed_mutants_are_kept_and_survivors_tried_again(toy):
@@ -83,7 +83,7 @@ def test_killed_mutants_are_kept_and_survivors_tried_again(toy):
     again, status = run(toy, "--count", "100", "--least", "0.1")
     assert again == [line for line in first if "recording" not in line] and status == 0
     assert kept.read_text() == of_first
-    more = "\nfrom toy.sums import unknown\n\ndef test_unknown():\n    assert unknown(9) == 2\n"
+    more = "\nfrom mutated.sums import unknown\n\ndef test_unknown():\n    assert unknown(9) == 2\n"
     (toy / "tests/test_sums.py").write_text(TESTS + more)
     last, _ = run(toy, "--count", "100")
     assert not any("survived 0 tests" in line for line in last)
@@ -93,8 +93,8 @@ def test_killed_mutants_are_kept_and_survivors_tried_again(toy):
 def test_endless_mutants_are_stopped(toy, monkeypatch):
     """Prevents: a loop without an end that holds up all other mutants."""
     endless = "def count(most):\n    n = 0\n    while n < most:\n        n += 1\n    return n\n"
-    (toy / "toy/sums.py").write_text(endless)
-    test = "from toy.sums import count\n\n\ndef test_count():\n    assert count(3) == 3\n"
+    (toy / "mutated/sums.py").write_text(endless)
+    test = "from mutated.sums import count\n\n\ndef test_count():\n    assert count(3) == 3\n"
     (toy / "tests/test_sums.py").write_text(test)
     monkeypatch.chdir(toy)
     monkeypatch.setattr(mutants, "_MOST_SECONDS", 2)
@@ -105,7 +105,7 @@ def test_endless_mutants_are_stopped(toy, monkeypatch):
 
 def mutant_of(source: str, after: str) -> Mutant:
     start = source.index("n < most") if after == "(most > n)" else source.index("n += 1")
-    places = mutants_by_place("toy/sums.py", source)
+    places = mutants_by_place("mutated/sums.py", source)
     place = next(place for place in places if place[0].start == start)
     return replace(place[0], after=after)
 
@@ -162,7 +162,7 @@ def test_equivalent_mutants_are_not_drawn(toy, tmp_path, monkeypatch):
     drawn = [
         each.change
         for seed in range(20)
-        for each in mutants.drawn_mutants(["toy/sums.py"], 100, seed)
+        for each in mutants.drawn_mutants(["mutated/sums.py"], 100, seed)
     ]
     assert "2 -> (3)" not in drawn and "2 -> (1)" in drawn
 
@@ -181,7 +181,7 @@ def test_kept_equivalents_are_of_mutants_that_there_are(monkeypatch):
     assert given <= there
 
 
-@pytest.mark.parametrize("wrong", [["absent"], ["toy", "--tests", "absent"]])
+@pytest.mark.parametrize("wrong", [["absent"], ["mutated", "--tests", "absent"]])
 def test_mistakes_are_one_line(toy, wrong, capfd, monkeypatch):
     """Prevents: tracebacks, and a sample of nothing that passes."""
     monkeypatch.chdir(toy)

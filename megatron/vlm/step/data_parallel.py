@@ -193,7 +193,7 @@ class Sharded:
         yield from (flat.own_Q for flat in self.model.weights.flats)
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Those of this rank's parts."""
+        """Gradients of this rank's parts."""
         yield from (gradients.own_Q for gradients in self.model.gradients.values())
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
