@@ -61,6 +61,11 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
     plan = read_plan(directory)
     job = job_of_plan(plan, directory)
+    if job.parallel != plan.parallel:
+        raise UserError(
+            f"{directory}: parallel.sharded is {plan.parallel.sharded}, and {job.trainer.title} "
+            f"divides weights over all {plan.parallel.data} data-parallel ranks: {_ANEW}"
+        )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
     shapes = plan.data or plan.shapes

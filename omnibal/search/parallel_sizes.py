@@ -238,11 +238,19 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         for data in [request.sizes.gpus // (tensor * pipeline)]
         for expert in expert_sizes(request.job.model, tensor, data)
     ]
-    held = (each.held(way, cluster) for each in whole for way in ways)
-    found = list(dict.fromkeys(each for each in held if each is not None))
+    held = ((way, each.held(way, cluster)) for each in whole for way in ways)
+    always = request.job.trainer.always_shards
+    # One rank has nothing to divide, which is another way unless the trainer knows no other.
+    found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
         return possible
+    if not found:
+        raise UserError(
+            f"{request.sizes.gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "
+            "data-parallel ranks of theirs can divide weights so: hybrid needs several nodes, full "
+            "two ranks; use more GPUs, or give --sharding auto"
+        )
     raise UserError(_impossible(request, list(filter(request.job.allows, found))))
 
 

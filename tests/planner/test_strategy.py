@@ -709,3 +709,14 @@ def test_slices_that_are_measured_to_be_slow_are_not_chosen():
         whole, slices = (searched(rates, tensor=size).ranking[0] for size in (1, 8))
         penalty.append(slices.ms_per_sample / whole.ms_per_sample)
     assert chosen[1] < chosen[0] and penalty[0] < 1 < penalty[1]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "way"), [(1, WeightSharding.FULL), (4, WeightSharding.HYBRID)], ids=["full", "hybrid"]
+)
+def test_a_way_that_no_ranks_can_hold_weights_in_is_named(gpus, way):
+    """Prevents: whole weights where sharded ones were asked for, and sizes that take the blame."""
+    with pytest.raises(UserError, match=f"{gpus} GPUs were given with --sharding {way}"):
+        possible_sizings(strategy_request(gpus=gpus, shardings=(way,)))
+    sizings = possible_sizings(strategy_request(gpus=4, shardings=(WeightSharding.FULL,)))
+    assert {sizing.parallel.sharding for sizing in sizings} == {WeightSharding.FULL}
