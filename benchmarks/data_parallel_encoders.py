@@ -20,9 +20,7 @@ Memory is no limit here: all items are kept.
 """
 
 import argparse
-import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +29,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from forked_ranks import outcomes_of, save_outcome
 from levels import COLLECTIVE_SIZES, RANKS, mean_rates, one_node
 from own_cores import own_cores
 from rich.console import Console
@@ -291,24 +290,8 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
             is_device=is_device,
             profile=profile.model_copy(update={"rates": mean_rates(rates)}),
         )
-        torch.save(outcome, folder / f"{rank}.outcome")
+        save_outcome(outcome, rank, folder)
         shut_down_distributed()
-
-
-def run_all(rounds: int) -> list[Outcome]:
-    """Run all ranks; returns their outcomes."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ranks = [
-            context.Process(target=run_rank, args=(rank, rounds, folder)) for rank in range(RANKS)
-        ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        assert not any(one.exitcode for one in ranks), "a rank has failed"
-        return [torch.load(folder / f"{n}.outcome", weights_only=False) for n in range(RANKS)]
 
 
 def main() -> None:
@@ -320,7 +303,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     prepare_megatron_core()
-    outcomes = run_all(WARM_ROUNDS + rounds)
+    outcomes: list[Outcome] = outcomes_of(run_rank, RANKS, WARM_ROUNDS + rounds)
     cores = len(os.sched_getaffinity(0)) / RANKS
     own = f"{cores:g} core each" if outcomes[0].is_device else "no control group: cores are shared"
     print(f"{RANKS} processes, {own}")

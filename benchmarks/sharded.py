@@ -15,8 +15,6 @@ the clock and by the time of cores that a process has used, which other programs
 """
 
 import argparse
-import multiprocessing
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from forked_ranks import outcomes_of, save_outcome
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
@@ -131,24 +130,8 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
         losses=losses,
         parameters=sum(p.numel() for p in trainers["replicated"].stage.parameters()),
     )
-    torch.save(outcome, folder / f"{rank}.outcome")
+    save_outcome(outcome, rank, folder)
     shut_down_distributed()
-
-
-def run_all(rounds: int) -> list[Outcome]:
-    """Run all ranks; returns their outcomes."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ranks = [
-            context.Process(target=run_rank, args=(rank, rounds, folder)) for rank in range(RANKS)
-        ]
-        for one in ranks:
-            one.start()
-        for one in ranks:
-            one.join()
-        assert not any(one.exitcode for one in ranks), "a rank has failed"
-        return [torch.load(folder / f"{n}.outcome", weights_only=False) for n in range(RANKS)]
 
 
 def main() -> None:
@@ -160,7 +143,7 @@ def main() -> None:
     rounds = WARM_ROUNDS + parser.parse_args().rounds
     torch.set_num_threads(1)
     prepare_megatron_core()
-    outcomes = run_all(rounds)
+    outcomes: list[Outcome] = outcomes_of(run_rank, RANKS, rounds)
     first = outcomes[0]
     print(f"{RANKS} processes, {first.parameters / 1e6:.1f} M parameters")
     for name in WAYS:

@@ -224,18 +224,14 @@ class SampleData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MockData:
-    """One step of mock samples that each fill a pack: the data of a plan of shapes only."""
+class _UnderCaps:
+    """Packs under the same caps, each one rank's, that no earlier plan gives the steps of."""
 
     caps: Caps
-    micro_batches_per_step: int
-    """Packs of one data-parallel rank."""
-    image_tokens: int | None = None
-    """Tokens of an image at its native resolution; None where all of a pack's are one image."""
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """One level: all packs are at the caps, each on one rank."""
+        """One level, at the caps."""
         return (Level(caps=self.caps),)
 
     def capped(self, caps: Caps) -> Self:
@@ -244,7 +240,17 @@ class MockData:
 
     @property
     def steps(self) -> None:
-        """None: mock data has no steps of an earlier plan."""
+        """None: mock data has no other steps, and windows no packs before the ranks are known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MockData(_UnderCaps):
+    """One step of mock samples that each fill a pack: the data of a plan of shapes only."""
+
+    micro_batches_per_step: int
+    """Packs of one data-parallel rank."""
+    image_tokens: int | None = None
+    """Tokens of an image at its native resolution; None where all of a pack's are one image."""
 
     def check(self, job: JobSpec) -> None:
         """Refuse a step of too many packs, and limits that do not suit the model.
@@ -297,11 +303,10 @@ class MockData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StreamData:
+class StreamData(_UnderCaps):
     """Samples whose order is kept: a step is a window of them, whatever packs and ranks it has."""
 
     lengths: Lengths
-    caps: Caps
     window: int
     """Samples of a step."""
     is_dispatched: bool
@@ -320,19 +325,6 @@ class StreamData:
             is_dispatched=plan.data.method != "next_fit",
             epochs=plan.data.epochs,
         )
-
-    @property
-    def levels(self) -> tuple[Level, ...]:
-        """One level: all packs are under the same caps, each on one rank."""
-        return (Level(caps=self.caps),)
-
-    def capped(self, caps: Caps) -> Self:
-        """Change the caps of packs."""
-        return replace(self, caps=caps)
-
-    @property
-    def steps(self) -> None:
-        """None: windows have no packs before the ranks are known."""
 
     def check(self, job: JobSpec) -> None:
         """Refuse data that cannot be planned for a job.

@@ -27,6 +27,8 @@ _METADATA = {
 }
 OPTIMIZER_OF = "optimizer of "
 """Start of the names of optimizers' gathered state."""
+_KINDS = ("param", "exp_avg", "exp_avg_sq")
+"""What is stored of every parameter in float32: the weights and Adam's moments."""
 _STORED = "optimizer.state.{}.{}"
 """Name of a parameter's state in a checkpoint, by what it is and the parameter's name."""
 
@@ -176,7 +178,7 @@ def _share_blocks(
         for parameter, own in (item for bucket in buckets for item in bucket["param_map"].items()):
             state = optimizer._get_main_param_and_optimizer_states(parameter)
             entry, place = described[parameter], own["param"]
-            for kind in ("param", "exp_avg", "exp_avg_sq"):
+            for kind in _KINDS:
                 key = _STORED.format(kind, entry.key)
                 yield from blocks_of(entry, key, place.start, place.end, state[kind])
 
@@ -257,7 +259,7 @@ class PartState:
         for one in self._optimizer.ranges:
             entry, copy = described[one.own.parameter], one.flat.groups.copies.rank()
             state = self._optimizer.inner.state[one.main]
-            for kind in ("param", "exp_avg", "exp_avg_sq"):
+            for kind in _KINDS:
                 values = one.main if kind == "param" else state[kind]
                 key = _STORED.format(kind, entry.key)
                 yield from blocks_of(entry, key, one.own.first, one.own.end, values, copy)
