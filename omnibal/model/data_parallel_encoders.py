@@ -46,3 +46,7 @@ class DataParallelEncoders(Frozen):
     runs the forward again before the backward."""
     item_ms: dict[str, _Ms]
     """Predicted time of an item, forward and backward, by which ranks' shares are equal."""
+    sharded: Count = 1
+    """Neighbouring ranks of the job, in Megatron's order, that divide weights, gradients and
+    optimizer state of the encoders: an aligned block. 1: every rank has all weights. They run
+    equally many passes of each kind, of which some may be empty."""
