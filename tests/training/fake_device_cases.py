@@ -413,7 +413,7 @@ def device_checks() -> None:
     for precision in ("fp32", "bf16"):
         plan = toy.model_copy(update={"precision": precision})
         with fake_cuda(), standing_in(plan.parallel, 0) as links:
-            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3, can_save=False)
+            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
             assert len(cuda_checks._steps(trainer, 0, 1)) == 1
             weights = list(trainer.stage.parameters())
             bucket = ("file", "file", ([], [(None, weight) for weight in weights]))
@@ -423,7 +423,7 @@ def device_checks() -> None:
     real = cuda_checks.real_size_plan()
     with fake_cuda(), standing_in(real.parallel, 0) as links:
         sizes = (9, (1500, 1500, 1096), 400)
-        losses = cuda_checks.losses_on_one_pack(links, real, *sizes, can_save=False)
+        losses = cuda_checks.losses_on_one_pack(links, real, *sizes)
         assert len(losses) == 4
         assert torch.cuda.max_memory_allocated() > 5 << 30
 

@@ -100,7 +100,7 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
         world_size=parallel.world_size,
     )
     try:
-        make_groups(parallel, seed=0, gloo=False)
+        make_groups(parallel, seed=0)
         yield cast(StandInLinks, create_pipeline_links(StandInLinks))
     finally:
         shut_down_distributed()
@@ -221,9 +221,7 @@ class StageReplayer:
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self._trainer = build_trainer(
-            plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False, provider=provider
-        )
+        self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
         self._update = RepeatedUpdate(self._trainer)
         self._clock = _RecomputeClock(self._trainer, on_phase)
         self.update_ms()  # which makes the optimizer's state

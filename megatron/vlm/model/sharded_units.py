@@ -27,14 +27,14 @@ def divide_weights(stage: VLMStage, dense: ShardGroups, experts: ShardGroups) ->
     units = _Units({True: dense, False: experts})
     for name, encoder in stage.encoders.items():
         units.is_fed = False
-        units.add_tower([encoder.embedding, *_layers(stage, name), encoder.projector])
+        units.add_tower(name, [encoder.embedding, *_layers(stage, name), encoder.projector])
     units.is_fed = units.has_trained
-    units.add_tower([stage.embedding, *_layers(stage, LANGUAGE)])
+    units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
         assert stage.language is not None and stage.language.final_layernorm is not None
         # A tied one computes with the embedding's weights, wherever that is.
         tied = [stage.embedding] if stage.head.weight is None and stage.embedding else []
-        units.add((stage.language.final_layernorm, stage.head), also=tied)
+        units.add(LANGUAGE, (stage.language.final_layernorm, stage.head), also=tied)
     stage.sharded = ShardedWeights(units=tuple(units.units))
 
 
@@ -58,14 +58,17 @@ class _Units:
         """Whether any unit so far is trained."""
         return any(flat.is_trained for flat in self._flats.values())
 
-    def add_tower(self, modules: Sequence[torch.nn.Module | None]) -> None:
+    def add_tower(self, name: str, modules: Sequence[torch.nn.Module | None]) -> None:
         """Add a unit of each of the modules that there are."""
         for module in modules:
             if module is not None:
-                self.add((module,))
+                self.add(name, (module,))
 
     def add(
-        self, modules: tuple[torch.nn.Module, ...], also: Sequence[torch.nn.Module] = ()
+        self,
+        tower: str,
+        modules: tuple[torch.nn.Module, ...],
+        also: Sequence[torch.nn.Module] = (),
     ) -> None:
         """Add one unit.
 
@@ -78,6 +81,7 @@ class _Units:
         self.is_fed = self.is_fed or any(flat.is_trained for flat in flats)
         reads_none = isinstance(modules[0], _READS_NO_WEIGHTS_BACK)
         unit = ShardedUnit(
+            tower=tower,
             modules=modules,
             flats=flats,
             reduced=tuple(flat for flat in own if flat.is_trained),

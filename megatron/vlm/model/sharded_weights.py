@@ -126,6 +126,8 @@ class MainRange:
 class ShardedUnit:
     """A run of a stage's modules whose weights are gathered together."""
 
+    tower: str
+    """Encoder or language model that they are of."""
     modules: tuple[torch.nn.Module, ...]
     flats: tuple[FlatWeights, ...]
     """Weights that it computes with."""
