@@ -17,13 +17,13 @@ from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.save_load import _on_host
+from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.fake_device.kernels import RefusedByDeviceError
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.train import Trainer, build_trainer
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, heaviest_windows
 from omnibal.job.job import JobSpec
@@ -31,14 +31,16 @@ from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest, make_plan, prediction_of
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.workload import Workload
 
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
@@ -272,11 +274,7 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
     plan, scheduled = make_plan(request).plan, data.schedule(job)
     if layout.edited:
         stages = [_with_last_recomputed(stage) for stage in plan.stages]
-        plan = plan.model_copy(update={"stages": tuple(stages)})
-        features = pack_features(scheduled[0].packs, scheduled[1], job.cost.features)
-        workload = Workload.of(scheduled[0], features, plan.parallel.data)
-        prediction = prediction_of(plan, job, scheduled[0], workload)
-        plan = plan.model_copy(update={"prediction": prediction})
+        plan = _predicted_anew(plan.model_copy(update={"stages": tuple(stages)}), scheduled)
     return plan, scheduled
 
 
@@ -302,6 +300,80 @@ def whole_stages() -> None:
             assert abs(sum(state) - counted.state_gib) < 1e-9, layout
             inside = [read for read in counted.host_reads if read.phase != "optimizer"]
             assert not inside, (layout, inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A preset with few layers whose encoders are data-parallel, and how they run."""
+
+    model: str
+    kept: int
+    tensor: int = 1
+    stages: int = 1
+    frozen: tuple[str, ...] = ()
+    sharded: int = 1
+    all_sharded: int = 1
+    """Ranks that divide the language model."""
+
+
+BESIDE = (
+    Beside(model="internvl2.5-8b", kept=5, stages=2),
+    Beside(model="internvl-chat-1.5-6b-20b", kept=99, frozen=("vision",)),
+)
+
+
+def beside_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of uneven packs, whose encoders keep so many items."""
+    model = load_model(layout.model).with_layers(vision=2, language=2)
+    parallel = Parallel(
+        tensor=layout.tensor,
+        pipeline=layout.stages,
+        data=4,
+        sharded=layout.all_sharded,
+        sequence_parallel=layout.tensor > 1,
+    )
+    job = JobSpec(
+        model=model,
+        cluster=load_cluster("h100-80g"),
+        parallel=parallel,
+        precision="bf16",
+        frozen=layout.frozen,
+        placement=EncoderPlacement.DATA_PARALLEL,
+    )
+    data = MockData(caps=Caps.of(tiles=3, tokens=1000), micro_batches_per_step=12)
+    plan, scheduled = make_plan(PlanRequest(job=job, data=data)).plan, data.schedule(job)
+    changed = {
+        "pipelines": 2, "items_per_pass": {"vision": 4}, "kept_items": {"vision": layout.kept},
+        "sharded": layout.sharded,
+    }  # fmt: skip
+    plan = plan.model_copy(update={"beside": plan.beside.model_copy(update=changed)})
+    return _predicted_anew(plan, scheduled), scheduled
+
+
+def _predicted_anew(plan: Plan, scheduled: tuple[ScheduledPacks, Lengths]) -> Plan:
+    job = job_of(plan)
+    workload = job.workload(*scheduled, plan.pack_levels)
+    prediction = prediction_of(plan, job, scheduled[0], workload)
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def encoders_beside() -> None:
+    """A peak as it is predicted of stages beside data-parallel encoders."""
+    for layout in BESIDE:
+        plan, (packs, lengths) = beside_plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.pack_levels)
+        names = feature_names_at(job.cost.features, plan.pack_levels)
+        shares = ItemShares.of(workload, names, job.encoders_cost, 2, plan.beside.item_ms)
+        encoding = HeaviestEncoding.of(plan, packs, job.encoders_cost, shares)
+        for stage in range(layout.stages):
+            windows = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
+            deviation = counted.deviation or 1.0
+            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
+            assert any(one.phase == "encoder" for one in counted.operations)
+            assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 
 
 def levels() -> None:
@@ -459,7 +531,8 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, levels, device_checks, planted,
+    memory, attention, refusals, host_reads, counts, whole_stages, encoders_beside, levels,
+    device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":

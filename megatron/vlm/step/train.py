@@ -105,23 +105,23 @@ class Trainer:
     @property
     def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
         """The optimizer of each of `stages`; None of encoders that are frozen and whole."""
-        return tuple(None if held is None else held.optimizer for held in self._held)
+        return tuple(None if held is None else held.optimizer for held in self._held_stages)
 
     @property
-    def _held(self) -> tuple[DataParallel | None, ...]:
+    def _held_stages(self) -> tuple[DataParallel | None, ...]:
         """How ranks hold each of `stages`."""
         if self.encoders is None:
             return (self.data_parallel,)
         return self.data_parallel, self.encoders.data_parallel
 
     @property
-    def _trained(self) -> list[DataParallel]:
+    def held(self) -> list[DataParallel]:
         """How ranks hold everything that may be trained."""
-        return [held for held in self._held if held is not None]
+        return [held for held in self._held_stages if held is not None]
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
-        for held in self._trained:
+        for held in self.held:
             held.zero_gradients()
 
     @contextmanager
@@ -233,11 +233,11 @@ class Trainer:
             nothing was changed.
         """
         self.wait_for_weights()
-        for held in self._trained:
+        for held in self.held:
             held.finish_gradients(1 / divisor)
-        grad_norm = math.hypot(*[held.grad_norm() for held in self._trained])
+        grad_norm = math.hypot(*[held.grad_norm() for held in self.held])
         is_finite = math.isfinite(grad_norm)
-        for held in self._trained if is_finite else ():
+        for held in self.held if is_finite else ():
             held.step(self.options.clip_grad, grad_norm)
         self.data_parallel.begin_gather(changed=is_finite)
         return grad_norm if is_finite else None
