@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -30,8 +31,9 @@ from megatron.vlm.model.groups import (
     create_shard_groups,
     replica_groups,
 )
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.sharded_units import divide_weights
+from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded
@@ -243,15 +245,17 @@ def build_trainer(
         provider: of the layers' linears and attention.
     """
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
-    stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
-    initialize_parameters(stage, seed)
+    is_sharded = plan.parallel.sharded > 1
+    with without_matrices() if is_sharded else nullcontext():
+        stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     exchange = _data_parallel_config(plan.parallel)
     settings = _optimizer_config(plan, options, exchange)
     encoders = None
     data_parallel: Replicated | Sharded
-    if plan.parallel.sharded > 1:
-        data_parallel = _sharded(plan, stage, settings)
+    if is_sharded:
+        data_parallel = _sharded(plan, stage, settings, seed)
     else:
+        initialize_parameters(stage, seed)
         data_parallel = _replicated(plan, stage, settings, exchange, can_save=can_save)
     if plan.beside is not None:
         assert isinstance(data_parallel, Replicated), "the plan was refused"
@@ -302,8 +306,8 @@ def _replicated(
     )
 
 
-def _sharded(plan: Plan, stage: VLMStage, settings: OptimizerConfig) -> Sharded:
-    divide_weights(stage, *create_shard_groups(plan.parallel))
+def _sharded(plan: Plan, stage: VLMStage, settings: OptimizerConfig, seed: int) -> Sharded:
+    divide_weights(stage, *create_shard_groups(plan.parallel), first_values(stage, seed))
     assert stage.sharded is not None
     model = ShardedStage(stage, stage.sharded)
     of_groups = {
