@@ -4,6 +4,7 @@ Each runs in a process of its own, that has prepared Megatron-core for no other 
 Shapes: T tokens, N heads, D head size.
 """
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -22,7 +23,11 @@ from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.fake_device.kernels import RefusedByDeviceError
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
-from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.model.groups import create_shard_groups
+from megatron.vlm.model.initialize import first_values
+from megatron.vlm.model.sharded_units import divide_weights
+from megatron.vlm.model.sharded_weights import without_matrices
+from megatron.vlm.model.stage import VLMStage, build_stage
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, heaviest_windows
@@ -376,6 +381,30 @@ def encoders_beside() -> None:
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 
 
+def building() -> None:
+    """A rank that keeps a part of a stage has a unit of it whole at most while it builds, and never
+    as much as training is planned to take."""
+    for layout in (one for one in LAYOUTS if one.sharded > 1):
+        plan, _ = plan_of(layout)
+        with fake_cuda(), standing_in(plan.parallel, 0) as links:
+            now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+            with without_matrices():
+                stage = build_stage(plan, 0)
+            parameters = list(stage.parameters())
+            vectors = [one.nbytes for one in parameters if one.dim() < 2]
+            assert now() <= sum(vectors) + 512 * len(parameters), layout
+            divide_weights(stage, *create_shard_groups(plan.parallel), first_values(stage, 0))
+            units = [{p for flat in u.flats for p in flat.parameters} for u in stage.sharded.units]
+            largest = max(sum(one.nbytes for one in unit) for unit in units)
+            whole = sum(one.nbytes for one in parameters)
+            assert most() <= 1.01 * (whole / plan.parallel.sharded + largest), layout
+            del stage, units, parameters
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            build_trainer(plan, links, OPTIONS, steps=1, seed=0)
+            assert most() < plan.prediction.stages[0].memory.peak_gib * 2**30, layout
+
+
 def levels() -> None:
     """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
     plan, packs, lengths = plan_of_levels()
@@ -531,8 +560,8 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, encoders_beside, levels,
-    device_checks, planted,
+    memory, attention, refusals, host_reads, counts, whole_stages, building,
+    encoders_beside, levels, device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -32,8 +32,9 @@ from megatron.vlm.model.groups import (
     create_shard_groups,
     replica_groups,
 )
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.sharded_units import divide_weights
+from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded
@@ -271,14 +272,17 @@ def build_trainer(
         provider: of the layers' linears and attention.
     """
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
-    stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
-    initialize_parameters(stage, seed)
+    is_sharded = plan.parallel.sharded > 1
+    with without_matrices() if is_sharded else nullcontext():
+        stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     exchange = _data_parallel_config(plan.parallel)
     settings = _optimizer_config(plan, options, exchange)
     data_parallel: DataParallel
-    if plan.parallel.sharded > 1:
-        data_parallel = _sharded(stage, settings, *create_shard_groups(plan.parallel))
+    if is_sharded:
+        shards = create_shard_groups(plan.parallel)
+        data_parallel = _sharded(stage, settings, seed, *shards)
     else:
+        initialize_parameters(stage, seed)
         data_parallel = _replicated(stage, settings, exchange, _tied_groups(tied_copies(plan)))
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
     of_encoders = None if encoders is None else encoders.data_parallel
@@ -345,10 +349,11 @@ def _replicated(
 
 
 def _sharded(
-    stage: VLMStage, settings: OptimizerConfig, dense: ShardGroups, experts: ShardGroups
+    stage: VLMStage, settings: OptimizerConfig, seed: int, dense: ShardGroups, experts: ShardGroups
 ) -> Sharded:
-    """Hold a stage divided, over these ranks and experts over those."""
-    divide_weights(stage, dense, experts)
+    """Give a stage that was built without matrices its first weights, divided over these ranks, and
+    experts over those."""
+    divide_weights(stage, dense, experts, first_values(stage, seed))
     assert stage.sharded is not None
     model = ShardedStage(stage, stage.sharded)
     of_groups = {
@@ -370,20 +375,23 @@ def _build_encoders(
     plan: Plan, options: OptimizationOptions, settings: OptimizerConfig, seed: int
 ) -> Encoders:
     """Build the data-parallel encoders, whole or divided."""
+    assert plan.beside is not None, "encoders are data-parallel"
     group, groups = create_encoding_group(plan), replica_groups()
-    stage = build_encoders(plan, groups, options.drop_path_rate)
-    initialize_parameters(stage, seed)
+    is_sharded = plan.beside.sharded > 1
+    with without_matrices() if is_sharded else nullcontext():
+        stage = build_encoders(plan, groups, options.drop_path_rate)
     trained = frozenset(
         kind.tower
         for kind in unit_kinds(plan.model)
         if kind.tower != LANGUAGE and kind.part not in plan.frozen
     )
-    assert plan.beside is not None, "encoders are data-parallel"
     held: DataParallel | None = None
-    if plan.beside.sharded > 1:
+    if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded(stage, settings, shards, shards)
-    elif trained:
+        held = _sharded(stage, settings, seed, shards, shards)
+    else:
+        initialize_parameters(stage, seed)
+    if trained and not is_sharded:
         # Nothing else is to be done while gradients are summed, or weights gathered.
         exchange = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
