@@ -85,6 +85,13 @@ CASES = {
         {"data": 4, "sharded": 4}, pipelines=2, kept=1, audio=True, sharded=4
     ),
     "dp4-language-divided": Case({"data": 4, "sharded": 2}, pipelines=4, kept=99),
+    "dp4-language-divided-frozen": Case(
+        {"data": 4, "sharded": 4}, pipelines=2, kept=1, frozen=("language",), sharded=2,
+    ),
+    "pp2-dp2-all-divided": Case(
+        {"data": 2, "sharded": 2}, pipelines=2, cuts=(2,), kept=1, sharded=4, tied=True,
+        recompute={"language": (0,)},
+    ),
     "dp4-frozen-divided": Case(
         {"data": 4}, pipelines=4, frozen=("vision", "projector"), sharded=2,
     ),

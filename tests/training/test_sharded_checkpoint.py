@@ -29,8 +29,8 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 MODEL = MODELS["6B-like"]
 
 
-def plan_of(precision="fp32", model=MODEL, **sizes):
-    plan = toy_plan(model, stages_of(model), **sizes)
+def plan_of(precision="fp32", model=MODEL, cuts=(), **sizes):
+    plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     return plan.model_copy(update={"precision": precision, "frozen": ("vision",)})
 
 
@@ -40,8 +40,9 @@ def plan_of(precision="fp32", model=MODEL, **sizes):
         ({"data": 4, "sharded": 4}, {**IN_PARTS, "data": 2}),
         ({"data": 2}, {"data": 4, "sharded": 2}),
         ({**IN_PARTS, "data": 2, "sharded": 2}, {"data": 3, "sharded": 3}),
+        ({"cuts": (3,), "data": 2, "sharded": 2}, {"data": 4, "sharded": 4}),
     ],
-    ids=["full-to-tensor", "whole-to-hybrid", "tensor-to-three"],
+    ids=["full-to-tensor", "whole-to-hybrid", "tensor-to-three", "pipeline-to-full"],
 )
 def test_resumes_under_another_way_of_dividing(tmp_path, before, after):
     """Prevents: checkpoints whose weights or moments fit one way of dividing them."""

@@ -27,8 +27,8 @@ from megatron.vlm.step.train import build_trainer
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
-def plan_of(model=MODELS["300M-like"], frozen=(), recompute=None, **sizes):
-    plan = toy_plan(model, stages_of(model, **(recompute or {})), **sizes)
+def plan_of(model=MODELS["300M-like"], frozen=(), recompute=None, cuts=(), **sizes):
+    plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
     return plan.model_copy(update={"frozen": frozen})
 
 
@@ -43,6 +43,17 @@ PLANS = {
     "full-language-frozen": plan_of(data=4, sharded=4, frozen=("language",), recompute=SOME),
     "tensor": plan_of(MODELS["6B-like"], **IN_PARTS, data=2, sharded=2, recompute=SOME),
     "tensor-tied": plan_of(TIED, **IN_PARTS, data=2, sharded=2),
+    # Between the forward of a micro-batch and its backward there are others. Units: vision embed,
+    # two layers, projector, language embed, two layers, head.
+    "pipeline": plan_of(cuts=(3,), data=2, sharded=2, recompute=SOME),
+    "pipeline-in-vision-frozen": plan_of(
+        cuts=(2,), data=2, sharded=2, frozen=("vision",), recompute={"language": (0, 1)}
+    ),
+    "pipeline-language-frozen": plan_of(cuts=(6,), data=2, sharded=2, frozen=("language",)),
+    "pipeline-tied": plan_of(TIED, cuts=(6,), data=2, sharded=2),
+    "pipeline-tensor-tied": plan_of(TIED, cuts=(5,), **IN_PARTS, data=2, sharded=2),
+    "pipeline-hybrid": plan_of(cuts=(5,), data=4, sharded=2, recompute=SOME),
+    "pipeline-of-four": plan_of(cuts=(2, 4, 6), data=2, sharded=2),
 }
 
 
@@ -58,7 +69,17 @@ def test_same_training_as_one_process(name):
     """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, and ranks
     that wait for each other for ever where a pack has no images or a rank no pack."""
     plan = PLANS[name]
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(name))
+    ranks, (results, gradients, weights) = run(plan, STEPS), alone(name)
+    stage = len(ranks) // plan.parallel.pipeline
+    for first in range(0, len(ranks), stage):
+        own = ranks[first : first + stage]
+        held = [
+            {name: of_all[name] for name in of_stage}
+            for of_all, of_stage in zip(gradients, own[0][1], strict=True)
+        ]
+        of_stage = {name: weights[name] for name in own[0][2]}
+        assert_same_training(own, plan.parallel.tensor, (results, held, of_stage))
+    assert {name for rank in ranks for name in rank[2]} == weights.keys()
 
 
 def first_weights(links, plan):

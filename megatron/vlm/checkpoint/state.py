@@ -196,11 +196,10 @@ class _PartState:
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
         blocks = [*self._weight_blocks(), *self._optimizer_blocks()]
-        return {
-            "model": self._whole_entries(),
-            "parts": blocks,
-            "optimizer": _settings_of(self._optimizer.inner),
-        }
+        state = {"model": self._whole_entries(), "parts": blocks}
+        # Of a stage that is frozen whole there is none.
+        is_trained = bool(self._optimizer.inner.state)
+        return state | ({"optimizer": _settings_of(self._optimizer.inner)} if is_trained else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
         """All of this rank's parts: nothing is gathered."""
@@ -281,8 +280,7 @@ def _by_parameter(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
 
 def _settings_of(inner: torch.optim.AdamW) -> dict[str, Any]:
     """Settings of all groups and the steps taken, as core's distributed optimizer says them."""
-    steps = {state["step"].item() for state in inner.state.values()} or {0.0}
-    [step] = steps
+    [step] = {state["step"].item() for state in inner.state.values()}
     groups = [
         {name: value for name, value in group.items() if name != "params"} | {"step": step}
         for group in inner.param_groups

@@ -61,37 +61,38 @@ class ShardGroups:
 
 
 def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
-    """Make the groups that divide weights, of all but experts and of experts; collective over all
-    ranks, of which a pipeline has one stage."""
-    block, world_size = parallel.tensor * parallel.sharded, parallel.world_size
-    dense = _shard_groups(world_size, block, parallel.tensor)
+    """Make the groups that divide the weights of a stage, of all but experts and of experts;
+    collective over all ranks."""
+    ranks, block = parallel.tensor * parallel.data, parallel.tensor * parallel.sharded
+    dense = _shard_groups(parallel, ranks, block, parallel.tensor)
     if parallel.expert == parallel.tensor:
         return dense, dense
-    return dense, _shard_groups(world_size, block, parallel.expert)
+    return dense, _shard_groups(parallel, ranks, block, parallel.expert)
 
 
 def create_encoder_shard_groups(plan: Plan) -> ShardGroups:
     """Make the groups that divide the weights of data-parallel encoders, which all ranks have in
     common; collective over them."""
     assert plan.beside is not None
-    return _shard_groups(plan.parallel.world_size, plan.beside.sharded, apart=1)
+    ranks = plan.parallel.world_size
+    return _shard_groups(plan.parallel, ranks, plan.beside.sharded, apart=1)
 
 
-def _shard_groups(world_size: int, block: int, apart: int) -> ShardGroups:
+def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> ShardGroups:
     """Groups of ranks whose weights are the same.
 
     Args:
+        ranks: neighbouring ranks that hold the same weights between them.
         block: neighbouring ranks, of which those with the same weights divide them.
         apart: distance of the next rank with the same weights.
     """
     places: dict[tuple[int, int], list[int]] = {}
-    copies: dict[tuple[int, int], list[int]] = {}
-    for rank in range(world_size):
-        alike = rank % apart
-        places.setdefault((alike, rank // block), []).append(rank)
-    for (alike, _), ranks in places.items():
-        for place, rank in enumerate(ranks):
-            copies.setdefault((alike, place), []).append(rank)
+    copies: dict[tuple[int, int, int], list[int]] = {}
+    for rank in range(parallel.world_size):
+        places.setdefault((rank % apart, rank // block), []).append(rank)
+    for (alike, _), group in places.items():
+        for place, rank in enumerate(group):
+            copies.setdefault((rank // ranks, alike, place), []).append(rank)
     return ShardGroups(shards=_own_group(places.values()), copies=_own_group(copies.values()))
 
 

@@ -1,6 +1,6 @@
 """The units of a stage, in their order, whose weights data-parallel ranks divide."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -21,7 +21,11 @@ _READS_NO_WEIGHTS_BACK = (VisionEmbedding, LanguageModelEmbedding)
 
 
 def divide_weights(
-    stage: VLMStage, dense: ShardGroups, experts: ShardGroups, first_values: FirstValues
+    stage: VLMStage,
+    dense: ShardGroups,
+    experts: ShardGroups,
+    first_values: FirstValues,
+    fed: Collection[str] = (),
 ) -> None:
     """Give a stage its first weights, unit by unit, each of which is divided over ranks at once.
 
@@ -31,12 +35,13 @@ def divide_weights(
         stage: built in `without_matrices`.
         dense: ranks that divide all but experts.
         experts: ranks that divide the experts that they all hold.
+        fed: towers of which what comes into the stage wants a gradient.
     """
     units = _Units({True: dense, False: experts}, first_values)
     for name, encoder in stage.encoders.items():
-        units.is_fed = False
+        units.is_fed = name in fed
         units.add_tower(name, [encoder.embedding, *_layers(stage, name), encoder.projector])
-    units.is_fed = units.has_trained
+    units.is_fed = units.has_trained or LANGUAGE in fed
     units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
         assert stage.language is not None and stage.language.final_layernorm is not None
@@ -98,11 +103,15 @@ class _Units:
         self.units.append(unit)
 
     def _divided(self, parameters: Sequence[torch.nn.Parameter]) -> list[FlatWeights]:
-        """Divide the parameters of a unit by type, and by the ranks that hold the same ones."""
-        alike: dict[tuple[bool, torch.dtype], list[torch.nn.Parameter]] = {}
+        """Divide the parameters of a unit by type and by the ranks that hold the same ones, and a
+        tied matrix by itself."""
+        alike: dict[tuple[bool, bool, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            # Core's mark of parameters that only some data-parallel ranks hold.
-            key = vars(parameter).get("allreduce", True), parameter.dtype
+            # Core's marks of parameters that only some data-parallel ranks hold, and of a tied
+            # matrix, which two stages then divide alike.
+            marks = vars(parameter)
+            is_tied = marks.get("shared_embedding", False)
+            key = marks.get("allreduce", True), is_tied, parameter.dtype
             alike.setdefault(key, []).append(parameter)
         flats = [
             FlatWeights(own, self._groups[key[0]], self._first_values) for key, own in alike.items()

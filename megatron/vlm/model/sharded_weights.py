@@ -104,6 +104,12 @@ class FlatWeights:
         return self.groups.shards.size() > 1
 
     @property
+    def is_tied(self) -> bool:
+        """Whether it is the matrix of embedding and head alone, of which two stages may hold
+        copies."""
+        return vars(self.parameters[0]).get("shared_embedding", False)  # core's mark
+
+    @property
     def first_value(self) -> int:
         """Place of this rank's part in the whole."""
         return self.groups.shards.rank() * self.part_size

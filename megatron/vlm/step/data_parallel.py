@@ -6,9 +6,10 @@ A trainer asks the one or the other the same questions, in the order of a step.
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -36,6 +37,9 @@ class DataParallel(Protocol):
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
+
+    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
+        """Have weights ready for a forward, a backward, or a forward and its backward at once."""
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run a step's micro-batches, and begin to sum their gradients over ranks."""
@@ -88,6 +92,9 @@ class Replicated:
         """Zero core's buffers of gradients."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+
+    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
+        """Nothing: a unit waits for its weights by itself."""
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run micro-batches; gradients are summed in the last backward, where ranks may."""
@@ -159,10 +166,17 @@ class Sharded:
 
     model: ShardedStage
     optimizer: ShardedAdam
+    tied: dist.ProcessGroup | None = None
+    """The two ranks that hold the same part of a tied matrix of two stages; None where there is
+    none here."""
 
     def zero_gradients(self) -> None:
         """Zero this rank's part."""
         self.model.zero_gradients()
+
+    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
+        """Begin the exchanges of a pass; those of the last one end."""
+        self.model.begin_pass(forward=kind != "backward", backward=kind != "forward")
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run micro-batches, each of which sums its gradients over the ranks that divide them."""
@@ -177,8 +191,9 @@ class Sharded:
         return results
 
     def finish_gradients(self, factor: float) -> None:
-        """Sum over copies of the same part and over tensor-parallel ranks; multiply all."""
-        self.model.sum_over_copies()
+        """Sum over copies of the same part, also on another stage, and over tensor-parallel ranks;
+        multiply all."""
+        self.model.sum_over_copies(self.tied)
         self.optimizer.sum_over_tensor_ranks()
         self.optimizer.scale_gradients(factor)
 

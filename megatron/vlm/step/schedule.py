@@ -25,6 +25,8 @@ of its graph. A tensor that carries nothing (of an encoder, no item in the pack)
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -45,7 +47,7 @@ from omnibal.pipeline.operation_graph import (
     planned_graph,
     require_in_order,
 )
-from omnibal.pipeline.schedules import Pass, StageOperations, forward_only
+from omnibal.pipeline.schedules import Operation, Pass, StageOperations, forward_only
 
 MessageShapes = Mapping[str, tuple[int, ...]]
 """Shapes of a message's tensors by tower, in the order in which they are sent."""
@@ -224,6 +226,14 @@ class _Kept:
     """Outputs of this stage's graph, in model order."""
 
 
+BeginPass = Callable[[Literal["forward", "backward", "both"]], None]
+"""Function that is told what comes: a forward, a backward, or both of a micro-batch at once."""
+
+
+def _whole_stage(_: str) -> None:
+    """Nothing: a stage that is whole is ready for any pass."""
+
+
 class _StageRun:
     """One step of one stage: its neighbours' tensors, and the graphs kept for backward."""
 
@@ -234,10 +244,11 @@ class _StageRun:
         links: PipelineLinks,
         batches: MicroBatchStream,
         clock: PhaseClock,
+        begin_pass: BeginPass,
         features: StepFeatures | None = None,
         encode: Encode | None = None,
     ) -> None:
-        self.features, self.encode = features, encode
+        self.features, self.encode, self.begin_pass = features, encode, begin_pass
         self.plan, self.model, self.links, self.clock = plan, model, links, clock
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
@@ -293,14 +304,19 @@ class _StageRun:
         trains = backwards > 0
         if trains:
             self._open_gradients()
-        for operation in operations:
+        before: Operation | None = None
+        for operation, after in zip_longest(operations, operations[1:]):
             if operation.kind is Pass.BACKWARD:
                 backwards -= 1
                 if backwards == 0 and before_last_backward is not None:
                     before_last_backward()
+                if not _is_at_once(before, operation):
+                    self.begin_pass("backward")
                 self._backward(operation.micro_batch)
             else:
+                self.begin_pass("both" if _is_at_once(operation, after) else "forward")
                 self._forward(operation.micro_batch, trains)
+            before = operation
         self.clock.switch(Phase.WAIT)
         for box in (self.outputs, self.input_gradients):
             if box is not None:
@@ -375,6 +391,13 @@ class _StageRun:
             self.input_gradients.put({name: sent[name] for name in self._towers if name in sent})
 
 
+def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
+    """Whether one is a forward and the other its backward, right after it."""
+    if one is None or after is None or one.micro_batch != after.micro_batch:
+        return False
+    return (one.kind, after.kind) == (Pass.FORWARD, Pass.BACKWARD)
+
+
 def _gradient_of(received: torch.Tensor) -> torch.Tensor:
     """Gradient of what was received: zeros where nothing came of it, as in an empty pack."""
     return torch.zeros_like(received) if received.grad is None else received.grad
@@ -394,21 +417,23 @@ def run_forward_backward(
     clock: PhaseClock,
     before_last_backward: Callable[[], None] | None = None,
     features: StepFeatures | None = None,
+    begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
     """Run forward and backward of one step's micro-batches in the planned schedule.
 
     Args:
-        model: the stage inside Megatron-core's DistributedDataParallel.
+        model: the stage as what holds it with other data-parallel ranks runs it.
         batches: this stage's micro-batches, in slot order.
         before_last_backward: called once, if there is a micro-batch.
         features: of data-parallel encoders, on the first stage; gradients go back into it.
+        begin_pass: called before every pass.
 
     Returns:
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
     operations = _operations(planned_graph(links.size, len(batches)), links)
-    run = _StageRun(plan, model, links, batches, clock, features)
+    run = _StageRun(plan, model, links, batches, clock, begin_pass, features)
     return run.run(operations, before_last_backward)
 
 
@@ -419,13 +444,16 @@ def run_forward(
     links: PipelineLinks,
     batches: MicroBatchStream,
     encode: Encode | None = None,
+    begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
     """Run forwards only; returns the head's outputs on the last stage, else an empty list.
 
     Args:
         encode: gives the first stage its micro-batches' features, where encoders are
             data-parallel.
+        begin_pass: called before every pass.
     """
     operations = _operations(operation_graph(forward_only, links.size, 1, len(batches)), links)
     own_encode = encode if links.is_first else None
-    return _StageRun(plan, model, links, batches, PhaseClock(), encode=own_encode).run(operations)
+    run = _StageRun(plan, model, links, batches, PhaseClock(), begin_pass, encode=own_encode)
+    return run.run(operations)

@@ -180,8 +180,7 @@ class ShardedStage(torch.nn.Module):
                     parameter.register_post_accumulate_grad_hook(take)
 
     def forward(self, *arguments: Any) -> Any:
-        """Begin a pass, with a backward where gradients are enabled, and run the stage."""
-        self.begin_pass(backward=torch.is_grad_enabled())
+        """Run the stage, in a pass that has begun."""
         return self.module(*arguments)
 
     def begin_pass(
@@ -235,11 +234,17 @@ class ShardedStage(torch.nn.Module):
         for gradients in self.gradients.values():
             gradients.own_Q.zero_()
 
-    def sum_over_copies(self) -> None:
-        """Sum the gradients of a step over the ranks that hold copies of the same part."""
+    def sum_over_copies(self, tied: dist.ProcessGroup | None) -> None:
+        """Sum the gradients of a step over the ranks that hold copies of the same part.
+
+        Args:
+            tied: ranks of the two stages that hold a tied matrix, on these.
+        """
         for flat, gradients in self.gradients.items():
             if flat.groups.copies.size() > 1:
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
+            if tied is not None and flat.is_tied:
+                dist.all_reduce(gradients.own_Q, group=tied)
 
     def finish_pass(self) -> None:
         """Join in the exchanges of the pass that this rank has not come to; all weights go."""

@@ -104,6 +104,8 @@ class ShardedAdam:
             one.main.grad
             for one in self.ranges
             if one.flat.groups.copies.rank() == 0
+            # Core's mark of a second copy, on another stage.
+            and not vars(one.own.parameter).get("shared", False)
             and (first or vars(one.own.parameter)["tensor_model_parallel"])
         ]
         squares = get_total_norm(counted).to(current_device()).square()

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -171,6 +171,7 @@ class Trainer:
             batches,
             clock,
             features=features,
+            begin_pass=self.data_parallel.begin_pass,
         )
         return self.data_parallel.run(run, batches)
 
@@ -219,8 +220,11 @@ class Trainer:
         """
         self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
-        run = partial(run_forward, self.plan, self.model, self.links, batches, encode)
-        return self.data_parallel.run_forward(run)
+        held = self.data_parallel
+        run = partial(
+            run_forward, self.plan, self.model, self.links, batches, encode, held.begin_pass
+        )
+        return held.run_forward(run)
 
     def _let_go_of_fp8_weights(self) -> None:
         """Have linears in FP8 quantise their weights anew, which an update may have changed."""
@@ -279,11 +283,12 @@ def build_trainer(
     settings = _optimizer_config(plan, options, exchange)
     data_parallel: DataParallel
     if is_sharded:
-        shards = create_shard_groups(plan.parallel)
-        data_parallel = _sharded(stage, settings, seed, *shards)
+        shards, fed = create_shard_groups(plan.parallel), plan.trained_towers(links.rank - 1)
+        data_parallel = _sharded(stage, settings, seed, shards, fed, _tied_group(plan))
     else:
         initialize_parameters(stage, seed)
-        data_parallel = _replicated(stage, settings, exchange, _tied_groups(tied_copies(plan)))
+        groups_of_tied = _reduction_groups(_tied_group(plan))
+        data_parallel = _replicated(stage, settings, exchange, groups_of_tied)
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
     of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
@@ -349,11 +354,21 @@ def _replicated(
 
 
 def _sharded(
-    stage: VLMStage, settings: OptimizerConfig, seed: int, dense: ShardGroups, experts: ShardGroups
+    stage: VLMStage,
+    settings: OptimizerConfig,
+    seed: int,
+    shards: tuple[ShardGroups, ShardGroups],
+    fed: Collection[str] = (),
+    tied: dist.ProcessGroup | None = None,
 ) -> Sharded:
-    """Give a stage that was built without matrices its first weights, divided over these ranks, and
-    experts over those."""
-    divide_weights(stage, dense, experts, first_values(stage, seed))
+    """Give a stage that was built without matrices its first weights, divided.
+
+    Args:
+        shards: ranks that divide all but experts, and experts.
+        fed: towers of which what comes into the stage wants a gradient.
+        tied: ranks that hold copies of a tied matrix.
+    """
+    divide_weights(stage, *shards, first_values(stage, seed), fed)
     assert stage.sharded is not None
     model = ShardedStage(stage, stage.sharded)
     of_groups = {
@@ -368,7 +383,8 @@ def _sharded(
         "is_decoupled_lr": False,
         "default_config": True,
     }
-    return Sharded(model=model, optimizer=ShardedAdam(model.gradients, stage.tp_group, of_groups))
+    optimizer = ShardedAdam(model.gradients, stage.tp_group, of_groups)
+    return Sharded(model=model, optimizer=optimizer, tied=tied)
 
 
 def _build_encoders(
@@ -388,7 +404,7 @@ def _build_encoders(
     held: DataParallel | None = None
     if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded(stage, settings, seed, shards, shards)
+        held = _sharded(stage, settings, seed, (shards, shards))
     else:
         initialize_parameters(stage, seed)
     if trained and not is_sharded:
@@ -455,22 +471,29 @@ def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
                 settings.update(fused=True, foreach=False)
 
 
-def _tied_groups(copies: Sequence[int]) -> ProcessGroupCollection | None:
-    """Core's groups for reducing gradients, with one of the two stages that hold a tied matrix.
-
-    Core's own group of embeddings joins the first and the last stage, wherever the embedding is.
-    """
+def _tied_group(plan: Plan) -> dist.ProcessGroup | None:
+    """Make the group of this pipeline's ranks that hold copies of a tied matrix; collective over
+    all ranks. None where there are none, or this is none of them."""
+    copies = tied_copies(plan)
     if not copies:
         return None
     holders = [[ranks[stage] for stage in copies] for ranks in all_pipelines()]
     own, _ = dist.new_subgroups_by_enumeration(holders, timeout=COLLECTIVE_TIMEOUT)
-    if own is None:
+    return own
+
+
+def _reduction_groups(tied: dist.ProcessGroup | None) -> ProcessGroupCollection | None:
+    """Core's groups for reducing gradients, with one of the two stages that hold a tied matrix.
+
+    Core's own group of embeddings joins the first and the last stage, wherever the embedding is.
+    """
+    if tied is None:
         return None
     return ProcessGroupCollection(
         tp=parallel_state.get_tensor_model_parallel_group(),
         pp=parallel_state.get_pipeline_model_parallel_group(),
         dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        embd=own,
+        embd=tied,
         pos_embd=None,
     )
 
