@@ -49,6 +49,8 @@ from omnibal.job.planner import prediction_of
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -213,7 +215,10 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch], rank: int) -> MicroBatch
     if plan.beside is None:
         return MicroBatchStream.of(own)
     ranks = EncodingRanks(pipelines=RANKS, parallel=plan.parallel, rank=rank)
-    every = EncoderShares(model=MODEL, beside=plan.beside, ranks=ranks, packs=scheduled([packs]))
+    levels = [Level(caps=Caps.of(tokens=TOKENS))]
+    every = EncoderShares(
+        model=MODEL, beside=plan.beside, ranks=ranks, packs=scheduled([packs]), levels=levels
+    )
     shares = every.step(0)
     passes = [
         joined_items([_items(packs[run.row], run, one.feature) for run in one.runs])

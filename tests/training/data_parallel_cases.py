@@ -14,6 +14,8 @@ from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, Encodi
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 ITEM_FIELDS = {"tiles": ("pixels_TCPP", "drop_path_keys_T"), "clips": ("frames_CBF",)}
@@ -68,7 +70,10 @@ def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
 
 def shares_of(plan: Plan, scheduled: ScheduledPacks, rank: int) -> EncoderShares:
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
-    return EncoderShares(model=plan.model, beside=plan.beside, ranks=ranks, packs=scheduled)
+    levels = plan.levels or [Level(caps=Caps.of(tokens=1))]
+    return EncoderShares(
+        model=plan.model, beside=plan.beside, ranks=ranks, packs=scheduled, levels=levels
+    )
 
 
 def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
@@ -76,10 +81,23 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
-    scheduled = dealt(packs, plan.parallel.data)
-    shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
     in_order = sorted(range(len(packs)), key=lambda i: (i % plan.parallel.data, i))
-    passes = [_pass(one, [packs[i] for i in in_order]) for one in shares.passes]
+    return encoding_stream(
+        plan, dealt(packs, plan.parallel.data), [packs[i] for i in in_order], own
+    )
+
+
+def encoding_stream(
+    plan: Plan, scheduled: ScheduledPacks, packs: Sequence[MicroBatch], own: Sequence[MicroBatch]
+) -> MicroBatchStream:
+    """This rank's passes of a step, and then its micro-batches without items.
+
+    Args:
+        packs: whole, in their rows.
+        own: this rank's micro-batches, packs or its shares of them.
+    """
+    shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
+    passes = [_pass(one, packs) for one in shares.passes]
     fields = [name for names in ITEM_FIELDS.values() for name in names]
     texts = [replace(batch, **dict.fromkeys(fields)) for batch in own]
     return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)

@@ -1,20 +1,26 @@
 """Training with packs that ranks share."""
 
+from collections import ChainMap
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from data_parallel_cases import encoding_stream
+from data_parallel_encoder_cases import encoder_gradients
 from megatron.core import parallel_state
 from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, gradients_of, model_of, weights_of
+from tensor_parallel_cases import OPTIONS, gradients_of, model_of, whole_weights
 from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.levels import ContextExchange, CutRule
 from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 # Rows of slots, each (level, packs); a pack is samples of (tiles, text tokens). Levels 1 and 2 are
 # shared. There are packs without images, with fewer tiles than ranks, and with a sample of which
@@ -46,6 +52,17 @@ class Case:
     drop_path: float = 0.0
     text_only: bool = False
     experts: bool = False
+    beside: DataParallelEncoders | None = None
+
+
+def encoders_beside(pipelines: int, sharded: int = 1) -> DataParallelEncoders:
+    return DataParallelEncoders(
+        pipelines=pipelines,
+        items_per_pass={"vision": 2},
+        kept_items={"vision": 2},
+        item_ms={"vision": 1.0},
+        sharded=sharded,
+    )
 
 
 GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
@@ -87,6 +104,19 @@ CASES = {
         {"data": 2},
         text_only=True,
     ),
+    "dp4-beside": Case(
+        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
+        {"data": 4},
+        recompute=({}, {"language": (0,)}, {"language": (0, 1)}),
+        drop_path=0.3,
+        beside=encoders_beside(pipelines=2),
+    ),
+    "pp2-dp2-beside-divided": Case(
+        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
+        {"data": 2},
+        cuts=(2,),
+        beside=encoders_beside(pipelines=2, sharded=4),
+    ),
     "dp4-experts": Case(
         ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
         {"data": 4, "expert": 4},
@@ -109,6 +139,7 @@ def plan_of(case) -> Plan:
     if case.text_only:
         model = ModelConfig(name="toy-text", language=language)
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
+    of_stages = model if case.beside is None else model.without_encoders()
     levels = tuple(
         PlannedLevel(
             caps=Caps.of(tiles=9, tokens=400 * (index + 1)),
@@ -117,13 +148,14 @@ def plan_of(case) -> Plan:
             exchange=exchange,
             attention_weight=0.05,
             recompute=tuple(
-                stage.recompute for stage in stages_of(model, *case.cuts, **case.recompute[index])
+                stage.recompute
+                for stage in stages_of(of_stages, *case.cuts, **case.recompute[index])
             ),
         )
         for index, (context, cut, exchange) in enumerate(shapes)
     )
-    plan = toy_plan(model, stages_of(model, *case.cuts), **case.sizes)
-    return plan.model_copy(update={"frozen": case.frozen, "levels": levels})
+    plan = toy_plan(model, stages_of(of_stages, *case.cuts), **case.sizes)
+    return plan.model_copy(update={"frozen": case.frozen, "levels": levels, "beside": case.beside})
 
 
 def whole_packs(plan, number, drop_path):
@@ -144,6 +176,8 @@ def own_batches(plan, rows):
     """The micro-batches of this data-parallel rank."""
     rank, ranks, counts = parallel_state.get_data_parallel_rank(), plan.parallel.data, []
     batches = []
+    placed = []
+    slots = np.zeros(ranks, int)
     for level, row in rows:
         planned = plan.levels[level]
         # On fewer ranks than the rows are written for, the rest of a row is one more.
@@ -151,11 +185,36 @@ def own_batches(plan, rows):
         for first in range(0, len(row), blocks):
             packs = row[first : first + blocks]
             counts.append(len(packs) * planned.context)
+            for place, whole in enumerate(packs):
+                block = slice(place * planned.context, (place + 1) * planned.context)
+                placed.append((block.start, slots[block.start], level, whole))
+                slots[block] += 1
             if rank // planned.context < len(packs):
                 whole = packs[rank // planned.context]
                 batches.append(share_of(whole, planned, rank % planned.context))
     is_full = all(count == ranks for count in counts)
-    return replace(MicroBatchStream.of(batches), rows_are_full=is_full)
+    stream = MicroBatchStream.of(batches)
+    if plan.beside is not None:
+        placed.sort(key=lambda one: one[:2])
+        packs = [whole for *_, whole in placed]
+        stream = encoding_stream(plan, scheduled(placed), packs, batches)
+    return replace(stream, rows_are_full=is_full)
+
+
+def scheduled(placed) -> ScheduledPacks:
+    """One step of packs, each with its first rank, slot and level."""
+    ranks, slots, levels, packs = zip(*placed, strict=True)
+    number = np.arange(len(packs))
+    return ScheduledPacks(
+        packs=Packs(samples=number, offsets=np.arange(len(packs) + 1)),
+        step=0 * number,
+        dp_rank=np.array(ranks, np.int32),
+        slot=np.array(slots, np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items={"tiles": np.array([pack.tiles for pack in packs], np.int32)},
+        tokens=np.array([pack.tokens for pack in packs], np.int32),
+        level=np.array(levels, np.int32),
+    )
 
 
 def train_steps(links, plan, case, shared):
@@ -170,13 +229,16 @@ def train_steps(links, plan, case, shared):
         result = train_step(trainer, batches, slots=trainer.most_in_lockstep(len(batches)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gradients.append(gradients_of(trainer))
+        if trainer.encoders is not None:
+            gradients[-1] |= encoder_gradients(trainer.encoders)
     trainer.wait_for_weights()
-    return results, gradients, weights_of(trainer)
+    weights = [whole_weights(stage) for stage in trainer.stages]
+    return results, gradients, dict(ChainMap(*weights))
 
 
 def train_alone(case):
     """The case's packs trained by one process that has them whole."""
-    plan = plan_of(replace(case, sizes={}, cuts=()))
+    plan = plan_of(replace(case, sizes={}, cuts=(), beside=None))
     changes = {"context": 1, "recompute": ((),)}
     levels = tuple(level.model_copy(update=changes) for level in plan.levels)
     plan = plan.model_copy(update={"levels": levels})

@@ -7,6 +7,8 @@ from toy import toy_model
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.encoders import ClipsEncoder
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
 
@@ -72,6 +74,7 @@ def shares_of_all(seed):
             beside=beside,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             packs=packs,
+            levels=[Level(caps=Caps.of(tokens=100))],
         )
         for rank in range(parallel.world_size)
     ]

@@ -2,7 +2,8 @@
 
 All of it follows from the plan, so that every rank knows what all others send it. A row is the
 feature of one image or audio token. The rows of a pipeline's step are in the order of the encoders,
-within one of its packs, within a pack of its items.
+within one of its packs, within a pack of its items. Of a pack that ranks share, a pipeline has the
+items of its share, whose features go on to the ranks of their tokens as they embed them.
 
 Shapes: G runs of items of all encoders, D ranks that embed tokens.
 """
@@ -17,8 +18,10 @@ from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.encoders import Encoder
+from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.shares import Shares, shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,11 +145,14 @@ class StepShares:
     ranks: EncodingRanks
     beside: DataParallelEncoders
     rows: np.ndarray
-    """Rows of the plan's packs that the group's pipelines have in the step, in their order."""
+    """Rows of the plan's packs, or shares of them, that the group's pipelines have in the step, in
+    their order."""
     pipeline: np.ndarray
     """Pipeline of each of these packs."""
     items: Mapping[str, np.ndarray]
     """Items of each of these packs, by encoder."""
+    first_item: Mapping[str, np.ndarray]
+    """Number of the first of them among the items of the whole pack."""
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
     most_passes: Mapping[tuple[str, bool], int]
@@ -182,8 +188,9 @@ class StepShares:
         for begin, end in pass_bounds(int(runs.count[own].sum()), most, kept):
             taken = []
             for run, stop in zip(own, stops, strict=True):
-                first = runs.first[run] + max(begin - (stop - runs.count[run]), 0)
-                last = runs.first[run] + runs.count[run] - max(stop - end, 0)
+                start = self.first_item[name][runs.pack[run]] + runs.first[run]
+                first = start + max(begin - (stop - runs.count[run]), 0)
+                last = start + runs.count[run] - max(stop - end, 0)
                 if first < last:
                     row = int(self.rows[runs.pack[run]])
                     taken.append(ItemRun(row=row, items=range(int(first), int(last))))
@@ -293,7 +300,7 @@ class StepShares:
         return self.ranks.pipelines * self.ranks.ranks_of_pipeline
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderShares:
     """Shares of every step of a plan's packs, in the encoding group of this rank."""
 
@@ -301,20 +308,39 @@ class EncoderShares:
     beside: DataParallelEncoders
     ranks: EncodingRanks
     packs: ScheduledPacks
+    levels: Sequence[Level]
+    """Levels of the packs, which say how many ranks share one."""
+
+    @cached_property
+    def _held(self) -> Shares:
+        """Packs, or shares of them, that every data-parallel rank has."""
+        return shares_of(self.packs, self.levels)
+
+    @cached_property
+    def _items(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """First item and number of items of everything that is held, by encoder."""
+        held, found = self._held, {}
+        for name, encoder in self.model.encoders.items():
+            items = self.packs.column(encoder.feature).astype(np.int64)[held.pack]
+            first = items * held.part // held.context
+            found[name] = first, items * (held.part + 1) // held.context - first
+        return found
 
     def step(self, step: int) -> StepShares:
         """Share the items of a step's packs."""
-        rows = np.arange(*np.searchsorted(self.packs.step, [step, step + 1]))
-        data_rank, data_ranks = self.packs.dp_rank[rows], self.ranks.data_ranks
+        held = self._held
+        rows = np.arange(*np.searchsorted(held.step, [step, step + 1]))
+        data_rank, data_ranks = held.dp_rank[rows], self.ranks.data_ranks
         rows = rows[(data_rank >= data_ranks.start) & (data_rank < data_ranks.stop)]
-        pipeline = (self.packs.dp_rank[rows] - data_ranks.start).astype(np.int64)
-        items = {name: self._items(name)[rows] for name in self.model.encoders}
+        pipeline = (held.dp_rank[rows] - data_ranks.start).astype(np.int64)
+        items = {name: count[rows] for name, (_, count) in self._items.items()}
         return StepShares(
             ranks=self.ranks,
             beside=self.beside,
-            rows=rows,
+            rows=held.pack[rows],
             pipeline=pipeline,
             items=items,
+            first_item={name: first[rows] for name, (first, _) in self._items.items()},
             encoders=self.model.encoders,
             most_passes=self._most_passes(step) if self.beside.sharded > 1 else {},
             runs=share_items(
@@ -330,9 +356,10 @@ class EncoderShares:
         """How many passes this rank has in each step from `first_step` to before `last_step`."""
         steps = last_step - first_step
         data_ranks, pipelines = self.ranks.data_ranks, self.ranks.pipelines
-        inside = (self.packs.step >= first_step) & (self.packs.step < last_step)
-        inside &= (self.packs.dp_rank >= data_ranks.start) & (self.packs.dp_rank < data_ranks.stop)
-        cell = (self.packs.step - first_step) * pipelines + self.packs.dp_rank - data_ranks.start
+        step, dp_rank = self._held.step, self._held.dp_rank
+        inside = (step >= first_step) & (step < last_step)
+        inside &= (dp_rank >= data_ranks.start) & (dp_rank < data_ranks.stop)
+        cell = (step - first_step) * pipelines + dp_rank - data_ranks.start
         shares = self._shares_of_ranks(cell[inside], np.flatnonzero(inside), steps)
         passes = np.zeros(steps, np.int64)
         for name, share in shares.items():
@@ -343,8 +370,8 @@ class EncoderShares:
     def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
-        rows = np.arange(*np.searchsorted(self.packs.step, [step, step + 1]))
-        shares = self._shares_of_ranks(self.packs.dp_rank[rows], rows, blocks)
+        rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
+        shares = self._shares_of_ranks(self._held.dp_rank[rows], rows, blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
         return {
@@ -361,15 +388,15 @@ class EncoderShares:
         """Items of every rank of some groups by encoder, int64 [groups, ranks].
 
         Args:
-            cell: place of every pack among the groups' pipelines.
-            rows: of these packs.
+            cell: place of what is held among the groups' pipelines.
+            rows: of it.
         """
         pipelines = self.ranks.pipelines
         held = {
-            name: np.bincount(cell, self._items(name)[rows], groups * pipelines)
+            name: np.bincount(cell, count[rows], groups * pipelines)
             .astype(np.int64)
             .reshape(groups, pipelines)
-            for name in self.model.encoders
+            for name, (_, count) in self._items.items()
         }
         return shares_of_ranks(
             held, ranks_of_pipeline=self.ranks.ranks_of_pipeline, item_ms=self.beside.item_ms
@@ -380,9 +407,6 @@ class EncoderShares:
         kept = np.minimum(items, self.beside.kept_items[name])
         most = self.beside.items_per_pass[name]
         return -(-kept // most), -(-(items - kept) // most)
-
-    def _items(self, name: str) -> np.ndarray:
-        return self.packs.column(self.model.encoders[name].feature).astype(np.int64)
 
 
 def pass_bounds(items: int, items_per_pass: int, kept: int) -> Iterator[tuple[int, int]]:

@@ -283,7 +283,13 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
     ranks = EncodingRanks(
         pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=run.launch.rank
     )
-    return EncoderShares(model=plan.model, beside=plan.beside, ranks=ranks, packs=run.packs)
+    return EncoderShares(
+        model=plan.model,
+        beside=plan.beside,
+        ranks=ranks,
+        packs=run.packs,
+        levels=plan.pack_levels,
+    )
 
 
 def _dataset(

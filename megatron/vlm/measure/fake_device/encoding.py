@@ -147,7 +147,11 @@ class HeaviestEncoding:
         assert plan.beside is not None
         ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
         every_step = EncoderShares(
-            model=plan.model, beside=plan.beside, ranks=ranks, packs=self.packs
+            model=plan.model,
+            beside=plan.beside,
+            ranks=ranks,
+            packs=self.packs,
+            levels=plan.pack_levels,
         )
         return every_step.step(step)
 
