@@ -23,6 +23,15 @@ class EncoderMemory:
     """Features of a step and their gradients, where tokens are embedded alone."""
     phase: float = 0.0
     """Most that encoding and the exchanges take besides, while nothing of the pipeline is there."""
+    evaluation: float = 0.0
+    """Whole weights and a pass of held-out data, where tokens are embedded and every rank holds a
+    share of weights; nothing of a step is kept then."""
+
+    def phase_of(self, *, embeds: bool) -> float:
+        """Most that encoding takes besides what is held, on a device that embeds tokens or not."""
+        if not embeds:
+            return self.phase
+        return max(self.phase, self.evaluation - self.kept - self.features)
 
     @property
     def held(self) -> float:
@@ -31,11 +40,18 @@ class EncoderMemory:
 
     def is_within(self, other: "EncoderMemory") -> bool:
         """Whether no pipeline that fits beside the other one does not fit beside this."""
+        return all(own <= its for own, its in zip(self._least, other._least, strict=True))
+
+    @property
+    def _least(self) -> tuple[float, ...]:
+        """Least memory of a device with a pipeline that needs none, and with encoders running, each
+        without tokens to embed and with them."""
+        embedding = self.held + self.features
         return (
-            self.held <= other.held
-            and self.held + self.features <= other.held + other.features
-            and self.held + self.phase <= other.held + other.phase
-            and self.held + self.features + self.phase <= other.held + other.features + other.phase
+            self.held,
+            self.held + self.phase,
+            embedding,
+            embedding + self.phase_of(embeds=True),
         )
 
 

@@ -266,9 +266,11 @@ class MemoryTable:
     def _with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
         """Largest of some passes [..., passes], with what data-parallel encoders take; what
         they take besides that while they run comes without any pass. [...]"""
-        embed = [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)
-        held = self.encoder_memory.held + self.encoder_memory.features * (counts[..., embed] > 0)
-        return held + np.maximum(pass_bytes.max(axis=-1), self.encoder_memory.phase)
+        embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
+        taken = self.encoder_memory
+        phase = np.where(embeds, taken.phase_of(embeds=True), taken.phase_of(embeds=False))
+        held = taken.held + taken.features * embeds
+        return held + np.maximum(pass_bytes.max(axis=-1), phase)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]"""
@@ -875,7 +877,9 @@ def stage_memory(
     of_experts = float(trained_expert_parameters(cost, [stage])[0])
     encoder_memory, embeds = table.encoder_memory, stage.holds(_EMBED_WORDS)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = max(float(table.stage_bytes(runs).max()), encoder_memory.phase)
+    running_bytes = max(
+        float(table.stage_bytes(runs).max()), encoder_memory.phase_of(embeds=embeds)
+    )
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,
         gradients_gib=(trained * cost.gradient_bytes_per_parameter + encoder_memory.gradients)
