@@ -246,7 +246,7 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
             launch, plans["own"].parallel, seed=1, init_method=f"file://{folder / 'store'}"
         )
         trainers: dict[str, Trainer] = {
-            name: build_trainer(plan, links, OPTIONS, steps=rounds, seed=1, can_save=False)
+            name: build_trainer(plan, links, OPTIONS, steps=rounds, seed=1)
             for name, plan in plans.items()
         }
         step_ms: dict[str, list[float]] = {name: [] for name in plans}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,42 @@ def beside(single, tmp_path_factory) -> Path:
         "--encoder", "data-parallel", "-o", folder,
     )  # fmt: skip
     return folder
+
+
+@pytest.fixture(scope="module")
+def divided(beside, tmp_path_factory) -> Path:
+    """The same plan, with the encoders' weights divided over all ranks by hand."""
+    folder = tmp_path_factory.mktemp("plans") / "divided"
+    shutil.copytree(beside, folder)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["beside"]["sharded"] = 4
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def test_divided_encoders_go_on_with_whole_ones_and_answer_as_they(
+    beside, divided, digits, tmp_path
+):
+    """Prevents: a checkpoint that whole or divided encoders alone can go on with, and a rank that
+    waits for others' weights while it answers questions."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    held = (
+        "--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6",
+        "--eval-interval", "2", "--max-new-tokens", "2",
+    )  # fmt: skip
+    ranks_succeed(4, *training(beside, digits, whole, "--train-iters", "1"))
+    resume = ("--load", whole, "--train-iters", "2")
+    for plan, save in ((beside, tmp_path / "again"), (divided, parts)):
+        ranks_succeed(4, *training(plan, digits, save, *resume, *held))
+    assert losses(parts) == pytest.approx(losses(tmp_path / "again"), rel=1e-5)
+    validated, answered = (
+        [json.loads((save / name).read_text()) for save in (parts, tmp_path / "again")]
+        for name in ("validation.jsonl", "evaluation.json")
+    )
+    assert validated[0]["loss"] == pytest.approx(validated[1]["loss"], rel=1e-5)
+    for found in answered:
+        found["examples"].sort(key=json.dumps)  # ranks ask in turn
+    assert answered[0] == answered[1]
 
 
 def test_data_parallel_encoders_train_resume_and_answer_as_one_process(

@@ -31,7 +31,7 @@ from megatron.vlm.measure.fake_device.job import (
 from megatron.vlm.measure.replay_job import (
     ReplayJob,
     ReplayOptions,
-    check_whole_weights,
+    check_alone,
     load_replay,
     replay_stages,
 )
@@ -146,7 +146,7 @@ def replay(
         if launch.rank == 0:
             _print_fake_stages(job, numbers, output, counting.as_json)
         return
-    check_whole_weights(job.plan)
+    check_alone(job.plan)
     check_precision(job.plan.precision, timed.provider)
     replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
     if launch.rank == 0:

@@ -64,7 +64,6 @@ def prepare_megatron_core() -> None:
         torch._dynamo.config.disable = True
     provide_weight_gradients()
     _repair_distributed_optimizer_load()
-    _repair_distributed_optimizer_save()
     _repair_checkpoint_results_queue()
     _repair_router()
 
@@ -277,41 +276,6 @@ def _repair_distributed_optimizer_load() -> None:
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_keeping_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
-
-
-def _repair_distributed_optimizer_save() -> None:
-    """Repair saving of DistributedOptimizer state of buffers with several buckets.
-
-    A tied matrix has a bucket of its own, for example.
-
-    Core 0.16.1 gathers the state without the padding between buckets, and then takes every
-    parameter's from where it is with the padding: silently shifted after the first bucket.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    gather = DistributedOptimizer.get_parameter_state_dp_zero
-
-    def gather_with_padding(self, *args, **kwargs):
-        state = gather(self, *args, **kwargs)
-        if state is None:
-            return None
-        for index, buffer in enumerate(self.buffers):
-            for tensors in state[index].values() if len(buffer.buckets) > 1 else ():
-                for key, value in tensors.items():
-                    if torch.is_tensor(value):
-                        tensors[key] = _with_padding(value, buffer)
-        return state
-
-    DistributedOptimizer.get_parameter_state_dp_zero = gather_with_padding
-
-
-def _with_padding(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
-    """Values of all buckets, each where it is in core's buffer of parameters."""
-    padded = packed.new_zeros(buffer.numel)
-    parts = packed.split([bucket.numel_unpadded for bucket in buffer.buckets])
-    for bucket, part in zip(buffer.buckets, parts, strict=True):
-        padded[bucket.offset : bucket.offset + len(part)] = part
-    return padded
 
 
 def _repair_checkpoint_results_queue() -> None:

@@ -27,7 +27,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
@@ -222,23 +221,6 @@ def encoders_cost(
         sharded=sharded,
         evaluation_bytes=whole_bytes if sharded > 1 else 0.0,
     )
-
-
-def saved_by_first_rank_bytes(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    frozen: Collection[str] = (),
-) -> int:
-    """Bytes on the first rank's host that a save takes for data-parallel encoders.
-
-    It gathers their optimizer's whole state: of every trained parameter its fp32 copy and both of
-    Adam's moments.
-    """
-    cost = analytic_cost(model, cluster, parallel, precision, frozen)
-    held = [unit for name in model.encoders for unit in _held(model, cost, name)]
-    return 3 * FP32_BYTES * sum(number * unit.trained_parameters for number, unit in held)
 
 
 def _unit_names(model: ModelConfig, name: str) -> list[str]:

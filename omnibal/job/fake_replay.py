@@ -201,9 +201,15 @@ def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
 
 
 def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
-    """Peak that the plan predicts for a stage; None without a prediction."""
-    prediction = plan.prediction
-    return None if prediction is None else prediction.stages[stage].memory.peak_gib
+    """Peak that the plan predicts for a stage, without buffers of a communication library, which a
+    fake device has not; None without a prediction."""
+    if plan.prediction is None:
+        return None
+    peers = 0
+    if plan.beside is not None:
+        peers = plan.beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor - 1
+    peak_gib = plan.prediction.stages[stage].memory.peak_gib
+    return peak_gib - peers * plan.cluster.peer_bytes / GIB
 
 
 def is_fake_replay(directory: Path) -> bool:

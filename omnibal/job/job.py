@@ -197,6 +197,11 @@ class JobSpec:
             )
 
     @property
+    def encoders_cost(self) -> EncodersCost | None:
+        """Costs of data-parallel encoders that run as `beside` says; None without it."""
+        return None if self.beside is None else self.encoders_costs[self.beside.sharded]
+
+    @property
     def has_data_parallel_encoders(self) -> bool:
         """Whether encoders are data-parallel."""
         return self.placement is EncoderPlacement.DATA_PARALLEL
@@ -274,9 +279,9 @@ class JobSpec:
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
-        if self.beside is None:
+        if self.beside is None or self.encoders_cost is None:
             return workload
-        return with_encoders(workload, names, self.encoders_costs[self.beside.sharded], self.beside)
+        return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:

@@ -168,9 +168,9 @@ def memory_of_encoders(
     besides, until they have gathered all.
 
     Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
-    the encoders whole, besides its state, and a pass.
+    the encoders whole, besides its state and what a pass of them or of the pipeline works with.
     """
-    most, kept, working, of_forwards = shares.most(), 0.0, [0.0], [0.0]
+    most, kept, working = shares.most(), 0.0, [0.0]
     rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
@@ -178,7 +178,6 @@ def memory_of_encoders(
         items = shares.encoded[name]
         stays = min(beside.kept_items[name], most[name]) if one.is_trained else 0
         a_pass = beside.items_per_pass[name]
-        of_forwards.append(one.pass_bytes(a_pass, is_kept=True))
         kept += one.kept(stays, a_pass)
         working.append(one.pass_bytes(min(a_pass, stays), is_kept=True))
         again = min(a_pass, most[name] - stays)
@@ -201,7 +200,7 @@ def memory_of_encoders(
             max(working) + 2 * float(rows_bytes.max(initial=0)),
             float(arriving_bytes.max(initial=0)),
         ),
-        evaluation=cost.evaluation_bytes + max(of_forwards) if cost.evaluation_bytes else 0.0,
+        whole=cost.evaluation_bytes,
     )
 
 

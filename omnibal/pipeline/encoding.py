@@ -23,15 +23,9 @@ class EncoderMemory:
     """Features of a step and their gradients, where tokens are embedded alone."""
     phase: float = 0.0
     """Most that encoding and the exchanges take besides, while nothing of the pipeline is there."""
-    evaluation: float = 0.0
-    """Whole weights and a pass of held-out data, where tokens are embedded and every rank holds a
-    share of weights; nothing of a step is kept then."""
-
-    def phase_of(self, *, embeds: bool) -> float:
-        """Most that encoding takes besides what is held, on a device that embeds tokens or not."""
-        if not embeds:
-            return self.phase
-        return max(self.phase, self.evaluation - self.kept - self.features)
+    whole: float = 0.0
+    """Whole weights, where ranks divide them, of a device that embeds tokens while held-out data is
+    evaluated; nothing of a step is there then."""
 
     @property
     def held(self) -> float:
@@ -43,16 +37,18 @@ class EncoderMemory:
         return all(own <= its for own, its in zip(self._least, other._least, strict=True))
 
     @property
+    def evaluating(self) -> float:
+        """What is there while held-out data is evaluated, on a device that embeds tokens; 0 where
+        weights are whole anyway, and a step takes more."""
+        return self.held - self.kept + self.whole if self.whole else 0.0
+
+    @property
     def _least(self) -> tuple[float, ...]:
-        """Least memory of a device with a pipeline that needs none, and with encoders running, each
-        without tokens to embed and with them."""
-        embedding = self.held + self.features
-        return (
-            self.held,
-            self.held + self.phase,
-            embedding,
-            embedding + self.phase_of(embeds=True),
-        )
+        """Memory of a device on which nothing of the pipeline is, without and with encoders
+        running: in a step, of one that embeds tokens too, and in an evaluation."""
+        moments = self.held, self.held + self.features
+        in_step = (*moments, *(moment + self.phase for moment in moments))
+        return (*in_step, self.evaluating, self.evaluating + self.phase * (self.whole > 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
 def train_range(links, plan, first, last, load, save, seed=3):
     """Losses of steps first..last-1 and the weights after, by global name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     losses = []

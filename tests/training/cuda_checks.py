@@ -124,12 +124,10 @@ def real_size_plan() -> Plan:
     )  # fmt: skip
 
 
-def losses_on_one_pack(
-    links: PipelineLinks, plan: Plan, *sizes: object, can_save: bool = True
-) -> list[float]:
+def losses_on_one_pack(links: PipelineLinks, plan: Plan, *sizes: object) -> list[float]:
     """Of a few steps at a rate for models of real size, all on the same random pack."""
     options = replace(OPTIONS, lr=1e-5, min_lr=0.0)
-    trainer = build_trainer(plan, links, options, steps=10, seed=0, can_save=can_save)
+    trainer = build_trainer(plan, links, options, steps=10, seed=0)
     batch = random_batch(plan.model, *sizes).to(current_device())
     return [train_step(trainer, MicroBatchStream.of([batch])).loss for _ in range(4)]
 
@@ -150,7 +148,7 @@ def checkpoint(folder: Path) -> None:
     options = asdict(OPTIONS)
     first = trainers[0]
     writer = CheckpointWriter(
-        folder, plan, first.stages, first.optimizer, first.scheduler, options,
+        folder, plan, first.stages, first.optimizers, first.scheduler, options,
         keep_last=None, asynchronous=True,
     )  # fmt: skip
     _steps(first, 0, 3)
@@ -159,7 +157,7 @@ def checkpoint(folder: Path) -> None:
     writer.finish()
     second = trainers[1]
     loaded = load_checkpoint(
-        folder, plan, second.stages, second.optimizer, second.scheduler, options
+        folder, plan, second.stages, second.optimizers, second.scheduler, options
     )
     assert loaded.step == 3
     torch.testing.assert_close(torch.tensor(_steps(second, 3, 6)), torch.tensor(rest))

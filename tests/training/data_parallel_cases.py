@@ -29,6 +29,7 @@ def data_parallel_plan(
     kept: int = 2,
     frozen: tuple[str, ...] = (),
     recompute: dict[str, tuple[int, ...]] | None = None,
+    divided: int = 1,
     **sizes: object,
 ) -> Plan:
     """A plan whose stages are cut from the language model; cuts count its units alone."""
@@ -39,6 +40,7 @@ def data_parallel_plan(
         items_per_pass=dict.fromkeys(encoders, per_pass),
         kept_items=dict.fromkeys(encoders, kept),
         item_ms={name: 1.0 + place for place, name in enumerate(encoders)},
+        sharded=divided,
     )
     plan = toy_plan(model, stages, **sizes)
     return plan.model_copy(update={"beside": beside, "frozen": frozen})

@@ -5,7 +5,13 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 import torch.distributed as dist
 from data_parallel_cases import data_parallel_plan, own_stream
-from tensor_parallel_cases import OPTIONS, by_name, gather_gradients, model_of
+from tensor_parallel_cases import (
+    OPTIONS,
+    gradients_of,
+    model_of,
+    whole_gradients,
+    whole_weights,
+)
 from toy import toy_audio_encoder, toy_batch
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
@@ -38,6 +44,7 @@ class Case:
     tied: bool = False
     audio: bool = False
     experts: bool = False
+    sharded: int = 1
 
 
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
@@ -64,6 +71,27 @@ CASES = {
     # Ranks without a pack, or with one less, compute empty ones to join others.
     "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
     "pp2-dp2-experts": Case({"data": 2, "expert": 2}, cuts=(2,), audio=True, experts=True),
+    # Weights of the encoders divided over ranks, some of which have no pass or fewer than others.
+    "pp2-dp2-divided": Case({"data": 2}, pipelines=1, cuts=(2,), kept=1, sharded=4),
+    "pp2-dp2-divided-by-two": Case(
+        {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",), sharded=2,
+    ),
+    "tp2-sp-dp2-divided": Case(
+        {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
+        frozen=("vision", "audio", "audio_projector"), recompute={"language": (1,)}, sharded=4,
+    ),
+    "pp4-divided": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3, sharded=2),
+    "dp4-all-divided": Case(
+        {"data": 4, "sharded": 4}, pipelines=2, kept=1, audio=True, sharded=4
+    ),
+    "dp4-language-divided": Case({"data": 4, "sharded": 2}, pipelines=4, kept=99),
+    "dp4-frozen-divided": Case(
+        {"data": 4}, pipelines=4, frozen=("vision", "projector"), sharded=2,
+    ),
+    "tp2-dp2-all-divided": Case(
+        {"tensor": 2, "sequence_parallel": True, "data": 2, "sharded": 2}, pipelines=2, kept=1,
+        tied=True, sharded=2,
+    ),
 }  # fmt: skip
 
 
@@ -84,7 +112,8 @@ def model_of_case(case):
 def plan_of(case):
     return data_parallel_plan(
         model_of_case(case), case.cuts, pipelines=case.pipelines, per_pass=case.per_pass,
-        kept=case.kept, frozen=case.frozen, recompute=case.recompute, **case.sizes,
+        kept=case.kept, frozen=case.frozen, recompute=case.recompute, divided=case.sharded,
+        **case.sizes,
     )  # fmt: skip
 
 
@@ -104,7 +133,7 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
     """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
     options = replace(OPTIONS, drop_path_rate=drop_path)
     trainer = build_trainer(plan, links, options, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(options))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
     if load is not None:
         assert load_checkpoint(load, *parts).step == steps.start
     results, gradients = [], []
@@ -113,23 +142,25 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
         stream = own_stream(plan, packs)
         result = train_step(trainer, stream, slots=trainer.most_in_lockstep(len(stream)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gather_gradients(trainer.model)
-        if trainer.encoders is not None and trainer.encoders.trained:
-            gather_encoder_gradients(trainer.encoders.model)
-        gradients.append([by_name(stage, lambda p: p.main_grad) for stage in trainer.stages])
+        gradients.append([gradients_of(trainer)])
+        if trainer.encoders is not None:
+            gradients[-1].append(encoder_gradients(trainer.encoders))
     trainer.wait_for_weights()
     if save is not None:
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(steps.stop, {})
         writer.finish()
         assert not writer.failures
-    return results, gradients, [by_name(stage, lambda p: p) for stage in trainer.stages]
+    return results, gradients, [whole_weights(stage) for stage in trainer.stages]
 
 
-def gather_encoder_gradients(model):
-    """Each rank has only its share of the summed gradients; now all have all."""
+def encoder_gradients(encoders):
+    """Gradients of the encoders by global name. Of whole ones each rank has only its share of the
+    summed gradients; now all have all."""
+    model = None if encoders.data_parallel is None else encoders.data_parallel.model
     group = dist.group.WORLD
-    for buffer in model.buffers:
+    for buffer in () if model is None or encoders.sharded is not None else model.buffers:
         for bucket in buffer.buckets:
             own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    return whole_gradients(encoders.stage, model)

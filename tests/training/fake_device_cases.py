@@ -4,6 +4,7 @@ Each runs in a process of its own, that has prepared Megatron-core for no other 
 Shapes: T tokens, N heads, D head size.
 """
 
+import gc
 import sys
 import warnings
 from collections.abc import Callable
@@ -17,13 +18,17 @@ from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.save_load import _on_host
+from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.fake_device.kernels import RefusedByDeviceError
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
-from megatron.vlm.model.stage import VLMStage
+from megatron.vlm.model.groups import create_shard_groups
+from megatron.vlm.model.initialize import first_values
+from megatron.vlm.model.sharded_units import divide_weights
+from megatron.vlm.model.sharded_weights import without_matrices
+from megatron.vlm.model.stage import VLMStage, build_stage
 from megatron.vlm.step.train import Trainer, build_trainer
-from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, heaviest_windows
 from omnibal.job.job import JobSpec
@@ -31,14 +36,16 @@ from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest, make_plan, prediction_of
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.workload import Workload
 
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
@@ -272,11 +279,7 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
     plan, scheduled = make_plan(request).plan, data.schedule(job)
     if layout.edited:
         stages = [_with_last_recomputed(stage) for stage in plan.stages]
-        plan = plan.model_copy(update={"stages": tuple(stages)})
-        features = pack_features(scheduled[0].packs, scheduled[1], job.cost.features)
-        workload = Workload.of(scheduled[0], features, plan.parallel.data)
-        prediction = prediction_of(plan, job, scheduled[0], workload)
-        plan = plan.model_copy(update={"prediction": prediction})
+        plan = _predicted_anew(plan.model_copy(update={"stages": tuple(stages)}), scheduled)
     return plan, scheduled
 
 
@@ -302,6 +305,104 @@ def whole_stages() -> None:
             assert abs(sum(state) - counted.state_gib) < 1e-9, layout
             inside = [read for read in counted.host_reads if read.phase != "optimizer"]
             assert not inside, (layout, inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A preset with few layers whose encoders are data-parallel, and how they run."""
+
+    model: str
+    kept: int
+    tensor: int = 1
+    stages: int = 1
+    frozen: tuple[str, ...] = ()
+    sharded: int = 1
+    all_sharded: int = 1
+    """Ranks that divide the language model."""
+
+
+BESIDE = (
+    Beside(model="internvl2.5-8b", kept=5, stages=2),
+    Beside(model="internvl-chat-1.5-6b-20b", kept=99, frozen=("vision",)),
+)
+
+
+def beside_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of uneven packs, whose encoders keep so many items."""
+    model = load_model(layout.model).with_layers(vision=2, language=2)
+    parallel = Parallel(
+        tensor=layout.tensor,
+        pipeline=layout.stages,
+        data=4,
+        sharded=layout.all_sharded,
+        sequence_parallel=layout.tensor > 1,
+    )
+    job = JobSpec(
+        model=model,
+        cluster=load_cluster("h100-80g"),
+        parallel=parallel,
+        precision="bf16",
+        frozen=layout.frozen,
+        placement=EncoderPlacement.DATA_PARALLEL,
+    )
+    data = MockData(caps=Caps.of(tiles=3, tokens=1000), micro_batches_per_step=12)
+    plan, scheduled = make_plan(PlanRequest(job=job, data=data)).plan, data.schedule(job)
+    changed = {
+        "pipelines": 2, "items_per_pass": {"vision": 4}, "kept_items": {"vision": layout.kept},
+        "sharded": layout.sharded,
+    }  # fmt: skip
+    plan = plan.model_copy(update={"beside": plan.beside.model_copy(update=changed)})
+    return _predicted_anew(plan, scheduled), scheduled
+
+
+def _predicted_anew(plan: Plan, scheduled: tuple[ScheduledPacks, Lengths]) -> Plan:
+    job = job_of(plan)
+    workload = job.workload(*scheduled, plan.pack_levels)
+    prediction = prediction_of(plan, job, scheduled[0], workload)
+    return plan.model_copy(update={"prediction": prediction})
+
+
+def encoders_beside() -> None:
+    """A peak as it is predicted of stages beside data-parallel encoders."""
+    for layout in BESIDE:
+        plan, (packs, lengths) = beside_plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.pack_levels)
+        names = feature_names_at(job.cost.features, plan.pack_levels)
+        shares = ItemShares.of(workload, names, job.encoders_cost, 2, plan.beside.item_ms)
+        encoding = HeaviestEncoding.of(plan, packs, job.encoders_cost, shares)
+        for stage in range(layout.stages):
+            windows = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
+            deviation = counted.deviation or 1.0
+            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
+            assert any(one.phase == "encoder" for one in counted.operations)
+            assert not [read for read in counted.host_reads if read.phase != "optimizer"]
+
+
+def building() -> None:
+    """A rank that keeps a part of a stage has a unit of it whole at most while it builds, and never
+    as much as training is planned to take."""
+    for layout in (one for one in LAYOUTS if one.sharded > 1):
+        plan, _ = plan_of(layout)
+        with fake_cuda(), standing_in(plan.parallel, 0) as links:
+            now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+            with without_matrices():
+                stage = build_stage(plan, 0)
+            parameters = list(stage.parameters())
+            vectors = [one.nbytes for one in parameters if one.dim() < 2]
+            assert now() <= sum(vectors) + 512 * len(parameters), layout
+            divide_weights(stage, *create_shard_groups(plan.parallel), first_values(stage, 0))
+            units = [{p for flat in u.flats for p in flat.parameters} for u in stage.sharded.units]
+            largest = max(sum(one.nbytes for one in unit) for unit in units)
+            whole = sum(one.nbytes for one in parameters)
+            assert most() <= 1.01 * (whole / plan.parallel.sharded + largest), layout
+            del stage, units, parameters
+            gc.collect()
+            torch.cuda.reset_peak_memory_stats()
+            build_trainer(plan, links, OPTIONS, steps=1, seed=0)
+            assert most() < plan.prediction.stages[0].memory.peak_gib * 2**30, layout
 
 
 def levels() -> None:
@@ -413,7 +514,7 @@ def device_checks() -> None:
     for precision in ("fp32", "bf16"):
         plan = toy.model_copy(update={"precision": precision})
         with fake_cuda(), standing_in(plan.parallel, 0) as links:
-            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3, can_save=False)
+            trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
             assert len(cuda_checks._steps(trainer, 0, 1)) == 1
             weights = list(trainer.stage.parameters())
             bucket = ("file", "file", ([], [(None, weight) for weight in weights]))
@@ -423,7 +524,7 @@ def device_checks() -> None:
     real = cuda_checks.real_size_plan()
     with fake_cuda(), standing_in(real.parallel, 0) as links:
         sizes = (9, (1500, 1500, 1096), 400)
-        losses = cuda_checks.losses_on_one_pack(links, real, *sizes, can_save=False)
+        losses = cuda_checks.losses_on_one_pack(links, real, *sizes)
         assert len(losses) == 4
         assert torch.cuda.max_memory_allocated() > 5 << 30
 
@@ -459,7 +560,8 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, levels, device_checks, planted,
+    memory, attention, refusals, host_reads, counts, whole_stages, building,
+    encoders_beside, levels, device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":

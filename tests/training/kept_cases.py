@@ -115,7 +115,7 @@ class OnDevice:
 def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
     """Run a micro-batch forward and backward."""
     with standing_in(plan.parallel, 0) as links:
-        trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+        trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
         fake_device.device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0
         clips = CLIPS if plan.model.takes_audio else 0

@@ -64,7 +64,7 @@ def batches_of(model, number, packs):
 def train_steps(links, plan, steps, load=None, save=None, first=0):
     """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     results, gradients = [], []
@@ -90,17 +90,28 @@ def gradients_of(trainer):
     """Gradients of the step by global name, whole on every data-parallel rank."""
     if trainer.stage.sharded is None:
         gather_gradients(trainer.model)
-        return by_name(trainer.stage, lambda parameter: parameter.main_grad)
-    parts = {flat: gradients.own_Q for flat, gradients in trainer.model.gradients.items()}
-    return by_name(trainer.stage, whole_of_parts(parts).__getitem__)
+    return whole_gradients(trainer.stage, trainer.model)
+
+
+def whole_gradients(stage, model):
+    """Gradients of a stage by global name, from those of a rank that are whole or a part."""
+    if stage.sharded is None:
+        return by_name(stage, lambda parameter: parameter.main_grad)
+    parts = {flat: gradients.own_Q for flat, gradients in model.gradients.items()}
+    return by_name(stage, whole_of_parts(parts).__getitem__)
 
 
 def weights_of(trainer):
     """Trained weights by global name, whole on every data-parallel rank."""
-    if trainer.stage.sharded is None:
-        return by_name(trainer.stage, lambda parameter: parameter)
-    parts = {flat: flat.own_Q for flat in trainer.stage.sharded.flats}
-    return by_name(trainer.stage, whole_of_parts(parts).__getitem__)
+    return whole_weights(trainer.stage)
+
+
+def whole_weights(stage):
+    """Trained weights of a stage by global name, whole on every data-parallel rank."""
+    if stage.sharded is None:
+        return by_name(stage, lambda parameter: parameter)
+    parts = {flat: flat.own_Q for flat in stage.sharded.flats}
+    return by_name(stage, whole_of_parts(parts).__getitem__)
 
 
 def whole_of_parts(parts):

@@ -119,7 +119,7 @@ def test_resumes_where_a_whole_stage_is_frozen(tmp_path, frozen):
 def saved_while_training(links, plan, directory):
     """Saves after step 2 in both ways, and no byte is written before step 5 is done."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     at_once = CheckpointWriter(directory / "sync", *parts, keep_last=None, asynchronous=False)
     later = CheckpointWriter(directory / "async", *parts, keep_last=None, asynchronous=True)
     gate = threading.Event()
@@ -261,7 +261,7 @@ def test_checkpoint_of_another_model_is_refused(tmp_path):
 def refused_options(links, plan, load):
     options = replace(OPTIONS, lr=5e-3)
     trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=0)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(options))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
     with pytest.raises(UserError) as caught:
         load_checkpoint(load, *parts)
     return str(caught.value)

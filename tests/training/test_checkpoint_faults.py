@@ -46,7 +46,7 @@ def two_stages(**vision_changes):
 def start(links, plan, directory, asynchronous, keep_last=None):
     """A trainer, what `load_checkpoint` needs of it, and a writer of its state."""
     trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=keep_last, asynchronous=asynchronous)
     return trainer, parts, writer
 

@@ -287,7 +287,7 @@ def loaded(links, plan, run):
 
 def resumed(links, plan, run):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=9)
-    parts = (trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     with pytest.raises(UserError, match="weights alone") as raised:
         load_checkpoint(run, plan, *parts)
     return str(raised.value)
@@ -363,10 +363,10 @@ def train_and_save(links, plan, run, directory):
     """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
     trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
     load_weights(run, plan, trainer.stages)
-    trainer.optimizer.reload_model_params()
+    trainer.optimizers[0].reload_model_params()
     batches = [pack(samples) for samples in micro_batches(plan.model)]
     train_step(trainer, MicroBatchStream.of(batches))
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
     writer.save(1, {})
     writer.finish()

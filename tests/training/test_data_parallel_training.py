@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -85,6 +86,13 @@ RESUMES = {
         plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
         in_pipeline(tensor=2, frozen=("language",)),
     ),
+    "divided-to-pipeline": (
+        plan_of(Case({"data": 4, "sharded": 2}, pipelines=2, sharded=4)), in_pipeline(2, data=2),
+    ),
+    "whole-to-divided": (
+        plan_of(Case({"data": 2}, cuts=(1,))),
+        plan_of(Case({"tensor": 2, "sequence_parallel": True, "data": 2}, sharded=2)),
+    ),
     "frozen-encoders": (
         in_pipeline(5, frozen=("vision", "projector")),
         plan_of(Case({"data": 2}, frozen=("vision", "projector"))),
@@ -130,9 +138,10 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
     assert not any(run_ranks(plan.parallel, said_by_core, plan, tmp_path))
 
 
-def test_bf16_trains_as_fp32():
+@pytest.mark.parametrize("sharded", [1, 4])
+def test_bf16_trains_as_fp32(sharded):
     """Prevents: an exchange that mixes types, or gradients lost to rounding."""
-    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2, audio=True))
+    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2, audio=True, sharded=sharded))
     fp32 = run_ranks(plan.parallel, train_steps, plan)[0][0]
     plan = plan.model_copy(update={"precision": "bf16"})
     for results, _, weights in run_ranks(plan.parallel, train_steps, plan):
@@ -164,7 +173,8 @@ def test_only_what_is_not_kept_runs_again():
 def poisoned_step(links, plan):
     """Whether a step of poison is skipped and changes nothing, and the next one's loss."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parameters = [weight for stage in trainer.stages for weight in stage.parameters()]
+    weights = [held.weights() for held in (trainer.data_parallel, trainer.encoders.data_parallel)]
+    parameters = [*chain(*weights)]
     before = [weight.detach().clone() for weight in parameters]
     packs = list(packs_of(plan.model, 3, 0.0))
     poison = [replace(one, pixels_TCPP=one.pixels_TCPP * float("nan")) for one in packs]
@@ -173,9 +183,10 @@ def poisoned_step(links, plan):
     return skipped, same, train_step(trainer, own_stream(plan, packs)).loss
 
 
-def test_step_that_is_not_finite_changes_no_copy():
+@pytest.mark.parametrize("sharded", [1, 2])
+def test_step_that_is_not_finite_changes_no_copy(sharded):
     """Prevents: encoders spoilt on some ranks, and different copies from then on."""
-    plan = plan_of(Case({"data": 2}, cuts=(2,), pipelines=2))
+    plan = plan_of(Case({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded))
     results = run_ranks(plan.parallel, poisoned_step, plan)
     assert all(skipped and same for skipped, same, _ in results)
     assert len({loss for _, _, loss in results}) == 1
@@ -185,8 +196,8 @@ def test_step_that_is_not_finite_changes_no_copy():
 def gradients_in_norm(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     train_step(trainer, own_stream(plan, list(packs_of(plan.model, 0, 0.0))))
-    optimizers = trainer.optimizer.chained_optimizers
-    taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
+    chains = [one.chained_optimizers for one in trainer.optimizers]
+    taken = [grad for each in chain(*chains) for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken))
 
 

@@ -1,7 +1,6 @@
 """What a dry run says about ranks and stages, against those that core and the builder make."""
 
 import io
-import re
 
 import pytest
 from data_parallel_cases import data_parallel_plan
@@ -62,26 +61,6 @@ def test_data_parallel_encoders_are_listed():
     assert "Beside them, whole on every rank: vision embed, vision 0..3, projector" in lines
     assert "vision 3 7 4" in lines
     assert any(line.startswith("0 language embed, language 0 ") for line in lines)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_a_save_that_gathers_much_is_announced(tensor):
-    """Prevents: a host that a save fills, without a word before the run."""
-    vision = {"layers": 20, "hidden_size": 2048, "ffn_hidden_size": 8192}
-    model = toy_model(**vision)
-    plan = data_parallel_plan(model, (2,), data=2, pipelines=1, tensor=tensor)
-    text = io.StringIO()
-    print_dry_run(plan, Console(file=text, width=140))
-    found = re.search(r"A save gathers ([\d.]+) GiB of the encoders'", text.getvalue())
-    # A layer has 4 h^2 weights of attention and 8 h^2 of its MLP; each has 12 bytes.
-    assert float(found[1]) == pytest.approx(20 * 12 * 2048**2 * 12 / 2**30, rel=0.02)
-    for small in (
-        plan.model_copy(update={"frozen": ("vision", "projector")}),
-        data_parallel_plan(toy_model(), (2,), data=2, pipelines=1),
-    ):
-        text = io.StringIO()
-        print_dry_run(small, Console(file=text, width=140))
-        assert "A save gathers" not in text.getvalue()
 
 
 def test_levels_name_their_ranks_and_recomputed_layers():

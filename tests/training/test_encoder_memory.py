@@ -62,7 +62,7 @@ def peak_of_a_step(links, plan, packs):
     stage = Rows(plan.model)
     encoders = Encoders(
         stage=stage,
-        model=None,
+        data_parallel=None,
         group=create_encoding_group(plan),
         trained=frozenset() if "vision" in plan.frozen else frozenset({"vision"}),
         items_per_pass=plan.beside.items_per_pass,
@@ -158,7 +158,7 @@ def packs_of(plan):
 
 def encoded_whole_and_in_passes(links, plan):
     """Features of a pack at once and in passes; items of every forward of each encoder."""
-    encoders = build_trainer(plan, links, OPTIONS, steps=1, seed=3, can_save=False).encoders
+    encoders = build_trainer(plan, links, OPTIONS, steps=1, seed=3).encoders
     seen = {name: [] for name in plan.model.encoders}
     for name, items in seen.items():
         layer = encoders.stage.encoders[name].layers.layers[0]

@@ -53,6 +53,17 @@ def test_whole_stages_of_many_layouts():
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
 
 
+def test_stages_beside_encoders_need_what_they_say():
+    """Prevents: encoders beside the pipeline whose state, passes, features or gradients take memory
+    that no plan counts."""
+    assert "passed encoders_beside" in succeed(CASES, "encoders_beside")
+
+
+def test_a_part_of_a_stage_is_built_in_less_than_training_takes():
+    """Prevents: a model that trains in parts, of which each rank must have the whole first."""
+    assert "passed building" in succeed(CASES, "building")
+
+
 def test_a_plan_of_two_levels_needs_what_it_says():
     """Prevents: a micro-batch that runs with another level's recomputed layers, or a peak that is
     looked for among other steps."""

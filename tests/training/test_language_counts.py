@@ -239,7 +239,7 @@ def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_ke
 
 def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
     """Bytes that the one mixture of experts of this rank saves for its backward, on the host."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
     [layer] = (one for one in trainer.stage.modules() if isinstance(one, MixtureOfExperts))
     held = {each.untyped_storage().data_ptr() for each in trainer.stage.parameters()}
     batch = random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0])

@@ -83,7 +83,7 @@ def run_loop(
         )
     done, printed = [], io.StringIO()
     writer = CheckpointWriter(
-        folder, plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS),
+        folder, plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS),
         keep_last=None, asynchronous=not unwritable,
     )  # fmt: skip
 

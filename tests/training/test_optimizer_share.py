@@ -89,13 +89,13 @@ class Resumed:
 def resumed(links, plan, load, save):
     """Resume from one directory and save in another."""
     trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=5)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     memory, before = HostMemory(), read_bytes()
     with memory:
         load_checkpoint(load, *parts)
     read = read_bytes() - before
     CheckpointWriter(save, *parts, keep_last=None, asynchronous=False).save(1, {})
-    [optimizer] = trainer.optimizer.chained_optimizers
+    [optimizer] = trainer.optimizers[0].chained_optimizers
     states = [
         value
         for state in optimizer.optimizer.state.values()
@@ -126,7 +126,7 @@ def trained(links, plan, save):
     trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=3)
     train_step(trainer, MicroBatchStream.of([toy_batch(plan.model, [(1, 9)], seed=1)]))
     trainer.wait_for_weights()
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     CheckpointWriter(save, *parts, keep_last=None, asynchronous=False).save(1, {})
 
 

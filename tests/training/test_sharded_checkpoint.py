@@ -64,7 +64,7 @@ def test_experts_resume_under_another_way_of_dividing(tmp_path):
 def passed_on(links, plan, load, save, trains=0):
     """Load, train, save; the tensors of the checkpoint and the groups of its optimizer."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         load_checkpoint(load, *parts)
     rank, ranks = parallel_state.get_data_parallel_rank(), plan.parallel.data
@@ -128,9 +128,9 @@ def test_a_missing_part_is_one_line_on_every_rank(tmp_path):
 def finetuned(links, plan, folder):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=5)
     load_weights(folder, plan, trainer.stages)
-    trainer.optimizer.reload_model_params()
+    trainer.optimizers[0].reload_model_params()
     begun = weights_of(trainer)
-    for one in trainer.optimizer.ranges:
+    for one in trainer.optimizers[0].ranges:
         assert torch.equal(one.main, one.flat.own_Q[one.own.place])
     return begun
 

@@ -6,10 +6,23 @@ from dataclasses import replace
 
 import pytest
 import shared_training_cases as shared
+import torch
 from mixture_cases import plan_of as mixture_plan
 from ranks import run_ranks
-from tensor_parallel_cases import MODELS, STEPS, TIED, assert_same_training, run
+from tensor_parallel_cases import (
+    MODELS,
+    OPTIONS,
+    STEPS,
+    TIED,
+    assert_same_training,
+    run,
+    whole_of_parts,
+)
 from toy import stages_of, toy_plan
+
+from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.stage import build_stage
+from megatron.vlm.step.train import build_trainer
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
@@ -48,6 +61,19 @@ def test_same_training_as_one_process(name):
     assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(name))
 
 
+def first_weights(links, plan):
+    """How many parameters there are, each as `initialize_parameters` draws it in a whole stage."""
+    stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
+    drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
+    whole = build_stage(plan, links.rank)
+    initialize_parameters(whole, seed=3)
+    for (name, expected), parameter in zip(
+        whole.named_parameters(), stage.parameters(), strict=True
+    ):
+        assert torch.equal(drawn[parameter], expected), name
+    return len(drawn)
+
+
 MIXTURES = {
     "experts-2-full": mixture_plan(data=4, expert=2, sharded=4),
     "experts-4-hybrid": mixture_plan(data=4, expert=4, sharded=2, recompute=(0, 2)),
@@ -55,6 +81,16 @@ MIXTURES = {
     "tensor-experts-4": mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2),
     "tensor-experts-2": mixture_plan(**IN_PARTS, data=2, expert=2, sharded=2, recompute=(1,)),
 }
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "plan", [PLANS["hybrid-tied-frozen"], PLANS["tensor"], MIXTURES["experts-2-full"]]
+)
+def test_first_weights_are_those_of_a_whole_stage(plan, precision):
+    """Prevents: weights drawn unit by unit that are other ones, or vectors lost on the way."""
+    plan = plan.model_copy(update={"precision": precision})
+    assert min(run_ranks(plan.parallel, first_weights, plan)) > 20
 
 
 @functools.cache

@@ -155,7 +155,7 @@ def test_replaying_changes_no_weight():
     overwritten where a rank alone gathers those of others."""
     plan = toy_plan(MODEL, stages_of(MODEL, 6), data=2)
     with standing_in(plan.parallel, 1) as links:
-        trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0, can_save=False)
+        trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
         before = [weight.detach().clone() for weight in trainer.stage.parameters()]
         replayer = StageReplayer(plan, links)
         for _ in range(2):

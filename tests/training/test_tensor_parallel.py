@@ -71,7 +71,7 @@ def gradients_in_norm(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
     batches = list(batches_of(plan.model, 0, STEPS[0]))
     train_step(trainer, MicroBatchStream.of(batches))
-    optimizers = trainer.optimizer.chained_optimizers
+    optimizers = trainer.optimizers[0].chained_optimizers
     taken = [grad for each in optimizers for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken)), by_name(trainer.stage, lambda parameter: parameter)
 

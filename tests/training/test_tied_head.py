@@ -192,7 +192,7 @@ def test_frozen_language_part_equals_one_process(cuts):
 def names_of(links, plan, directory):
     """Parameters in the stage, by their global names, after a save without training."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizer, trainer.scheduler, asdict(OPTIONS))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
     writer.save(1, {})
     writer.finish()

@@ -30,7 +30,6 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     WriteBucket,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
@@ -57,12 +56,7 @@ from megatron.vlm.checkpoint.identity import (
     open_newest,
     reason,
 )
-from megatron.vlm.checkpoint.state import (
-    OPTIMIZER_OF,
-    PartOptimizer,
-    joined_settings,
-    state_of,
-)
+from megatron.vlm.checkpoint.state import Optimizer, joined_settings, state_of
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
@@ -88,8 +82,9 @@ class CheckpointWriter:
         directory: of the run; all ranks must see the same.
         options: the optimizer's settings, which a resumed run must share.
         keep_last: how many checkpoints are kept; None keeps all.
-        stages: everything that this rank holds of the model, whose optimizers are chained in this
-            order: its stage, and data-parallel encoders.
+        stages: everything that this rank holds of the model: its stage, and data-parallel
+            encoders.
+        optimizers: of each of them; None of one of which nothing is trained.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written
             while training goes on.
 
@@ -102,14 +97,14 @@ class CheckpointWriter:
         directory: Path,
         plan: Plan,
         stages: Sequence[VLMStage],
-        optimizer: ChainedOptimizer | PartOptimizer,
+        optimizers: Sequence[Optimizer | None],
         scheduler: OptimizerParamScheduler,
         options: Mapping[str, float | str],
         keep_last: int | None,
         asynchronous: bool,
     ) -> None:
         self._directory = directory
-        self._state = state_of(stages, optimizer)
+        self._state = state_of(stages, optimizers)
         self._scheduler = scheduler
         self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
         self._keep_last = keep_last
@@ -433,14 +428,15 @@ def load_checkpoint(
     directory: Path,
     plan: Plan,
     stages: Sequence[VLMStage],
-    optimizer: ChainedOptimizer | PartOptimizer,
+    optimizers: Sequence[Optimizer | None],
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
 ) -> LoadedCheckpoint:
     """Restore weights, optimizer and schedule from the newest checkpoint; collective.
 
     Args:
-        stages: as `CheckpointWriter` has them. A checkpoint does not know where encoders were.
+        stages: as `CheckpointWriter` has them, with their optimizers. A checkpoint does not know
+            where encoders were.
 
     Raises:
         UserError: there is no checkpoint, it is broken, of another model, of another order of the
@@ -464,7 +460,7 @@ def load_checkpoint(
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
-    state = state_of(stages, optimizer)
+    state = state_of(stages, optimizers)
     loaded = state.load_weights(path)
     state.load_optimizer(path, loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
@@ -479,21 +475,14 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
             rank.
     """
     path = _open(directory, plan).path
-    step: int = state_of(stages, None).load_weights(path)["step"]
+    step: int = state_of(stages, [None] * len(stages)).load_weights(path)["step"]
     return step
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
-    """What a save has in common for all ranks, without entries that some ranks have alone.
-
-    Of an optimizer's gathered state, whose tensors are in files, empty entries are left on the rank
-    that gathered it; and a stage that is frozen whole has no settings of its optimizer.
-    """
-    return {
-        name: value
-        for name, value in common.items()
-        if name != "optimizer" and not name.startswith(OPTIMIZER_OF)
-    }
+    """What a save has in common for all ranks, without the settings of an optimizer, of which a
+    stage that is frozen whole has none."""
+    return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ Both describe the same tensors, so that a checkpoint does not tell which of them
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from megatron.core import dist_checkpointing
@@ -19,14 +18,8 @@ from megatron.vlm.checkpoint.stored_blocks import blocks_of, load_blocks
 from megatron.vlm.model.sharded_weights import MainRange, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
 
-# Optimizer state is stored per parameter, so that any split can load it, and is brought together
-# on the host of one data-parallel rank, not on every device.
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
-OPTIMIZER_OF = "optimizer of "
-"""Start of the names of optimizers' gathered state."""
+_STAGES = ("stage", "encoders")
+"""Names of what a rank holds, none of which is in the files."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 """What is stored of every parameter in float32: the weights and Adam's moments."""
 _STORED = "optimizer.state.{}.{}"
@@ -38,6 +31,10 @@ class PartOptimizer(Protocol):
 
     inner: torch.optim.AdamW
     ranges: Sequence[MainRange]
+
+
+Optimizer: TypeAlias = ChainedOptimizer | PartOptimizer
+"""Optimizer of a stage that a rank holds whole, or in part."""
 
 
 class State(Protocol):
@@ -56,134 +53,137 @@ class State(Protocol):
         """Restore the optimizer's state, of which the checkpoint has these settings."""
 
 
-def state_of(
-    stages: Sequence[VLMStage], optimizer: ChainedOptimizer | PartOptimizer | None
-) -> State:
+def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> State:
     """State of a rank.
 
     Args:
-        stages: everything that it holds of the model.
-        optimizer: of all of that; None where weights alone are loaded.
+        stages: everything that it holds of the model: its stage, and data-parallel encoders.
+        optimizers: of each of them; None of one of which nothing is trained, and where weights
+            alone are loaded.
     """
-    [first, *_] = stages
-    if first.sharded is not None:
-        return PartState(first, first.sharded, optimizer)
-    return WholeState(stages, optimizer)
+    return _JoinedState(
+        {
+            name: _state_of_stage(stage, optimizer)
+            for name, stage, optimizer in zip(_STAGES, stages, optimizers, strict=False)
+        }
+    )
 
 
-class WholeState:
-    """State of stages that a rank holds whole, and of core's distributed optimizer.
+def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> State:
+    if stage.sharded is None:
+        assert optimizer is None or isinstance(optimizer, ChainedOptimizer)
+        return _WholeState(stage, optimizer)
+    assert not isinstance(optimizer, ChainedOptimizer)
+    return _PartState(stage, stage.sharded, optimizer)
 
-    Args:
-        stages: whose optimizers are chained in this order: its stage, and data-parallel encoders.
-    """
 
-    def __init__(self, stages: Sequence[VLMStage], optimizer: ChainedOptimizer | None) -> None:
-        self._stages, self._optimizer = stages, optimizer
+class _JoinedState:
+    """State of all stages that a rank holds, by name."""
+
+    def __init__(self, states: Mapping[str, State]) -> None:
+        self._states = states
 
     def described(self) -> dict[str, Any]:
-        """Weights, and the optimizer's state on one of the data-parallel ranks."""
-        state = self._weights()
-        settings: list[dict[str, Any]] = []
-        for each in self._trained():
-            _fill_empty_state(each.optimizer.optimizer)
-            described = each.optimizer.sharded_state_dict(state[each.part], metadata=_METADATA)
-            # Every parameter's state has its name in the files.
-            gathered = described.pop("param_state")
-            settings.append(described)
-            if gathered is not None:  # as it is on one rank of those that divide it
-                state[OPTIMIZER_OF + each.name] = gathered
-        if settings:
-            state["optimizer"] = joined_settings(settings)
-        return state
+        """What a rank saves of all, with the settings of all optimizers as of one."""
+        state = {name: one.described() for name, one in self._states.items()}
+        settings = [one.pop("optimizer") for one in state.values() if "optimizer" in one]
+        return state | ({"optimizer": joined_settings(settings)} if settings else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
-        """The model's own tensors: the optimizer's state was gathered for a save alone."""
-        return (t for one in self._stages for t in (*one.parameters(), *one.buffers()))
+        """Tensors of all that training changes."""
+        return (tensor for one in self._states.values() for tensor in one.changing())
 
     def load_weights(self, path: Path) -> dict[str, Any]:
-        """Restore all weights of the stages."""
+        """Restore the weights of all."""
+        return [one.load_weights(path) for one in self._states.values()][-1]
+
+    def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
+        """Restore the state of all optimizers; each takes what is its own of the settings."""
+        for one in self._states.values():
+            one.load_optimizer(path, settings)
+
+
+class _WholeState:
+    """State of a stage that a rank holds whole, and of its part of core's distributed optimizer."""
+
+    def __init__(self, stage: VLMStage, optimizer: ChainedOptimizer | None) -> None:
+        self._stage = stage
+        self._optimizers = [] if optimizer is None else _trained(stage, optimizer)
+
+    def described(self) -> dict[str, Any]:
+        """Weights, and this rank's part of the optimizer's state."""
+        weights = self._stage.sharded_state_dict()
+        for one in self._optimizers:
+            _fill_empty_state(one.optimizer)
+        state = {"model": weights, "parts": [*self._optimizer_blocks(weights)]}
+        settings = [one.state_dict() for one in self._optimizers]
+        return state | ({"optimizer": joined_settings(settings)} if settings else {})
+
+    def changing(self) -> Iterator[torch.Tensor]:
+        """The model's own tensors, and this rank's part of the optimizer's state."""
+        yield from (*self._stage.parameters(), *self._stage.buffers())
+        for one in self._optimizers:
+            yield from _optimizer_tensors(one.optimizer)
+
+    def load_weights(self, path: Path) -> dict[str, Any]:
+        """Restore all weights of the stage."""
         with one_error(path):
-            loaded = dist_checkpointing.load(self._weights(), str(path))
-        for name, part in self._named().items():
-            # Core puts the halves of gated layers together in tensors of their own, which go with
-            # this.
-            part.load_state_dict(loaded.pop(name))
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                {"model": self._stage.sharded_state_dict()}, str(path)
+            )
+        # Core puts the halves of gated layers together in tensors of their own, which go with this.
+        self._stage.load_state_dict(loaded.pop("model"))
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore this rank's share of the optimizers' state."""
-        trained, state = self._trained(), self._weights()
-        for each in trained:
-            _fill_empty_state(each.optimizer.optimizer)
-            each.optimizer.load_state_dict(settings)
+        """Restore this rank's part of the optimizer's state."""
+        for one in self._optimizers:
+            _fill_empty_state(one.optimizer)
+            one.load_state_dict(settings)
         with one_error(path):
-            load_blocks(
-                (
-                    block
-                    for each in trained
-                    for block in _share_blocks(each.optimizer, state[each.part])
-                ),
-                path,
-            )
+            load_blocks(self._optimizer_blocks(self._stage.sharded_state_dict()), path)
 
-    def _named(self) -> dict[str, VLMStage]:
-        """Names in the state, none of which is in the files."""
-        return dict(zip(("model", "encoders"), self._stages, strict=False))
+    @torch.no_grad()
+    def _optimizer_blocks(self, weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+        """What this rank has of every parameter's state, where it is in a checkpoint.
 
-    def _weights(self) -> dict[str, Any]:
-        named = self._named().items()
-        return {name: stage.sharded_state_dict(metadata=_METADATA) for name, stage in named}
-
-    def _trained(self) -> "list[_Trained]":
-        """The optimizers of everything that is trained.
-
-        Core makes one of a stage, though it be frozen whole, and another of its experts, whose
-        state other ranks divide; of frozen experts none. Frozen data-parallel encoders have none.
+        Args:
+            weights: as core describes them.
         """
-        assert self._optimizer is not None
-        chain = iter(self._optimizer.chained_optimizers)
-        found = []
-        for part, stage in self._named().items():
-            # Core's mark of parameters that only some data-parallel ranks hold.
-            trained = [parameter for parameter in stage.parameters() if parameter.requires_grad]
-            experts = [p for p in trained if not vars(p).get("allreduce", True)]
-            if part == "model" or trained:
-                one = next(chain)
-                if len(experts) < len(trained):
-                    found.append(_Trained(name=part, part=part, optimizer=one))
-            if experts:
-                found.append(_Trained(name=f"{part}'s experts", part=part, optimizer=next(chain)))
-        return found
+        described = _by_parameter(weights)
+        ranges = [ranges for one in self._optimizers for ranges in one.gbuf_ranges]
+        optimizer_of = [one for one in self._optimizers for _ in one.gbuf_ranges]
+        for optimizer, of_buffer in zip(optimizer_of, ranges, strict=True):
+            [buckets] = of_buffer.values()
+            of_parameters = (item for one in buckets for item in one["param_map"].items())
+            for parameter, own in of_parameters:
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                entry, place = described[parameter], own["param"]
+                for kind in _KINDS:
+                    key = _STORED.format(kind, entry.key)
+                    yield from blocks_of(entry, key, place.start, place.end, state[kind])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Trained:
-    """An optimizer that has something to train."""
+def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
+    """The optimizers of a stage that have something to train.
 
-    name: str
-    part: str
-    """Name of what it trains parameters of."""
-    optimizer: DistributedOptimizer
-
-
-@torch.no_grad()
-def _share_blocks(
-    optimizer: DistributedOptimizer, model_state: Mapping[str, Any]
-) -> Iterator[ShardedTensor]:
-    """What core's optimizer has of every parameter's state, where it is in a checkpoint."""
-    described = _by_parameter(model_state)
-    for ranges in optimizer.gbuf_ranges:
-        [buckets] = ranges.values()
-        for parameter, own in (item for bucket in buckets for item in bucket["param_map"].items()):
-            state = optimizer._get_main_param_and_optimizer_states(parameter)
-            entry, place = described[parameter], own["param"]
-            for kind in _KINDS:
-                key = _STORED.format(kind, entry.key)
-                yield from blocks_of(entry, key, place.start, place.end, state[kind])
+    Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
+    other ranks divide; of frozen experts none.
+    """
+    # Core's mark of parameters that only some data-parallel ranks hold.
+    of_experts = [
+        not vars(parameter).get("allreduce", True)
+        for parameter in stage.parameters()
+        if parameter.requires_grad
+    ]
+    [dense, *experts] = optimizer.chained_optimizers
+    return [
+        *([] if all(of_experts) else [dense]),
+        *(experts if any(of_experts) else []),
+    ]
 
 
-class PartState:
+class _PartState:
     """State of a rank's parts of a stage, which other data-parallel ranks have the rest of."""
 
     def __init__(
@@ -207,8 +207,7 @@ class PartState:
         assert self._optimizer is not None
         yield from self._stage.buffers()
         yield from (flat.own_Q for flat in self._weights.flats)
-        for main, state in self._optimizer.inner.state.items():
-            yield from (main, *(one for one in state.values() if torch.is_tensor(one)))
+        yield from _optimizer_tensors(self._optimizer.inner)
 
     def load_weights(self, path: Path) -> dict[str, Any]:
         """Restore this rank's parts of the weights."""
@@ -231,7 +230,7 @@ class PartState:
             load_blocks(self._optimizer_blocks(), path)
 
     def _entries(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._stage.sharded_state_dict(metadata=_METADATA)
+        state: dict[str, Any] = self._stage.sharded_state_dict()
         return state
 
     def _whole_entries(self) -> dict[str, Any]:
@@ -263,6 +262,13 @@ class PartState:
                 values = one.main if kind == "param" else state[kind]
                 key = _STORED.format(kind, entry.key)
                 yield from blocks_of(entry, key, one.own.first, one.own.end, values, copy)
+
+
+def _optimizer_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Weights that an optimizer updates, and its state of them."""
+    for main, state in inner.state.items():
+        yield main
+        yield from (one for one in state.values() if torch.is_tensor(one))
 
 
 def _by_parameter(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:

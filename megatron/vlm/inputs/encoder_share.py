@@ -149,6 +149,17 @@ class StepShares:
     """Items of each of these packs, by encoder."""
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
+    most_passes: Mapping[tuple[str, bool], int]
+    """Most passes of an encoder, kept or not, that any rank makes of those that divide its weights
+    with this one; empty where all have them whole."""
+
+    def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
+        """This rank's passes of an encoder, those that are kept or the others."""
+        return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]
+
+    def lockstep_passes(self, name: str, is_kept: bool) -> int:
+        """How many such passes all ranks that divide the encoder's weights make, some empty."""
+        return self.most_passes.get((name, is_kept), 0)
 
     def only(self, names: Collection[str]) -> "StepShares":
         """The shares of some of the encoders."""
@@ -305,6 +316,7 @@ class EncoderShares:
             pipeline=pipeline,
             items=items,
             encoders=self.model.encoders,
+            most_passes=self._most_passes(step) if self.beside.sharded > 1 else {},
             runs=share_items(
                 items,
                 pipeline,
@@ -321,22 +333,53 @@ class EncoderShares:
         inside = (self.packs.step >= first_step) & (self.packs.step < last_step)
         inside &= (self.packs.dp_rank >= data_ranks.start) & (self.packs.dp_rank < data_ranks.stop)
         cell = (self.packs.step - first_step) * pipelines + self.packs.dp_rank - data_ranks.start
-        held = {
-            name: np.bincount(cell[inside], self._items(name)[inside], steps * pipelines)
-            .astype(np.int64)
-            .reshape(steps, pipelines)
-            for name in self.model.encoders
-        }
-        shares = shares_of_ranks(
-            held, ranks_of_pipeline=self.ranks.ranks_of_pipeline, item_ms=self.beside.item_ms
-        )
+        shares = self._shares_of_ranks(cell[inside], np.flatnonzero(inside), steps)
         passes = np.zeros(steps, np.int64)
         for name, share in shares.items():
-            own = share[:, self.ranks.number]
-            most = self.beside.items_per_pass[name]
-            kept = np.minimum(own, self.beside.kept_items[name])
-            passes += -(-kept // most) + -(-(own - kept) // most)
+            kept, others = self._passes(name, share[:, self.ranks.number])
+            passes += kept + others
         return passes
+
+    def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
+        """Most passes that a rank makes of those that divide weights with this one."""
+        blocks = self.ranks.parallel.data // self.ranks.pipelines
+        rows = np.arange(*np.searchsorted(self.packs.step, [step, step + 1]))
+        shares = self._shares_of_ranks(self.packs.dp_rank[rows], rows, blocks)
+        ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
+        own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
+        return {
+            (name, is_kept): int(passes.max())
+            for name, share in shares.items()
+            for is_kept, passes in zip(
+                (True, False), self._passes(name, share.ravel()[own]), strict=True
+            )
+        }
+
+    def _shares_of_ranks(
+        self, cell: np.ndarray, rows: np.ndarray, groups: int
+    ) -> dict[str, np.ndarray]:
+        """Items of every rank of some groups by encoder, int64 [groups, ranks].
+
+        Args:
+            cell: place of every pack among the groups' pipelines.
+            rows: of these packs.
+        """
+        pipelines = self.ranks.pipelines
+        held = {
+            name: np.bincount(cell, self._items(name)[rows], groups * pipelines)
+            .astype(np.int64)
+            .reshape(groups, pipelines)
+            for name in self.model.encoders
+        }
+        return shares_of_ranks(
+            held, ranks_of_pipeline=self.ranks.ranks_of_pipeline, item_ms=self.beside.item_ms
+        )
+
+    def _passes(self, name: str, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Passes of ranks with so many items: those that are kept, and the others."""
+        kept = np.minimum(items, self.beside.kept_items[name])
+        most = self.beside.items_per_pass[name]
+        return -(-kept // most), -(-(items - kept) // most)
 
     def _items(self, name: str) -> np.ndarray:
         return self.packs.column(self.model.encoders[name].feature).astype(np.int64)

@@ -710,23 +710,26 @@ class RepeatedUpdate:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        weights = trainer.data_parallel.weights()
-        self._kept = [weight.detach().cpu().clone() for weight in weights]
+        self._kept = [weight.detach().cpu().clone() for weight in self._weights()]
 
     def timed_ms(self) -> float:
         """Time one update; collective over all ranks."""
         trainer = self._trainer
         dist.barrier()
         zeroing_ms = timed_ms(trainer.zero_gradients)
-        for gradients in trainer.data_parallel.gradients():
-            gradients.fill_(1.0)
+        for held in trainer.held:
+            for gradients in held.gradients():
+                gradients.fill_(1.0)
         updating_ms = timed_ms(self._exchange_and_update)
         trainer.wait_for_weights()
         # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
-            for weight, kept in zip(trainer.data_parallel.weights(), self._kept, strict=True):
+            for weight, kept in zip(self._weights(), self._kept, strict=True):
                 weight.copy_(kept)
         return zeroing_ms + updating_ms
+
+    def _weights(self) -> Iterator[torch.Tensor]:
+        return (weight for held in self._trainer.held for weight in held.weights())
 
     def _exchange_and_update(self) -> None:
         global_sums(self._trainer.links, [], SeenBatches())

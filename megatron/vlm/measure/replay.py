@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
+from megatron.vlm.inputs.encoder_share import StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
@@ -100,7 +101,7 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
         world_size=parallel.world_size,
     )
     try:
-        make_groups(parallel, seed=0, gloo=False)
+        make_groups(parallel, seed=0)
         yield cast(StandInLinks, create_pipeline_links(StandInLinks))
     finally:
         shut_down_distributed()
@@ -205,6 +206,10 @@ class _RecomputeClock(PhaseClock):
         )
 
 
+EncodingWork = tuple[StepShares, list[MicroBatch]]
+"""Shares of a step of data-parallel encoders, and this rank's passes."""
+
+
 class StageReplayer:
     """A stage of a plan, built inside `standing_in`, that runs any number of steps.
 
@@ -221,9 +226,7 @@ class StageReplayer:
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self._trainer = build_trainer(
-            plan, links, OPTIMIZATION, steps=1, seed=0, can_save=False, provider=provider
-        )
+        self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
         self._update = RepeatedUpdate(self._trainer)
         self._clock = _RecomputeClock(self._trainer, on_phase)
         self.update_ms()  # which makes the optimizer's state
@@ -255,19 +258,27 @@ class StageReplayer:
         self._trainer.discard_gradients()
         return self._clock.times()
 
-    def _run(self, batches: Sequence[MicroBatch]) -> None:
+    def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
+        shares, passes = (None, []) if encoding is None else encoding
         coming = MicroBatchStream(
-            batches=(batch.to(current_device()) for batch in batches),
+            batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
+            encoding=shares,
         )
         self._clock.switch(Phase.WAIT)
-        self._trainer.run_micro_batches(coming, self._clock)
+        self._trainer.run_step(coming, self._clock)
 
-    def activation_bytes(self, batches: Sequence[MicroBatch]) -> int:
+    def activation_bytes(
+        self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
+    ) -> int:
         """Peak bytes of the step, or of the update after it, besides the state; see
-        `peak_activation_bytes`."""
+        `peak_activation_bytes`.
+
+        Args:
+            encoding: where encoders are data-parallel.
+        """
         self._trainer.zero_gradients()
-        peak = peak_activation_bytes(self._trainer, partial(self._run, batches))
+        peak = peak_activation_bytes(self._trainer, partial(self._run, batches, encoding))
         self._trainer.discard_gradients()
         self._clock.times()
         if has_cuda():
@@ -282,9 +293,9 @@ class StageReplayer:
 
 def state_bytes_of(trainer: Trainer) -> int:
     """Bytes of weights, gradients and optimizer state, each storage once."""
-    kept = trainer.data_parallel
-    tensors = [*trainer.stage.buffers(), *kept.weights(), *kept.gradients()]
-    tensors += kept.optimizer_state()
+    tensors = [buffer for stage in trainer.stages for buffer in stage.buffers()]
+    for held in trainer.held:
+        tensors += [*held.weights(), *held.gradients(), *held.optimizer_state()]
     storages = {tensor.untyped_storage()._cdata: tensor for tensor in tensors}
     return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 

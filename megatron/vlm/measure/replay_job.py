@@ -116,9 +116,8 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs or share out experts, encoders are
-            data-parallel, the trainer cannot build its model, or data and tokenizer are not the
-            plan's.
+        UserError: the plan does not hold, ranks share its packs or share out experts, the trainer
+            cannot build its model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
@@ -135,22 +134,24 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
             f"{plan_directory}: has ranks that share out experts, and a replay runs one rank "
             "alone: give a plan of `omnibal plan --ep 1`"
         )
-    if planned.plan.beside is not None:
-        raise UserError(
-            f"{plan_directory}: has data-parallel encoders, and a replay runs stages alone: "
-            "give a plan with its encoders in the pipeline, of `omnibal plan --encoder pipeline`"
-        )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)
     return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)
 
 
-def check_whole_weights(plan: Plan) -> None:
+def check_alone(plan: Plan) -> None:
     """Refuse a plan whose stages a rank cannot compute alone on a real device.
 
     Raises:
-        UserError: data-parallel ranks divide weights, which are gathered from all of them.
+        UserError: data-parallel ranks divide weights, which are gathered from all of them, or
+            encode for each other.
     """
+    if plan.beside is not None:
+        raise UserError(
+            "the plan has data-parallel encoders, and a replay runs one rank alone, which has "
+            "nobody to exchange features with: add --fake-device, which counts them, or give a "
+            "plan of `omnibal plan --encoder pipeline`"
+        )
     if plan.parallel.sharded > 1:
         raise UserError(
             "the plan has ranks that divide weights, and a replay runs one rank alone, which has "

@@ -1,7 +1,7 @@
-"""Exchanges between the ranks that share a pack, with their gradients.
+"""Exchanges of rows between ranks: of a pack that they share, and of features that they encode.
 
-All ranks of a group call the same function at the same place of a micro-batch's forward and
-backward, those without rows too.
+All ranks of a group call the same function at the same place of a forward and a backward, those
+without rows too.
 
 Shapes: R rows of this rank, S rows it sends, M most rows that a rank sends, W rows it wants,
 X whatever a row is.
@@ -28,9 +28,10 @@ def exchange_rows(
     return _ExchangeRows.apply(rows_SX, list(sent), list(received), group)
 
 
-def _exchanged(
+def exchange_without_gradient(
     rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
+    """Exchange rows as `exchange_rows` does, of which autograd learns nothing."""
     out = rows_SX.new_empty((sum(received), *rows_SX.shape[1:]))
     dist.all_to_all_single(out, rows_SX.contiguous(), received, sent, group=group)
     return out
@@ -46,11 +47,11 @@ class _ExchangeRows(torch.autograd.Function):
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
         ctx.back = (received, sent, group)
-        return _exchanged(rows_SX, sent, received, group)
+        return exchange_without_gradient(rows_SX, sent, received, group)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return _exchanged(gradients[0], *ctx.back), None, None, None
+        return exchange_without_gradient(gradients[0], *ctx.back), None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -63,14 +63,21 @@ class ShardGroups:
 def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
     """Make the groups that divide weights, of all but experts and of experts; collective over all
     ranks, of which a pipeline has one stage."""
-    block = parallel.tensor * parallel.sharded
-    dense = _shard_groups(parallel, block, parallel.tensor)
+    block, world_size = parallel.tensor * parallel.sharded, parallel.world_size
+    dense = _shard_groups(world_size, block, parallel.tensor)
     if parallel.expert == parallel.tensor:
         return dense, dense
-    return dense, _shard_groups(parallel, block, parallel.expert)
+    return dense, _shard_groups(world_size, block, parallel.expert)
 
 
-def _shard_groups(parallel: Parallel, block: int, apart: int) -> ShardGroups:
+def create_encoder_shard_groups(plan: Plan) -> ShardGroups:
+    """Make the groups that divide the weights of data-parallel encoders, which all ranks have in
+    common; collective over them."""
+    assert plan.beside is not None
+    return _shard_groups(plan.parallel.world_size, plan.beside.sharded, apart=1)
+
+
+def _shard_groups(world_size: int, block: int, apart: int) -> ShardGroups:
     """Groups of ranks whose weights are the same.
 
     Args:
@@ -79,7 +86,7 @@ def _shard_groups(parallel: Parallel, block: int, apart: int) -> ShardGroups:
     """
     places: dict[tuple[int, int], list[int]] = {}
     copies: dict[tuple[int, int], list[int]] = {}
-    for rank in range(parallel.world_size):
+    for rank in range(world_size):
         alike = rank % apart
         places.setdefault((alike, rank // block), []).append(rank)
     for (alike, _), ranks in places.items():
@@ -123,10 +130,10 @@ def replica_groups() -> ProcessGroupCollection:
     )
     everyone = dist.group.WORLD
     return ProcessGroupCollection(
-        **dict.fromkeys(("tp", "pp", "mp", "cp", "ep", "expt_dp", "tp_ep_pp"), alone),
+        **dict.fromkeys(
+            ("tp", "pp", "mp", "cp", "ep", "expt_dp", "tp_ep_pp", "embd", "pos_embd"), alone
+        ),
         dp=everyone,
         dp_cp=everyone,
         intra_dist_opt=parallel_state.get_intra_distributed_optimizer_instance_group(),
-        embd=None,
-        pos_embd=None,
     )

@@ -6,7 +6,7 @@ So every split, recompute choice, tensor-parallel and data-parallel size starts 
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -56,22 +56,31 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
     what their modules gave them: ones for norms and zeros for biases.
     """
     for name, parameter in stage.named_parameters():
-        if parameter.dim() < 2:
-            if name.endswith("bias"):
-                parameter.zero_()
-            continue
-        full_name = global_parameter_name(stage, name)
-        if _EXPERTS_NAME.match(full_name):
-            experts = stage.get_submodule(name.rpartition(".linear")[0])
-            for place, expert in enumerate(parameter):
-                own_name = expert_parameter_name(full_name, experts.first + place)
-                values = initial_values(stage.model_config, own_name, expert.shape, seed)
-                expert.copy_(values)
-            continue
-        unpadded = unpadded_size(stage.model_config, full_name)
-        shape = whole_shape(parameter, unpadded, stage.groups.tp)
-        values = initial_values(stage.model_config, full_name, shape, seed)
-        parameter.copy_(own_shard(values, parameter, stage.groups.tp))
+        _initialize(stage, seed, name, parameter)
+
+
+def first_values(stage: VLMStage, seed: int) -> Callable[[torch.nn.Parameter], None]:
+    """What `initialize_parameters` does, of one parameter at a time."""
+    names = {parameter: name for name, parameter in stage.named_parameters()}
+    return lambda parameter: _initialize(stage, seed, names[parameter], parameter)
+
+
+def _initialize(stage: VLMStage, seed: int, name: str, parameter: torch.nn.Parameter) -> None:
+    if parameter.dim() < 2:
+        if name.endswith("bias"):
+            parameter.zero_()
+        return
+    full_name = global_parameter_name(stage, name)
+    if _EXPERTS_NAME.match(full_name):
+        experts = stage.get_submodule(name.rpartition(".linear")[0])
+        for place, expert in enumerate(parameter):
+            own_name = expert_parameter_name(full_name, experts.first + place)
+            expert.copy_(initial_values(stage.model_config, own_name, expert.shape, seed))
+        return
+    unpadded = unpadded_size(stage.model_config, full_name)
+    shape = whole_shape(parameter, unpadded, stage.groups.tp)
+    values = initial_values(stage.model_config, full_name, shape, seed)
+    parameter.copy_(own_shard(values, parameter, stage.groups.tp))
 
 
 def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:

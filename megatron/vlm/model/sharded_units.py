@@ -6,7 +6,12 @@ import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
 from megatron.vlm.model.groups import ShardGroups
-from megatron.vlm.model.sharded_weights import FlatWeights, ShardedUnit, ShardedWeights
+from megatron.vlm.model.sharded_weights import (
+    FirstValues,
+    FlatWeights,
+    ShardedUnit,
+    ShardedWeights,
+)
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.vision import VisionEmbedding
 from omnibal.model.units import LANGUAGE
@@ -15,26 +20,29 @@ _READS_NO_WEIGHTS_BACK = (VisionEmbedding, LanguageModelEmbedding)
 """Modules whose backward reads no weight: nothing before them wants a gradient."""
 
 
-def divide_weights(stage: VLMStage, dense: ShardGroups, experts: ShardGroups) -> None:
-    """Divide the weights of a stage, which has them whole, over ranks; each keeps its part.
+def divide_weights(
+    stage: VLMStage, dense: ShardGroups, experts: ShardGroups, first_values: FirstValues
+) -> None:
+    """Give a stage its first weights, unit by unit, each of which is divided over ranks at once.
 
     A unit is what a plan calls one: an embedding, a layer, a projector, the head with its norm.
 
     Args:
+        stage: built in `without_matrices`.
         dense: ranks that divide all but experts.
         experts: ranks that divide the experts that they all hold.
     """
-    units = _Units({True: dense, False: experts})
+    units = _Units({True: dense, False: experts}, first_values)
     for name, encoder in stage.encoders.items():
         units.is_fed = False
-        units.add_tower([encoder.embedding, *_layers(stage, name), encoder.projector])
+        units.add_tower(name, [encoder.embedding, *_layers(stage, name), encoder.projector])
     units.is_fed = units.has_trained
-    units.add_tower([stage.embedding, *_layers(stage, LANGUAGE)])
+    units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
         assert stage.language is not None and stage.language.final_layernorm is not None
         # A tied one computes with the embedding's weights, wherever that is.
         tied = [stage.embedding] if stage.head.weight is None and stage.embedding else []
-        units.add((stage.language.final_layernorm, stage.head), also=tied)
+        units.add(LANGUAGE, (stage.language.final_layernorm, stage.head), also=tied)
     stage.sharded = ShardedWeights(units=tuple(units.units))
 
 
@@ -46,11 +54,11 @@ def _layers(stage: VLMStage, tower: str) -> list[torch.nn.Module]:
 class _Units:
     """Units of a stage as they are found, one after another."""
 
-    def __init__(self, groups: dict[bool, ShardGroups]) -> None:
+    def __init__(self, groups: dict[bool, ShardGroups], first_values: FirstValues) -> None:
         self.units: list[ShardedUnit] = []
         self.is_fed = False
         """Whether what comes next is given what something trained has made."""
-        self._groups = groups
+        self._groups, self._first_values = groups, first_values
         self._flats: dict[torch.nn.Parameter, FlatWeights] = {}
 
     @property
@@ -58,14 +66,17 @@ class _Units:
         """Whether any unit so far is trained."""
         return any(flat.is_trained for flat in self._flats.values())
 
-    def add_tower(self, modules: Sequence[torch.nn.Module | None]) -> None:
+    def add_tower(self, name: str, modules: Sequence[torch.nn.Module | None]) -> None:
         """Add a unit of each of the modules that there are."""
         for module in modules:
             if module is not None:
-                self.add((module,))
+                self.add(name, (module,))
 
     def add(
-        self, modules: tuple[torch.nn.Module, ...], also: Sequence[torch.nn.Module] = ()
+        self,
+        tower: str,
+        modules: tuple[torch.nn.Module, ...],
+        also: Sequence[torch.nn.Module] = (),
     ) -> None:
         """Add one unit.
 
@@ -78,6 +89,7 @@ class _Units:
         self.is_fed = self.is_fed or any(flat.is_trained for flat in flats)
         reads_none = isinstance(modules[0], _READS_NO_WEIGHTS_BACK)
         unit = ShardedUnit(
+            tower=tower,
             modules=modules,
             flats=flats,
             reduced=tuple(flat for flat in own if flat.is_trained),
@@ -92,6 +104,8 @@ class _Units:
             # Core's mark of parameters that only some data-parallel ranks hold.
             key = vars(parameter).get("allreduce", True), parameter.dtype
             alike.setdefault(key, []).append(parameter)
-        flats = [FlatWeights(own, self._groups[key[0]]) for key, own in alike.items()]
+        flats = [
+            FlatWeights(own, self._groups[key[0]], self._first_values) for key, own in alike.items()
+        ]
         self._flats |= {p: flat for flat in flats for p in flat.parameters}
         return flats

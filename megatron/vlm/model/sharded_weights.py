@@ -8,18 +8,47 @@ Shapes: P values of a unit's parameters and of the padding between and after the
 part of them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron.vlm.backend import current_device
 from megatron.vlm.model.groups import ShardGroups
 from megatron.vlm.model.tensor_parallel import padded_size
 
 _ALIGNMENT = 64
 """Values at a multiple of which every parameter begins, as in core's buffers: kernels read whole
 vectors of 16 bytes, and Transformer Engine's wider ones."""
+
+FirstValues = Callable[[torch.nn.Parameter], None]
+"""Function that draws a matrix, and leaves a vector what its module gave it."""
+
+
+@contextmanager
+def without_matrices() -> Iterator[None]:
+    """Build modules on this device whose matrices have no memory, until `FlatWeights` gives it.
+
+    So a rank that keeps a part of a stage never has more of it whole than one module. Vectors,
+    which modules give values to, are small and stay.
+    """
+    built = register_module_module_registration_hook(_let_go_of_matrices)
+    try:
+        yield
+    finally:
+        built.remove()
+
+
+def _let_go_of_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
+    """Let go of the matrices of a module that another one has just been given."""
+    if built is None:
+        return
+    for parameter in built.to(current_device()).parameters():
+        if parameter.dim() > 1:
+            parameter.untyped_storage().resize_(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,12 +66,18 @@ class FlatWeights:
     """Parameters in one tensor, of which every rank of a group keeps a part of the same size.
 
     Args:
-        parameters: of one type, all trained or all frozen, whole and the same on every rank; they
-            have no values from then on, until they are gathered.
+        parameters: of one type, all trained or all frozen, built in `without_matrices`; they have
+            no values from then on, until they are gathered.
+        first_values: the same on every rank.
     """
 
     @torch.no_grad()
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], groups: ShardGroups) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        groups: ShardGroups,
+        first_values: FirstValues,
+    ) -> None:
         self.parameters, self.groups = tuple(parameters), groups
         self.is_trained = parameters[0].requires_grad
         firsts, values = [], 0
@@ -54,8 +89,10 @@ class FlatWeights:
         self.part_size = padded_size(-(-values // ranks), _ALIGNMENT)
         self._whole_P = parameters[0].new_zeros(self.part_size * ranks)
         for parameter, view in zip(parameters, self.views(self._whole_P), strict=True):
-            view.copy_(parameter)
+            if parameter.dim() < 2:
+                view.copy_(parameter)
             parameter.data = view
+            first_values(parameter)
         own = self._whole_P[self.first_value :][: self.part_size]
         self.own_Q = own.clone() if self.is_divided else own
         """This rank's part of the weights."""
@@ -126,6 +163,8 @@ class MainRange:
 class ShardedUnit:
     """A run of a stage's modules whose weights are gathered together."""
 
+    tower: str
+    """Encoder or language model that they are of."""
     modules: tuple[torch.nn.Module, ...]
     flats: tuple[FlatWeights, ...]
     """Weights that it computes with."""

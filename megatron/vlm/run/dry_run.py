@@ -6,16 +6,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from omnibal.cost.encoder_phase import saved_by_first_rank_bytes
 from omnibal.job.plan import Plan
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Span, Stage
-from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import encoders_stage
-
-_MUCH_GIB = 1.0
-"""From here on a save's memory on one host is worth a line."""
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
@@ -24,11 +18,10 @@ def print_dry_run(plan: Plan, console: Console) -> None:
     console.print(f"Stages of {plan.model.name}")
     console.print(_stages_table(plan))
     if plan.beside is not None:
-        console.print(
-            f"Beside them, whole on every rank: {_words(encoders_stage(plan.model).units)}"
-        )
+        sharded = plan.beside.sharded
+        held = "whole on every rank" if sharded == 1 else f"divided over {sharded} ranks"
+        console.print(f"Beside them, {held}: {_words(encoders_stage(plan.model).units)}")
         console.print(_encoders_table(plan, plan.beside))
-        _print_gathered(plan, console)
     if plan.levels:
         console.print("Levels of packs")
         console.print(_levels_table(plan))
@@ -57,19 +50,6 @@ def _encoders_table(plan: Plan, beside: DataParallelEncoders) -> Table:
         sizes = beside.items_per_pass[name], beside.kept_items[name], ranks
         table.add_row(name, *map(str, sizes))
     return table
-
-
-def _print_gathered(plan: Plan, console: Console) -> None:
-    """Print what a save gathers on one host, where that is much."""
-    # Whole copies are what tensor size 1 is.
-    alone = Parallel(pipeline=1, data=plan.parallel.world_size)
-    sizes = plan.model, plan.cluster, alone, plan.precision, plan.frozen
-    gathered_gib = saved_by_first_rank_bytes(*sizes) / GIB
-    if gathered_gib >= _MUCH_GIB:
-        console.print(
-            f"A save gathers {gathered_gib:,.1f} GiB of the encoders' optimizer state in rank 0's "
-            "host memory, through gloo"
-        )
 
 
 def _words(spans: Sequence[Span]) -> str:

@@ -119,18 +119,14 @@ def initialize_distributed(
     return create_pipeline_links()
 
 
-def make_groups(parallel: Parallel, seed: int, *, gloo: bool = True) -> None:
-    """Make Megatron-core's parallel groups in a process group that is there; collective.
-
-    Args:
-        gloo: whether to make groups for exchanges on the host too.
-    """
+def make_groups(parallel: Parallel, seed: int) -> None:
+    """Make Megatron-core's parallel groups in a process group that is there; collective."""
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
-        create_gloo_process_groups=gloo,
+        create_gloo_process_groups=False,
         distributed_timeout_minutes=COLLECTIVE_TIMEOUT // datetime.timedelta(minutes=1),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -238,7 +238,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     validation = _validation(run, trainer)
     sinks = _open_run(run, first_step)
     writer = CheckpointWriter(
-        arguments.save, run.plan, trainer.stages, trainer.optimizer, trainer.scheduler, options,
+        arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler, options,
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
@@ -313,11 +313,13 @@ def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int
         return 0, 0
     if arguments.finetune:
         steps = load_weights(arguments.load, run.plan, trainer.stages)
-        trainer.optimizer.reload_model_params()
+        for optimizer in trainer.optimizers:
+            if optimizer is not None:
+                optimizer.reload_model_params()
         _log.info(f"starting from the weights of {arguments.load} after step {steps}")
         return 0, 0
     loaded = load_checkpoint(
-        arguments.load, run.plan, trainer.stages, trainer.optimizer, trainer.scheduler, options
+        arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler, options
     )
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return loaded.step, loaded.training_state["skipped_steps"]

@@ -27,6 +27,10 @@ class DataParallel(Protocol):
     """What holds a stage's weights and gradients with other data-parallel ranks."""
 
     @property
+    def optimizer(self) -> ChainedOptimizer | ShardedAdam:
+        """The optimizer of what is trained."""
+
+    @property
     def model(self) -> Any:
         """The stage as micro-batches run it; itself it is its `module`."""
 
@@ -42,8 +46,11 @@ class DataParallel(Protocol):
     def finish_gradients(self, factor: float) -> None:
         """Sum what is left to sum over ranks, and multiply all gradients."""
 
-    def update(self, clip_grad: float) -> float | None:
-        """Clip and step; returns the norm before clipping, None where nothing was changed."""
+    def grad_norm(self) -> float:
+        """Norm of all ranks' gradients; not finite where any of them is not; collective."""
+
+    def step(self, clip_grad: float, grad_norm: float) -> None:
+        """Clip gradients by the norm of all that is trained, and update weights."""
 
     def begin_gather(self, changed: bool) -> None:
         """Begin to make weights whole on all ranks, if an update has changed them."""
@@ -71,8 +78,9 @@ class Replicated:
 
     model: DistributedDataParallel
     optimizer: ChainedOptimizer
-    tied_groups: ProcessGroupCollection | None
-    """Process groups of the gradient reduction, if the stage holds one of two tied copies."""
+    reduction_groups: ProcessGroupCollection | None
+    """Process groups of the gradient reduction where they are not core's: of a stage that holds one
+    of two tied copies, and of encoders."""
     overlap: DataParallelOverlap | None
     """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
 
@@ -94,27 +102,26 @@ class Replicated:
 
     def finish_gradients(self, factor: float) -> None:
         """Wait for the sums, also of tied copies and over tensor-parallel ranks; multiply them."""
-        finalize_model_grads([self.model], pg_collection=self.tied_groups)
+        finalize_model_grads([self.model], pg_collection=self.reduction_groups)
         self.model.scale_gradients(factor)
 
-    def update(self, clip_grad: float) -> float | None:
-        """Clip and step; returns the norm before clipping.
+    def grad_norm(self) -> float:
+        """Norm of all ranks' gradients; not finite where any of them is not.
 
-        None where a gradient or the norm is not finite, and nothing was changed. Core's own `step`
-        looks at gradients alone: where their norm overflows, it clips all of them to zero and steps
-        on momentum.
+        Core's own `step` looks at gradients alone: where their norm overflows, it clips all of them
+        to zero and steps on momentum.
         """
-        if self.optimizer.prepare_grads():
-            return None
+        has_infinite = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            return None
+        return math.inf if has_infinite else grad_norm
+
+    def step(self, clip_grad: float, grad_norm: float) -> None:
+        """Clip, and update this rank's share of the weights."""
         for one in self.optimizer.chained_optimizers:
             parameters = [] if one.is_stub_optimizer else one.get_parameters()
             if clip_grad > 0 and parameters:
                 clip_grad_by_total_norm_fp32(parameters, clip_grad, grad_norm)
         self.optimizer.step_with_ready_grads()
-        return grad_norm
 
     def begin_gather(self, changed: bool) -> None:
         """Begin to gather all weights, if an update has changed each rank's share."""
@@ -175,9 +182,13 @@ class Sharded:
         self.optimizer.sum_over_tensor_ranks()
         self.optimizer.scale_gradients(factor)
 
-    def update(self, clip_grad: float) -> float | None:
-        """Clip and step; returns the norm before clipping, None where nothing was changed."""
-        return self.optimizer.update(clip_grad)
+    def grad_norm(self) -> float:
+        """Norm of all ranks' gradients; not finite where any of them is not."""
+        return self.optimizer.norm()
+
+    def step(self, clip_grad: float, grad_norm: float) -> None:
+        """Clip, and update this rank's parts."""
+        self.optimizer.step(clip_grad, grad_norm)
 
     def begin_gather(self, changed: bool) -> None:
         """Nothing: every pass gathers weights for itself."""

@@ -9,46 +9,58 @@ Shapes: R rows of a pipeline's step (one an image or audio token), P of them tha
 receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel.schedules import custom_backward
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute
+from megatron.vlm.model.exchange import exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
+from megatron.vlm.step.data_parallel import DataParallel
+from megatron.vlm.step.sharded import ShardedStage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoders:
-    """The encoders of a rank, whole, and those that it encodes with."""
+    """The encoders of a rank, and the ranks that it encodes with."""
 
     stage: VLMStage
-    model: DistributedDataParallel | None
-    """None where all of them are frozen."""
+    data_parallel: DataParallel | None
+    """How ranks hold them; None where all have them whole and nothing of them is trained."""
     group: dist.ProcessGroup
     trained: frozenset[str]
     """Encoders of which anything is trained: their features need a gradient."""
     items_per_pass: Mapping[str, int]
     """Items that run through each encoder at once, at most."""
 
-    def zero_gradients(self) -> None:
-        """Zero the gradients, before a step."""
-        if self.model is not None:
-            self.model.zero_grad_buffer()
+    @property
+    def sharded(self) -> ShardedStage | None:
+        """Their exchanges, where ranks divide their weights."""
+        model = None if self.data_parallel is None else self.data_parallel.model
+        return model if isinstance(model, ShardedStage) else None
 
-    def reduce_gradients(self, factor: float) -> None:
-        """Sum the gradients of all ranks' copies, and multiply them; collective over the job."""
-        if self.model is not None:
-            self.model.finish_grad_sync()
-            self.model.scale_gradients(factor)
+    @contextmanager
+    def whole(self, encodes: bool) -> Iterator[None]:
+        """Have all weights whole meanwhile, as for held-out data, of which ranks encode different
+        numbers of items; collective over the ranks that divide them.
+
+        Args:
+            encodes: whether this rank does.
+        """
+        if self.sharded is None:
+            yield
+            return
+        with self.sharded.whole(stays=encodes):
+            yield
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
@@ -149,6 +161,14 @@ class _Made:
     output: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """A pass of a trained encoder that other ranks have made."""
+
+    encoder: str
+    is_kept: bool
+
+
 class EncoderStep:
     """One step of the encoders on a rank: features there, gradients back."""
 
@@ -157,7 +177,7 @@ class EncoderStep:
         self._encoders, self._batches, self._clock = encoders, batches, clock
         self._shares = batches.encoding
         self._trained = self._shares.only(encoders.trained)
-        self._made: list[_Made] = []
+        self._made: list[_Made | _Joined] = []
 
     def forward(self) -> StepFeatures | None:
         """Encode this rank's share; returns its pipeline's features where tokens are embedded."""
@@ -192,14 +212,44 @@ class EncoderStep:
         self._made.reverse()
         while self._made:
             made = self._made.pop()
+            if isinstance(made, _Joined):
+                self._begin(made.encoder, made.is_kept, backward=True)
+                continue
             self._differentiate(made, gradients_SE[start : start + made.rows])
             start += made.rows
+        self._finish()
 
     def _encoded(self) -> torch.Tensor:
         """Rows of all passes of this rank, in their order, [S, E]."""
-        rows = [self._encode(planned) for planned in self._shares.passes]
+        rows = [self._no_rows()]
+        for name in self._shares.items:
+            for is_kept in (True, False):
+                own = self._shares.passes_of(name, is_kept)
+                rows += [self._encode(planned) for planned in own]
+                for _ in range(self._shares.lockstep_passes(name, is_kept) - len(own)):
+                    self._join(name, is_kept)
+        self._finish()
         self._clock.switch(Phase.EXCHANGE)
-        return torch.cat([self._no_rows(), *rows])
+        return torch.cat(rows)
+
+    def _begin(self, encoder: str, is_kept: bool, *, backward: bool) -> None:
+        """Begin the exchanges of a pass, where ranks divide weights; one that others make and this
+        rank does not is begun and no more."""
+        if self._encoders.sharded is not None:
+            self._encoders.sharded.begin_pass(
+                encoder, forward=not (backward and is_kept), backward=backward
+            )
+
+    def _finish(self) -> None:
+        """End the exchanges of the last pass."""
+        if self._encoders.sharded is not None:
+            self._encoders.sharded.finish_pass()
+
+    def _join(self, encoder: str, is_kept: bool) -> None:
+        """Join in the exchanges of a pass that others make."""
+        self._begin(encoder, is_kept, backward=False)
+        if encoder in self._encoders.trained:
+            self._made.append(_Joined(encoder, is_kept))
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
         """Run a pass; returns its features, without a graph."""
@@ -207,6 +257,7 @@ class EncoderStep:
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
         is_trained = planned.encoder in self._encoders.trained
+        self._begin(planned.encoder, planned.is_kept, backward=False)
         with torch.set_grad_enabled(is_trained and planned.is_kept):
             output = self._run(planned, batch)
         rows_SE = output.detach()
@@ -219,6 +270,7 @@ class EncoderStep:
 
     def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
         self._clock.switch(Phase.ENCODER)
+        self._begin(made.planned.encoder, made.planned.is_kept, backward=True)
         if made.output is not None:
             custom_backward(made.output, gradients_SE)
             return
@@ -231,9 +283,7 @@ class EncoderStep:
     def _exchanged(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
     ) -> torch.Tensor:
-        out = rows_SE.new_empty((sum(received), rows_SE.shape[1]))
-        dist.all_to_all_single(out, rows_SE, received, sent, group=self._encoders.group)
-        return out
+        return exchange_without_gradient(rows_SE, sent, received, self._encoders.group)
 
     def _no_rows(self) -> torch.Tensor:
         stage = self._encoders.stage

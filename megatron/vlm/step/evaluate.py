@@ -69,21 +69,20 @@ def evaluate(
         caps: of a micro-batch of questions, answers included.
         on_progress: receives (questions answered, questions) of this rank's share.
     """
-    trainer.model.eval()
     data_ranks = trainer.plan.parallel.data
     questions = list(_questions(reader, options))
     own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
     waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
     answered = 0
-    # A rank whose questions are done goes on with empty waves while others, in lockstep, have
-    # some: there is no end of them until all are done.
-    for wave in chain(waves, repeat([])):
-        if not trainer.most_in_lockstep(len(wave)):
-            break
-        _answer(trainer, reader, wave, options.max_new_tokens)
-        answered += sum(map(len, wave))
-        on_progress(answered, len(own))
-    trainer.model.train()
+    with trainer.evaluating():
+        # A rank whose questions are done goes on with empty waves while others, in lockstep, have
+        # some: there is no end of them until all are done.
+        for wave in chain(waves, repeat([])):
+            if not trainer.most_in_lockstep(len(wave)):
+                break
+            _answer(trainer, reader, wave, options.max_new_tokens)
+            answered += sum(map(len, wave))
+            on_progress(answered, len(own))
     shares: list[list[EvaluatedAnswer]] = [[] for _ in range(data_ranks)]
     results = [_compared(question, reader) for question in own]
     dist.all_gather_object(shares, results, group=parallel_state.get_data_parallel_group())

@@ -9,10 +9,14 @@ joins in its exchanges when it comes to the next unit that it computes, or at th
 Gradients are summed over ranks and over micro-batches in float32. Ranks that hold copies of the
 same part sum theirs once a step.
 
+Data-parallel encoders make passes of one encoder. Between the forward of one and its backward there
+are others, so that either may be a pass by itself.
+
 Shapes: P values of a unit with padding, Q of a rank's part of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -98,19 +102,37 @@ class PassExchanges:
 
     exchanges: tuple[Exchange, ...]
 
+    last: int | None = None
+    """Number of the last unit that computes."""
+    begins_with_backward: bool = False
+
     @classmethod
-    def of(cls, units: Sequence[ShardedUnit], *, trains: bool) -> "PassExchanges":
-        """List the exchanges of a forward, and of the backward after it where it trains.
+    def of(
+        cls, units: Sequence[ShardedUnit], tower: str | None, *, forward: bool, backward: bool
+    ) -> "PassExchanges":
+        """List the exchanges of a forward, of a backward, or of a backward after its forward.
 
         The last unit's backward is next after its forward, and its weights stay.
+
+        Args:
+            tower: whose units compute; None: all.
         """
-        exchanges = [Exchange(unit, sums=False) for unit in range(len(units))]
-        for unit in reversed(range(len(units) if trains else 0)):
-            if unit and units[unit - 1].gathers_again:
-                exchanges.append(Exchange(unit - 1, sums=False))
-            if units[unit].reduced:
-                exchanges.append(Exchange(unit, sums=True))
-        return cls(tuple(exchanges))
+        own = [number for number, unit in enumerate(units) if tower in (None, unit.tower)]
+        exchanges = [Exchange(unit, sums=False) for unit in own if forward]
+        if backward and not forward and units[own[-1]].gathers_again:
+            exchanges.append(Exchange(own[-1], sums=False))
+        for place in reversed(range(len(own) if backward else 0)):
+            if place and units[own[place - 1]].gathers_again:
+                exchanges.append(Exchange(own[place - 1], sums=False))
+            if units[own[place]].reduced:
+                exchanges.append(Exchange(own[place], sums=True))
+        return cls(tuple(exchanges), last=own[-1], begins_with_backward=not forward)
+
+    @cached_property
+    def first_gathers(self) -> dict[int, int]:
+        """Place of every unit's first gather: the one before its forward."""
+        places = reversed(list(enumerate(self.exchanges)))
+        return {one.unit: i for i, one in places if not one.sums}
 
     @cached_property
     def last_gathers(self) -> dict[int, int]:
@@ -136,8 +158,10 @@ class ShardedStage(torch.nn.Module):
         self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
         """Gradients of everything that is trained."""
         self._units = weights.units
-        self._of_pass = [PassExchanges.of(self._units, trains=trains) for trains in (False, True)]
+        self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
         self._pass = PassExchanges(())
+        self._is_whole = False
+        """Whether all weights are whole, and stay so."""
         self._begun = 0
         """Exchanges of the pass that have begun."""
         self._computing: int | None = None
@@ -156,14 +180,55 @@ class ShardedStage(torch.nn.Module):
                     parameter.register_post_accumulate_grad_hook(take)
 
     def forward(self, *arguments: Any) -> Any:
-        """Begin a pass, which the next one or `finish_pass` ends, and run the stage."""
+        """Begin a pass, with a backward where gradients are enabled, and run the stage."""
+        self.begin_pass(backward=torch.is_grad_enabled())
+        return self.module(*arguments)
+
+    def begin_pass(
+        self, tower: str | None = None, *, forward: bool = True, backward: bool = True
+    ) -> None:
+        """Begin a pass, which the next one or `finish_pass` ends.
+
+        Args:
+            tower: whose units compute; None: all.
+            forward: whether it begins with a forward; else it is of a backward alone.
+            backward: whether it has a backward.
+        """
         self.finish_pass()
-        self._pass = self._of_pass[torch.is_grad_enabled()]
+        kind = tower, forward, backward
+        if kind not in self._passes:
+            self._passes[kind] = PassExchanges.of(
+                self._units, tower, forward=forward, backward=backward
+            )
+        self._pass = self._passes[kind]
+        self._goes_back = self._pass.begins_with_backward
         self._missing = [
             {parameter for flat in unit.reduced for parameter in flat.parameters}
             for unit in self._units
         ]
-        return self.module(*arguments)
+
+    @contextmanager
+    def whole(self, stays: bool) -> Iterator[None]:
+        """Have all weights whole meanwhile, for forwards without gradients; collective over the
+        ranks that divide them.
+
+        Args:
+            stays: whether this rank computes with them; one that does not only gives its part.
+        """
+        self.finish_pass()
+        for flat in self.weights.flats:
+            work = flat.begin_gather()
+            if work is not None:
+                work.wait()
+            if not stays:
+                flat.release()
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for flat in self.weights.flats:
+                flat.release()
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
@@ -185,10 +250,12 @@ class ShardedStage(torch.nn.Module):
         self._pass, self._begun, self._goes_back = PassExchanges(()), 0, False
 
     def _before_forward(self, number: int, *_: Any) -> None:
+        if self._is_whole:
+            return
         if self._goes_back:  # a layer that is recomputed
             self._before_backward(number)
         elif self._computing != number:
-            self._enter(number, number)
+            self._enter(number, self._pass.first_gathers[number])
 
     def _after_forward(self, number: int, module: torch.nn.Module, _: Any, output: Any) -> None:
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -199,7 +266,8 @@ class ShardedStage(torch.nn.Module):
         if self._goes_back and self._computing == number:
             return
         self._goes_back = True
-        self._enter(number, self._pass.last_gathers[number])
+        # Of an embedding there is none in a pass of a backward alone.
+        self._enter(number, self._pass.last_gathers.get(number, -1))
         for flat in self._units[number].flats:
             if flat in self.gradients:
                 self.gradients[flat].open()
@@ -215,7 +283,7 @@ class ShardedStage(torch.nn.Module):
         for work in self._held.get(number, ()):
             work.wait()
         # The last unit has nothing ahead of it before its backward begins.
-        is_last = number == len(self._units) - 1 and not self._goes_back
+        is_last = number == self._pass.last and not self._goes_back
         following = self._pass.exchanges[self._begun : self._begun + 1]
         if following and not following[0].sums and not is_last:
             self._begin(self._begun + 1)

@@ -77,18 +77,13 @@ class ShardedAdam:
         for gradient, summed in zip(partial, together.split(sizes), strict=True):
             gradient.copy_(summed)
 
-    def update(self, clip_grad: float) -> float | None:
-        """Clip and step; collective over all ranks.
+    def step(self, clip_grad: float, norm: float) -> None:
+        """Clip and step.
 
         Args:
             clip_grad: largest norm of all gradients together; 0 clips none.
-
-        Returns:
-            The norm before clipping; None where it is not finite, and nothing was changed.
+            norm: theirs, finite.
         """
-        norm = self._norm()
-        if not math.isfinite(norm):
-            return None
         factor = clip_grad / (norm + _CLIP_MARGIN)
         if 0 < factor < 1:
             self.scale_gradients(factor)
@@ -96,15 +91,14 @@ class ShardedAdam:
         for flat, main_Q in self._main_of.items():
             if main_Q is not flat.own_Q:
                 flat.own_Q.copy_(main_Q)
-        return norm
 
     def reload_model_params(self) -> None:
         """Take the weights as they are (core's name); for after they were loaded alone."""
         for flat, main_Q in self._main_of.items():
             main_Q.copy_(flat.own_Q)
 
-    def _norm(self) -> float:
-        """Norm of the gradients of all ranks together, each counted once."""
+    def norm(self) -> float:
+        """Norm of the gradients of all ranks together, each counted once; collective over them."""
         first = self._tensor_group.rank() == 0
         counted = [
             one.main.grad

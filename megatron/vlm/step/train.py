@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     ChainedOptimizer,
-    MegatronOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
 )
@@ -25,13 +25,16 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.groups import (
+    ShardGroups,
     create_context_groups,
+    create_encoder_shard_groups,
     create_encoding_group,
     create_shard_groups,
     replica_groups,
 )
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.sharded_units import divide_weights
+from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded
@@ -86,7 +89,6 @@ class Trainer:
     options: OptimizationOptions
     stage: VLMStage
     data_parallel: DataParallel
-    optimizer: ChainedOptimizer | ShardedAdam
     scheduler: OptimizerParamScheduler
     encoders: Encoders | None = None
     """Data-parallel encoders; None where they are units of the stages."""
@@ -101,11 +103,38 @@ class Trainer:
         """Everything that this rank holds of the model: its stage, and data-parallel encoders."""
         return (self.stage,) if self.encoders is None else (self.stage, self.encoders.stage)
 
+    @property
+    def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
+        """The optimizer of each of `stages`; None of encoders that are frozen and whole."""
+        return tuple(None if held is None else held.optimizer for held in self._held_stages)
+
+    @property
+    def _held_stages(self) -> tuple[DataParallel | None, ...]:
+        """How ranks hold each of `stages`."""
+        if self.encoders is None:
+            return (self.data_parallel,)
+        return self.data_parallel, self.encoders.data_parallel
+
+    @property
+    def held(self) -> list[DataParallel]:
+        """How ranks hold everything that may be trained."""
+        return [held for held in self._held_stages if held is not None]
+
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
-        self.data_parallel.zero_gradients()
-        if self.encoders is not None:
-            self.encoders.zero_gradients()
+        for held in self.held:
+            held.zero_gradients()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run forwards alone meanwhile, with the encoders' weights whole; collective."""
+        self.model.eval()
+        if self.encoders is None:
+            yield
+        else:
+            with self.encoders.whole(encodes=self.links.is_first):
+                yield
+        self.model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
@@ -205,12 +234,14 @@ class Trainer:
             nothing was changed.
         """
         self.wait_for_weights()
-        self.data_parallel.finish_gradients(1 / divisor)
-        if self.encoders is not None:
-            self.encoders.reduce_gradients(1 / divisor)
-        grad_norm = self.data_parallel.update(self.options.clip_grad)
-        self.data_parallel.begin_gather(changed=grad_norm is not None)
-        return grad_norm
+        for held in self.held:
+            held.finish_gradients(1 / divisor)
+        grad_norm = math.hypot(*[held.grad_norm() for held in self.held])
+        is_finite = math.isfinite(grad_norm)
+        for held in self.held if is_finite else ():
+            held.step(self.options.clip_grad, grad_norm)
+        self.data_parallel.begin_gather(changed=is_finite)
+        return grad_norm if is_finite else None
 
     def discard_gradients(self) -> None:
         """End a step without an update; collective over data-parallel ranks."""
@@ -232,36 +263,31 @@ def build_trainer(
     steps: int,
     seed: int,
     *,
-    can_save: bool = True,
     provider: Provider = "local",
 ) -> Trainer:
     """Build this rank's stage with its initial weights; collective over all ranks.
 
     Args:
         steps: of the whole run, over which the learning rate is scheduled.
-        can_save: whether core has the gloo groups that the optimizer's state is gathered in.
         provider: of the layers' linears and attention.
     """
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
-    stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
-    initialize_parameters(stage, seed)
+    is_sharded = plan.parallel.sharded > 1
+    with without_matrices() if is_sharded else nullcontext():
+        stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
     exchange = _data_parallel_config(plan.parallel)
     settings = _optimizer_config(plan, options, exchange)
-    encoders = None
-    data_parallel: Replicated | Sharded
-    if plan.parallel.sharded > 1:
-        data_parallel = _sharded(plan, stage, settings)
+    data_parallel: DataParallel
+    if is_sharded:
+        shards = create_shard_groups(plan.parallel)
+        data_parallel = _sharded(stage, settings, seed, *shards)
     else:
-        data_parallel = _replicated(plan, stage, settings, exchange, can_save=can_save)
-    if plan.beside is not None:
-        assert isinstance(data_parallel, Replicated), "the plan was refused"
-        encoders, of_encoders = _build_encoders(plan, options, settings, seed, can_save=can_save)
-        both = (*data_parallel.optimizer.chained_optimizers, *of_encoders)
-        data_parallel = replace(data_parallel, optimizer=ChainedOptimizer(list(both)))
-    if isinstance(data_parallel, Replicated):
-        _update_in_one_kernel(data_parallel.optimizer)
+        initialize_parameters(stage, seed)
+        data_parallel = _replicated(stage, settings, exchange, _tied_groups(tied_copies(plan)))
+    encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
+    of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
-        data_parallel.optimizer,
+        _Scheduled(data_parallel, of_encoders),
         init_lr=0.0,
         max_lr=options.lr,
         min_lr=options.min_lr,
@@ -279,31 +305,55 @@ def build_trainer(
         options=options,
         stage=stage,
         data_parallel=data_parallel,
-        optimizer=data_parallel.optimizer,
         scheduler=scheduler,
         encoders=encoders,
     )
 
 
+class _Scheduled:
+    """What core's schedule takes for an optimizer: all optimizers of a rank."""
+
+    def __init__(self, *held: DataParallel | None) -> None:
+        self._held = [each for each in held if each is not None]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of settings (torch's name), which a load puts others in the place of."""
+        return [group for each in self._held for group in each.optimizer.param_groups]
+
+
 def _replicated(
-    plan: Plan,
     stage: VLMStage,
     settings: OptimizerConfig,
     exchange: DistributedDataParallelConfig,
-    *,
-    can_save: bool,
+    reduction_groups: ProcessGroupCollection | None,
+    groups: ProcessGroupCollection | None = None,
 ) -> Replicated:
-    model = DistributedDataParallel(stage.config, exchange, stage)
+    """Hold a stage whole.
+
+    Args:
+        reduction_groups: of its gradients, where they are not core's.
+        groups: all that core asks for, where they are not its own.
+    """
+    model = DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
+    optimizer = get_megatron_optimizer(
+        settings, [model], use_gloo_process_groups=False, pg_collection=groups
+    )
+    _update_in_one_kernel(optimizer)
     return Replicated(
         model=model,
-        optimizer=get_megatron_optimizer(settings, [model], use_gloo_process_groups=can_save),
-        tied_groups=_tied_groups(tied_copies(plan)),
+        optimizer=optimizer,
+        reduction_groups=reduction_groups,
         overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
     )
 
 
-def _sharded(plan: Plan, stage: VLMStage, settings: OptimizerConfig) -> Sharded:
-    divide_weights(stage, *create_shard_groups(plan.parallel))
+def _sharded(
+    stage: VLMStage, settings: OptimizerConfig, seed: int, dense: ShardGroups, experts: ShardGroups
+) -> Sharded:
+    """Give a stage that was built without matrices its first weights, divided over these ranks, and
+    experts over those."""
+    divide_weights(stage, dense, experts, first_values(stage, seed))
     assert stage.sharded is not None
     model = ShardedStage(stage, stage.sharded)
     of_groups = {
@@ -322,45 +372,38 @@ def _sharded(plan: Plan, stage: VLMStage, settings: OptimizerConfig) -> Sharded:
 
 
 def _build_encoders(
-    plan: Plan,
-    options: OptimizationOptions,
-    settings: OptimizerConfig,
-    seed: int,
-    *,
-    can_save: bool,
-) -> tuple[Encoders, list[MegatronOptimizer]]:
-    """The data-parallel encoders, and their optimizer: none where all of them are frozen."""
+    plan: Plan, options: OptimizationOptions, settings: OptimizerConfig, seed: int
+) -> Encoders:
+    """Build the data-parallel encoders, whole or divided."""
+    assert plan.beside is not None, "encoders are data-parallel"
     group, groups = create_encoding_group(plan), replica_groups()
-    stage = build_encoders(plan, groups, options.drop_path_rate)
-    initialize_parameters(stage, seed)
+    is_sharded = plan.beside.sharded > 1
+    with without_matrices() if is_sharded else nullcontext():
+        stage = build_encoders(plan, groups, options.drop_path_rate)
     trained = frozenset(
         kind.tower
         for kind in unit_kinds(plan.model)
         if kind.tower != LANGUAGE and kind.part not in plan.frozen
     )
-    assert plan.beside is not None, "encoders are data-parallel"
-    encoders = Encoders(
+    held: DataParallel | None = None
+    if is_sharded:
+        shards = create_encoder_shard_groups(plan)
+        held = _sharded(stage, settings, seed, shards, shards)
+    else:
+        initialize_parameters(stage, seed)
+    if trained and not is_sharded:
+        # Nothing else is to be done while gradients are summed, or weights gathered.
+        exchange = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        held = _replicated(stage, settings, exchange, groups, groups)
+    return Encoders(
         stage=stage,
-        model=None,
+        data_parallel=held,
         group=group,
         trained=trained,
         items_per_pass=plan.beside.items_per_pass,
     )
-    if not trained:
-        return encoders, []
-    # Nothing else is to be done while their gradients are summed, or their weights gathered.
-    exchange = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True
-    )
-    model = DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
-    chained = get_megatron_optimizer(
-        settings, [model], use_gloo_process_groups=False, pg_collection=groups
-    )
-    if can_save:
-        host = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        for one in chained.chained_optimizers:
-            one.data_parallel_group_gloo = host  # which core makes for its own groups alone
-    return replace(encoders, model=model), chained.chained_optimizers
 
 
 def _optimizer_config(
@@ -492,7 +535,7 @@ def train_step(
     # same reason it decays over one step more than there are. It counts the plan's steps, skipped
     # ones too, so that the rate at a sample does not depend on what happened before.
     trainer.scheduler.step(increment=1)
-    learning_rate = trainer.optimizer.param_groups[0]["lr"]
+    learning_rate = trainer.scheduler.optimizer.param_groups[0]["lr"]
     grad_norm = None
     if math.isfinite(sums.loss):
         is_summed = trainer.options.loss_weighting is LossWeighting.SUM

@@ -26,11 +26,10 @@ def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationR
         step: steps trained before.
     """
     started = time.perf_counter()
-    trainer.model.eval()
     seen = SeenBatches()
     batches = seen.count(trainer.joining(validation.batches(), validation.slots))
-    losses = trainer.run_forward(batches)
-    trainer.model.train()
+    with trainer.evaluating():
+        losses = trainer.run_forward(batches)
     sums = global_sums(trainer.links, losses, seen)
     return ValidationRecord(
         step=step,

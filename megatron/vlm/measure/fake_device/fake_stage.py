@@ -5,11 +5,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.memory import Label
 from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cuda
 from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
@@ -31,6 +33,7 @@ def run_fake_stage(
     heaviest: Sequence[Window],
     load: LoadRows,
     on_run: Callable[[], None],
+    encoding: HeaviestEncoding | None = None,
 ) -> FakeStage:
     """Build a stage of the plan on a fake device and run it through its heaviest moments.
 
@@ -40,6 +43,7 @@ def run_fake_stage(
             prediction, relative to the one that allocates most, than `_MOST_SPREAD`.
         load: of their micro-batches, on the host.
         on_run: called after the stage is built, and for each of `heaviest`.
+        encoding: what encoders do meanwhile, where they are data-parallel.
 
     Raises:
         UserError: there is no compiler.
@@ -55,7 +59,12 @@ def run_fake_stage(
             expected = window.predicted_gib / max(worst_predicted_gib, 1e-12)
             if worst is None or expected * (1 + _MOST_SPREAD) >= 1:
                 batches = [_without_data(batch, fake_device) for batch in load(window.rows)]
-                run = _run(fake_device.device, replayer, window.rows, batches, plan, stage)
+                of_encoders = None
+                if encoding is not None:
+                    shares, passes = encoding.of_stage(stage, window.rows)
+                    of_encoders = shares, [_without_data(one, fake_device) for one in passes]
+                memory = partial(replayer.activation_bytes, batches, of_encoders)
+                run = _run(fake_device.device, replayer, window.rows, memory, plan, stage)
                 if worst is None or run.allocated_gib > worst.allocated_gib:
                     worst, worst_predicted_gib = run, window.predicted_gib
             on_run()
@@ -82,26 +91,31 @@ def _without_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:
 
 def _describe_state(device: FakeDevice, trainer: Trainer) -> None:
     """Label what is there after building, and name the modules."""
-    device.places.name(trainer.stage)
-    kept = trainer.data_parallel
+    device.places.name(*trainer.stages)
     device.memory.relabel_rest(Label("", "optimizer state", "state"))
-    device.memory.relabel(kept.weights(), Label("", "weights", "state"))
-    device.memory.relabel(kept.gradients(), Label("", "gradients", "state"))
+    for held in trainer.held:
+        device.memory.relabel(held.weights(), Label("", "weights", "state"))
+        device.memory.relabel(held.gradients(), Label("", "gradients", "state"))
 
 
 def _run(
     device: FakeDevice,
     replayer: StageReplayer,
     rows: np.ndarray,
-    batches: list[MicroBatch],
+    step: Callable[[], int],
     plan: Plan,
     stage: int,
 ) -> FakeStage:
-    """Run one rank's step and the update after it, and say what was counted."""
+    """Run one rank's step and the update after it, and say what was counted.
+
+    Args:
+        rows: of its micro-batches.
+        step: runs both.
+    """
     memory, counts = device.memory, device.counts
     counts.clear()
     memory.watch()
-    replayer.activation_bytes(batches)
+    step()
     label = memory.highest_label
     assert label is not None, "nothing ran"
     operations = counts.operations()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.vlm.measure.fake_device.device import install_device
+from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, stages_left
 from megatron.vlm.run.launch import Launch
@@ -20,6 +21,8 @@ from omnibal.job.fake_replay import (
 from omnibal.job.plan import Plan
 from omnibal.job.replay import plan_sha256
 from omnibal.model.config import Precision, Provider
+from omnibal.model.units import feature_names_at
+from omnibal.pipeline.encoder_waits import ItemShares
 
 _TRAINER = Path(__file__).parents[2]
 _SOURCES = (".py", ".cpp")
@@ -64,6 +67,16 @@ def check_fake_device_precision(precision: Precision) -> None:
         )
 
 
+def heaviest_encoding(job: ReplayJob) -> HeaviestEncoding | None:
+    """What data-parallel encoders of a plan do at most; None where there are none."""
+    cost, beside = job.planned.job.encoders_cost, job.plan.beside
+    if cost is None or beside is None:
+        return None
+    names = feature_names_at(job.planned.job.cost.features, job.plan.pack_levels)
+    shares = ItemShares.of(job.workload, names, cost, beside.pipelines, beside.item_ms)
+    return HeaviestEncoding.of(job.plan, job.packs, cost, shares)
+
+
 def run_fake_stages(
     job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
 ) -> None:
@@ -86,5 +99,7 @@ def run_fake_stages(
     runs = sum(1 + len(windows[stage]) for stage in left)
     with shared_progress("trying stages", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
-            counted = run_fake_stage(job.plan, stage, windows[stage], job.rows_of(stage), on_run)
+            counted = run_fake_stage(
+                job.plan, stage, windows[stage], job.rows_of(stage), on_run, heaviest_encoding(job)
+            )
             PRETENDED_FILES.write(counted, output)

@@ -50,9 +50,9 @@ class Places:
         self._main = threading.get_ident()
         self._made: dict[int, _Numbered] = defaultdict(_Numbered)
 
-    def name(self, module: torch.nn.Module) -> None:
-        """Take the names of a module's parts as paths."""
-        self._names = {id(part): path for path, part in module.named_modules()}
+    def name(self, *modules: torch.nn.Module) -> None:
+        """Take the names of the modules' parts as paths."""
+        self._names = {id(p): path for one in modules for path, p in one.named_modules()}
 
     def current(self) -> str:
         """Path of the module whose operation runs; empty outside of all."""

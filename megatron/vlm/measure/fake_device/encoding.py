@@ -1,0 +1,159 @@
+"""What a rank of data-parallel encoders does on a fake device: the most that any rank encodes in a
+step of the run, and the most features that any pipeline takes, beside micro-batches of its own."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.encoder_share import (
+    EncoderPass,
+    EncoderShares,
+    EncodingRanks,
+    FeatureRoute,
+    StepShares,
+)
+from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.measure.replay import EncodingWork
+from omnibal.cost.encoder_phase import EncodersCost
+from omnibal.job.plan import Plan
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_waits import ItemShares
+from omnibal.pipeline.unit_runs import encoders_stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeaviestShares:
+    """What stands where a step has its `StepShares`, of which it has what a step asks for."""
+
+    encoding: StepShares
+    """Shares of the step and rank whose passes run."""
+    receiving: StepShares
+    """Shares of the step and rank whose features arrive."""
+    window: Mapping[str, np.ndarray]
+    """Items of the micro-batches that run, by encoder."""
+
+    @property
+    def ranks(self) -> EncodingRanks:
+        """The encoding group, with the place of a rank of the stage."""
+        return self.receiving.ranks
+
+    @property
+    def items(self) -> Mapping[str, np.ndarray]:
+        """Items by encoder."""
+        return self.encoding.items
+
+    @property
+    def route(self) -> FeatureRoute:
+        """What leaves of the passes, and what arrives of the pipeline's features."""
+        arriving = self.receiving.route
+        return replace(
+            self.encoding.route,
+            received_slices=arriving.received_slices,
+            received=arriving.received,
+            parts=arriving.parts,
+        )
+
+    def only(self, names: Collection[str]) -> "HeaviestShares":
+        """The shares of some of the encoders."""
+        window = {name: items for name, items in self.window.items() if name in names}
+        encoding, receiving = self.encoding.only(names), self.receiving.only(names)
+        return HeaviestShares(encoding=encoding, receiving=receiving, window=window)
+
+    def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
+        """The passes of an encoder, those that are kept or the others."""
+        return self.encoding.passes_of(name, is_kept)
+
+    def lockstep_passes(self, name: str, is_kept: bool) -> int:
+        """How many such passes all ranks that divide the encoder's weights make."""
+        return self.encoding.lockstep_passes(name, is_kept)
+
+    def slices(self, micro_batches: int) -> list[dict[str, slice]]:
+        """Where the features of each of the micro-batches are: the first of all that arrive; and
+        all others, for which there is room as in a whole step."""
+        start, found = 0, []
+        for place in range(micro_batches):
+            of_pack = {}
+            for name, items in self.window.items():
+                end = start + int(items[place]) * self.encoding.encoders[name].tokens_per_item
+                of_pack[name] = slice(start, end)
+                start = end
+            found.append(of_pack)
+        for name in list(self.window)[:1]:
+            found.append({name: slice(start, sum(self.receiving.route.parts))})
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeaviestEncoding:
+    """The heaviest step and rank of a plan's encoders, and its heaviest step and pipeline."""
+
+    plan: Plan
+    packs: ScheduledPacks
+    encodes: tuple[int, int]
+    """Step, and global rank, that encode most."""
+    receives: tuple[int, int]
+    """Step, and data-parallel rank, whose pipeline takes most features."""
+
+    @classmethod
+    def of(
+        cls, plan: Plan, packs: ScheduledPacks, cost: EncodersCost, shares: ItemShares
+    ) -> "HeaviestEncoding":
+        """Find them in all steps, by the bytes that items keep and features take."""
+        blocks = plan.parallel.data // shares.pipelines
+        encoded, held = np.zeros(1), np.zeros(1)
+        for name, one in cost.encoders.items():
+            item_bytes = one.kept_bytes[1] + one.input_bytes + one.feature_bytes
+            encoded = encoded + item_bytes * shares.encoded[name]
+            held = held + one.feature_bytes * shares.held[name]
+        cell, number = np.unravel_index(encoded.argmax(), encoded.shape)
+        own, pipeline = np.unravel_index(held.argmax(), held.shape)
+        ranks = EncodingRanks(pipelines=shares.pipelines, parallel=plan.parallel, rank=0)
+        return cls(
+            plan=plan,
+            packs=packs,
+            encodes=(
+                int(shares.steps[cell // blocks]),
+                ranks.global_ranks(int(cell % blocks))[int(number)],
+            ),
+            receives=(
+                int(shares.steps[own // blocks]),
+                int(own % blocks * shares.pipelines + pipeline),
+            ),
+        )
+
+    def of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
+        """Shares of a rank of a stage that runs these rows of the packs, and its passes, on the
+        host."""
+        sizes = self.plan.parallel
+        step, data_rank = self.receives
+        receiver = (stage * sizes.data + data_rank) * sizes.tensor
+        model = self.plan.model
+        shares = HeaviestShares(
+            encoding=self._shares(*self.encodes),
+            receiving=self._shares(step, receiver),
+            window={
+                name: self.packs.column(encoder.feature)[rows]
+                for name, encoder in model.encoders.items()
+            },
+        )
+        passes = [self._pass(planned) for planned in shares.encoding.passes]
+        return cast(StepShares, shares), passes
+
+    def _shares(self, step: int, rank: int) -> StepShares:
+        plan = self.plan
+        assert plan.beside is not None
+        ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
+        every_step = EncoderShares(
+            model=plan.model, beside=plan.beside, ranks=ranks, packs=self.packs
+        )
+        return every_step.step(step)
+
+    def _pass(self, planned: EncoderPass) -> MicroBatch:
+        model = self.plan.model
+        items = {"tiles": 0, "clips": 0, planned.feature: planned.items}
+        return random_batch(
+            model, items["tiles"], (), 0, encoders_stage(model), clips=items["clips"]
+        )
