@@ -105,11 +105,18 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         UserError: nothing that is asked for can be planned, with what would fit where memory is
             short.
     """
-    search = _Search(goal=goal, listener=listener or Silence())
+    search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
     if goal.free.sizes is None:
         return search.at_given_sizes()
     return search.at_free_sizes(goal.free.sizes)
+
+
+def _with_encoder_shardings(goal: Goal) -> Goal:
+    """The goal, with the free ways to hold weights for data-parallel encoders too."""
+    if goal.free.shardings is None:
+        return goal
+    return replace(goal, job=replace(goal.job, encoder_shardings=goal.shardings))
 
 
 def without_trainer(goal: Goal, result: PlanResult) -> Goal:

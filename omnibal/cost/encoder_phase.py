@@ -1,17 +1,24 @@
 """Costs of data-parallel encoders, and of the pipeline without them.
 
-A rank holds its encoders whole, so that their units cost what they cost at tensor size 1, and runs
-its share of a step's items in passes. A pass of n items takes a time that is linear in n. Of kept
-items the activations stay from forward to backward; of all others the forward runs again, frozen
-layers before a trained projector too, as nothing of it was kept.
+No encoder is divided by tensor-parallel ranks, so that units cost what they cost at tensor size 1.
+A rank runs its share of a step's items in passes. A pass of n items computes for a time that is
+linear in n. Of kept items the activations stay from forward to backward; of all others the forward
+runs again, frozen layers before a trained projector too, as nothing of it was kept.
 
 Features leave in one all-to-all of the encoding group and gradients come back in another. A rank
 takes as long as it sends or receives, whichever is more, at the rate of the slowest link between
 the group's ranks, and a message's latency for every peer. A communication library has buffers for
 each peer (`ClusterConfig.peer_bytes`), which is what makes large groups expensive.
 
-Gradients are summed over all ranks of the job, with the last backward behind them, and weights are
-gathered before the first forward: neither is hidden behind computation.
+Where every rank holds whole encoders, gradients are summed over all ranks of the job, with the last
+backward behind them, and weights are gathered before the first forward: neither is hidden behind
+computation.
+
+Neighbouring ranks of the job may divide weights, gradients and optimizer state instead. Then every
+pass gathers and reduces unit after unit, as `omnibal.cost.sharded` says, and what its computation
+does not hide is a time that is not linear in n. In a second forward the last unit's weights stay
+for the backward that follows. Blocks of so many ranks are copies of each other, which sum the
+gradients of their shares once a step, after the last backward.
 """
 
 from collections import Counter
@@ -24,13 +31,42 @@ from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
+from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
 PASS, ITEM = 0, 1
 """Places of what a pass costs, and of what each of its items does."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PassExchange:
+    """Exchange of an encoder's weights and gradients, in every pass of ranks that divide them."""
+
+    of_pass: ShardedExchange
+    """In a forward, and in the backward of kept items."""
+    of_second: ShardedExchange
+    """In a second forward."""
+    item: int
+    """Place of the encoder's items among the features of the costs."""
+
+    def exposed_ms(self, items: np.ndarray) -> np.ndarray:
+        """What computation does not hide in a forward, in the backward of kept items, and in the
+        second forward and the backward of others, [..., 3].
+
+        Args:
+            items: of a pass, [...]; without any, it is what a pass of none waits.
+        """
+        features = np.zeros((items.size, self.of_pass.forward_ms.shape[1]))
+        features[:, 0], features[:, self.item] = 1, items.ravel()
+        ahead, behind = self.of_pass.exposed_ms(features).T
+        ahead_again = self.of_second.exposed_ms(features)[:, 0]
+        # The last unit's weights are still there.
+        again = ahead_again + behind - self.of_pass.gather_back_ms[self.of_pass.sequence[-1]]
+        return np.stack([ahead, behind, again], axis=-1).reshape(*items.shape, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,6 +91,8 @@ class EncoderCost:
     """Features of an item."""
     is_trained: bool
     """Whether any part of it is trained, so that gradients come back."""
+    exchange: PassExchange | None = None
+    """Exchange of its weights and gradients in every pass; None where ranks hold them whole."""
 
     def kept(self, items: int, items_per_pass: int) -> float:
         """Bytes that so many kept items hold."""
@@ -76,13 +114,14 @@ class EncodersCost:
     encoders: Mapping[str, EncoderCost]
     """By name, in model order."""
     weights_bytes: float
+    """Weights of this rank; this and the next are a share where ranks divide them."""
     gradients_bytes: float
     optimizer_bytes: float
-    """Optimizer state, a share of all ranks of the job."""
+    """Optimizer state, a share of the ranks that divide weights, or of all ranks of the job."""
     gather_ms: float
-    """Gather of new weights from all ranks, once a step."""
+    """Gather of new weights from all ranks, once a step; 0 where every pass gathers them."""
     reduction_ms: float
-    """Sum of gradients over all ranks, once a step."""
+    """Sum of gradients over all ranks, or over those with the same share, once a step."""
     update_ms: float
     """Weight update of this rank's share."""
     within_node: Line
@@ -95,6 +134,11 @@ class EncodersCost:
     """Buffers for each peer of the exchange."""
     parallel: Parallel
     gpus_per_node: int
+    sharded: int = 1
+    """Neighbouring ranks of the job that divide weights; 1 where each holds them whole."""
+    evaluation_bytes: float = 0.0
+    """Whole weights that a rank that embeds tokens gathers to evaluate held-out data; 0 where it
+    holds them."""
 
     @property
     def state_bytes(self) -> float:
@@ -131,20 +175,37 @@ def encoders_cost(
     precision: Precision,
     frozen: Collection[str] = (),
     source: CostSource = ANALYTIC,
+    *,
+    sharded: int = 1,
 ) -> EncodersCost:
     """Cost of a model's data-parallel encoders.
+
+    Args:
+        sharded: neighbouring ranks that divide weights, gradients and optimizer state.
 
     Raises:
         UserError: the source has no costs of such a model at tensor size 1.
     """
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
-    copies = Parallel(pipeline=1, data=parallel.world_size)
-    cost = source.costs(model, cluster, copies, precision, frozen)
-    held = [unit for name in model.encoders for unit in _held(model, cost, name)]
+    copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
+    sizes = copies if sharded == 1 else copies.of_shards
+    whole = source.costs(model, cluster, sizes, precision, frozen)
+    shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
+    encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
+    cost = whole
+    for name in model.encoders:
+        exchange = None
+        if sharded > 1:
+            names = _unit_names(model, name)
+            cost = sharded_cost(whole, names, *shards)
+            exchange = ShardedExchange.of(whole, names, *shards)
+        encoders[name] = _encoder_cost(model, cost, name, precision, exchange)
+        held += _held(model, cost, name)
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
+    whole_bytes = parameters * whole.weight_bytes_per_parameter
     return EncodersCost(
-        encoders={name: _encoder_cost(model, cost, name, precision) for name in model.encoders},
+        encoders=encoders,
         weights_bytes=parameters * cost.weight_bytes_per_parameter,
         gradients_bytes=trained * cost.gradient_bytes_per_parameter,
         optimizer_bytes=trained * cost.optimizer_bytes_per_parameter,
@@ -157,18 +218,29 @@ def encoders_cost(
         peer_bytes=cluster.peer_bytes,
         parallel=parallel,
         gpus_per_node=cluster.gpus_per_node,
+        sharded=sharded,
+        evaluation_bytes=whole_bytes if sharded > 1 else 0.0,
     )
+
+
+def _unit_names(model: ModelConfig, name: str) -> list[str]:
+    """Kinds of an encoder's units, in the order in which they run."""
+    own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
+    return [unit for unit in unit_names(model) if unit in own]
 
 
 def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
     """Costs of an encoder's units of every kind, each with their number."""
-    own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
-    numbers = Counter(unit for unit in unit_names(model) if unit in own)
+    numbers = Counter(_unit_names(model, name))
     return [(number, cost.units[kind]) for kind, number in numbers.items()]
 
 
 def _encoder_cost(
-    model: ModelConfig, cost: CostModel, name: str, precision: Precision
+    model: ModelConfig,
+    cost: CostModel,
+    name: str,
+    precision: Precision,
+    exchange: ShardedExchange | None,
 ) -> EncoderCost:
     """Cost of one encoder: its embedding, its layers and its projector together."""
     tower, columns = model.encoders[name], _columns(cost.features, model.encoders[name].feature)
@@ -192,7 +264,16 @@ def _encoder_cost(
         input_bytes=FP32_BYTES * tower.values_per_item,
         feature_bytes=float(feature_bytes),
         is_trained=is_trained,
+        exchange=None if exchange is None else _pass_exchange(exchange, cost, columns[ITEM]),
     )
+
+
+def _pass_exchange(exchange: ShardedExchange, cost: CostModel, item: int) -> PassExchange:
+    """The exchange of passes of items of this feature, and that of second forwards."""
+    features = exchange.forward_ms.shape[1]
+    again_ms = [_again_ms(cost.units[kind.name])[:features] for kind in cost.kinds]
+    again = replace(exchange, forward_ms=np.stack(again_ms))
+    return PassExchange(of_pass=exchange, of_second=again, item=item)
 
 
 def _again_ms(unit: UnitCost) -> np.ndarray:
@@ -204,7 +285,7 @@ def _columns(features: Sequence[str], feature: str) -> list[int]:
     return [0, features.index(feature)]
 
 
-def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
+def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
     """Costs of the language model's units alone, where encoders are data-parallel.
 
     Two features more are times already: what the first forward of a step waits for encoders, and
@@ -214,6 +295,7 @@ def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
 
     Args:
         cost: of the whole model.
+        update_ms: weight update of the encoders, which comes to every stage's.
     """
     units = {
         kind.name: _with_waits(cost.units[kind.name], is_embed=kind.name == LANGUAGE_EMBED)
@@ -225,7 +307,7 @@ def pipeline_cost(cost: CostModel, encoders: EncodersCost) -> CostModel:
         features=(*cost.features, *ENCODER_WAITS_MS),
         kinds=tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE),
         units=units,
-        optimizer_ms_fixed=cost.optimizer_ms_fixed + encoders.update_ms,
+        optimizer_ms_fixed=cost.optimizer_ms_fixed + update_ms,
     )
 
 

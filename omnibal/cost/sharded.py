@@ -30,10 +30,10 @@ import numpy as np
 from omnibal.cost.links import pass_line, ring_ms_per_byte, shard_copies, shard_group
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE, unit_names
+from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class ShardedExchange:
     def of(
         cls,
         cost: CostModel,
-        model: ModelConfig,
+        names: Sequence[str],
         cluster: ClusterConfig,
         parallel: Parallel,
         precision: Precision,
@@ -69,13 +69,14 @@ class ShardedExchange:
 
         Args:
             cost: of ranks that hold weights whole.
+            names: of the units' kinds, in the order in which they run.
             parallel: sizes; tensor-parallel ranks gather their parts side by side.
             precision: of weights.
             runtime: which says the precision that gradients are exchanged in.
         """
         line = pass_line(cluster, shard_group(parallel), precision)
         units = [cost.units[kind.name] for kind in cost.kinds]
-        names, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
+        kinds, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
         reduced_size = _scattered_bytes(cost, runtime)
 
         def exchange_ms(parameters: Sequence[int], size: float) -> np.ndarray:
@@ -90,7 +91,7 @@ class ShardedExchange:
                 [unit.parameters * unit.has_backward for unit in units], size
             ),
             reduce_ms=exchange_ms([unit.trained_parameters for unit in units], reduced_size),
-            sequence=tuple(names.index(name) for name in unit_names(model)),
+            sequence=tuple(kinds.index(name) for name in names),
         )
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
@@ -130,11 +131,13 @@ def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
 
 def sharded_cost(
     cost: CostModel,
-    model: ModelConfig,
+    names: Sequence[str],
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
     runtime: RuntimeOptions,
+    *,
+    has_one_loss: bool = True,
 ) -> CostModel:
     """Costs where data-parallel ranks divide weights and gradients too.
 
@@ -144,13 +147,14 @@ def sharded_cost(
     Args:
         cost: of the ranks of one group (`Parallel.of_shards`) that hold weights whole and divide
             the optimizer's state.
+        names: of the kinds of the units that are divided, in the order in which they run.
         parallel: sizes of the job.
+        has_one_loss: whether the head's backward begins with its one loss; with layers of
+            multi-token prediction, it begins with theirs.
     """
     ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
-    whole = _whole_bytes(cost, model, _scattered_bytes(cost, runtime), ranks)
-    # With layers of multi-token prediction, it begins with theirs.
-    has_one_loss = not model.language.prediction_layers
+    whole = _whole_bytes(cost, names, _scattered_bytes(cost, runtime), ranks)
     units = {
         name: _sharded_unit(
             unit,
@@ -196,7 +200,7 @@ class _WholeBytes:
 
 
 def _whole_bytes(
-    cost: CostModel, model: ModelConfig, sent: float, ranks: int
+    cost: CostModel, names: Sequence[str], sent: float, ranks: int
 ) -> dict[str, _WholeBytes]:
     """Whole weights and gradients while a unit of each kind runs, by its name: the most of all its
     places in the model.
@@ -207,11 +211,11 @@ def _whole_bytes(
 
     Args:
         cost: of ranks that hold weights whole.
+        names: of the units' kinds, in the order in which they run.
         sent: bytes of a gradient as it is reduce-scattered.
         ranks: that divide them.
     """
-    units, names = cost.units, unit_names(model)
-    kinds = {kind.name: kind for kind in cost.kinds}
+    units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes = sent * cost.tied_trained_parameters
     weights = {name: cost.weight_bytes_per_parameter * units[name].parameters for name in units}
     # No embedding's backward reads a weight.

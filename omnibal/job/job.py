@@ -4,7 +4,7 @@ Everything that plans, checks or replays a job is given a `JobSpec` whole. One t
 and has its costs, so nobody checks or counts again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
@@ -24,12 +24,16 @@ from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
+from omnibal.model.data_parallel_encoders import (
+    DataParallelEncoders,
+    EncoderPlacement,
+    encoder_shards,
+)
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
-from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake
+from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, unit_names
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
@@ -64,12 +68,16 @@ class JobSpec:
     """Where the encoders run."""
     beside: DataParallelEncoders | None = None
     """How data-parallel encoders run; None where there are none, or it is to be searched for."""
+    encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
+    """Ways to hold the weights of data-parallel encoders to choose from, where `beside` does not
+    say."""
     trainer: TrainerConstraints = OWN
     """The trainer that the job is planned for: what it can be told, and how it runs a step."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
-    encoders_cost: EncodersCost | None = field(init=False, repr=False)
-    """Costs of data-parallel encoders; None where there are none."""
+    encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)
+    """Costs of data-parallel encoders by how many ranks divide their weights, in every way that
+    may be chosen; empty where there are none."""
     exchange: ShardedExchange | None = field(init=False, repr=False)
     """Exchange of weights and gradients in every pass; None where ranks hold them whole."""
 
@@ -85,18 +93,56 @@ class JobSpec:
                 self, "parallel", self.parallel.held(WeightSharding.FULL, self.cluster)
             )
         self.check_sizes(self.parallel)
-        cost, encoders, exchange = self._unit_costs(), None, None
-        if self.has_data_parallel_encoders:
-            sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
-            encoders = encoders_cost(*sizes, self.cost_source)
+        cost, exchange = self._unit_costs(), None
         if self.parallel.sharded > 1:
             cluster = self.cost_source.with_rates(self.cluster)
             shards = cluster, self.parallel, self.precision, self.trainer.runtime
-            exchange = ShardedExchange.of(cost, self.model, *shards)
-            cost = sharded_cost(cost, self.model, *shards)
-        object.__setattr__(self, "cost", pipeline_cost(cost, encoders) if encoders else cost)
-        object.__setattr__(self, "encoders_cost", encoders)
+            names = unit_names(self.pipeline_model)
+            exchange = ShardedExchange.of(cost, names, *shards)
+            has_one_loss = not self.model.language.prediction_layers
+            cost = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss)
+        encoders = self._costs_of_encoders()
+        if encoders:
+            cost = pipeline_cost(cost, min(each.update_ms for each in encoders.values()))
+        object.__setattr__(self, "cost", cost)
+        object.__setattr__(self, "encoders_costs", encoders)
         object.__setattr__(self, "exchange", exchange)
+
+    def _costs_of_encoders(self) -> dict[int, EncodersCost]:
+        """Costs of data-parallel encoders in every way to hold weights; none without them."""
+        if not self.has_data_parallel_encoders:
+            return {}
+        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+        return {
+            ranks: encoders_cost(*sizes, self.cost_source, sharded=ranks)
+            for ranks in self._encoder_shards()
+        }
+
+    def _encoder_shards(self) -> list[int]:
+        """Numbers of ranks that may divide the weights of data-parallel encoders.
+
+        Raises:
+            UserError: there are none.
+        """
+        if self.beside is not None:
+            found = [self.beside.sharded]
+        else:
+            ways = self.encoder_shardings
+            held = [encoder_shards(way, self.parallel, self.cluster) for way in ways]
+            found = list(dict.fromkeys(ranks for ranks in held if ranks is not None))
+        if not found:
+            raise UserError(
+                "weights of data-parallel encoders may be divided over a node's ranks alone, and "
+                f"the {self.parallel.world_size} of the job are no whole nodes of "
+                f"{self.cluster.name}: give --sharding full, or whole nodes"
+            )
+        if self.precision == "fp8" and 1 not in found:
+            raise UserError(
+                f"--precision fp8 was given with data-parallel encoders whose weights {found[0]} "
+                "ranks divide, which is planned without: leave it out, or give --sharding "
+                "replicated"
+            )
+        return [1] if self.precision == "fp8" else found
 
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
@@ -144,16 +190,16 @@ class JobSpec:
 
     def _check_sharded(self) -> None:
         """Refuse what does not go with weights that data-parallel ranks divide."""
-        others = {
-            "--precision fp8": self.precision == "fp8",
-            "--encoder data-parallel": self.has_data_parallel_encoders,
-        }
-        given = [option for option, is_given in others.items() if is_given]
-        if given:
+        if self.precision == "fp8":
             raise UserError(
-                f"{' '.join(given)} was given with weights that data-parallel ranks divide, which "
+                "--precision fp8 was given with weights that data-parallel ranks divide, which "
                 "is planned without: leave it out, or give --sharding replicated"
             )
+
+    @property
+    def encoders_cost(self) -> EncodersCost | None:
+        """Costs of data-parallel encoders that run as `beside` says; None without it."""
+        return None if self.beside is None else self.encoders_costs[self.beside.sharded]
 
     @property
     def has_data_parallel_encoders(self) -> bool:
@@ -233,9 +279,8 @@ class JobSpec:
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
-        if self.beside is None:
+        if self.beside is None or self.encoders_cost is None:
             return workload
-        assert self.encoders_cost is not None
         return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod

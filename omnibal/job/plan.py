@@ -284,6 +284,11 @@ class Plan(Frozen):
                 f"beside.pipelines is {beside.pipelines}, and must divide the "
                 f"{self.parallel.data} data-parallel ranks"
             )
+        if self.parallel.world_size % beside.sharded:
+            raise ValueError(
+                f"beside.sharded is {beside.sharded}, and must divide the "
+                f"{self.parallel.world_size} ranks of the job"
+            )
         if self.has_shared_packs:
             raise ValueError(
                 "ranks share packs of a level, and encoders are data-parallel; a plan may "

@@ -224,12 +224,11 @@ def placement_problem(
     job: JobSpec, workload: Workload, levels: Sequence[Level]
 ) -> PlacementProblem:
     """The search for how a job's data-parallel encoders run, for packs of these levels."""
-    assert job.encoders_cost is not None
     return PlacementProblem(
         cost=job.cost_of_all(levels),
         features=feature_names_at(job.cost.features, levels),
         model=job.pipeline_model,
-        encoders=job.encoders_cost,
+        encoders=job.encoders_costs,
         workload=workload,
         memory_cap_bytes=job.memory_cap_gib * GIB,
     )

@@ -13,6 +13,8 @@ from typing import Annotated
 from pydantic import Field
 
 from omnibal.base.frozen import Count, Frozen
+from omnibal.model.config import ClusterConfig
+from omnibal.model.parallel import Parallel, WeightSharding
 
 _Items = Annotated[int, Field(ge=0, le=2**31 - 1, strict=True)]
 _Ms = Annotated[float, Field(ge=0, le=1e12)]
@@ -50,3 +52,20 @@ class DataParallelEncoders(Frozen):
     """Neighbouring ranks of the job, in Megatron's order, that divide weights, gradients and
     optimizer state of the encoders: an aligned block. 1: every rank has all weights. They run
     equally many passes of each kind, of which some may be empty."""
+
+
+def encoder_shards(way: WeightSharding, parallel: Parallel, cluster: ClusterConfig) -> int | None:
+    """Neighbouring ranks of a job that divide the weights of data-parallel encoders, if ranks hold
+    them in this way; None where they cannot.
+
+    A hybrid block has the ranks of one node, as many as those of a language model that is divided
+    so, with all tensor-parallel ranks; on one node it has all ranks.
+    """
+    world = parallel.world_size
+    node = max(cluster.gpus_per_node // parallel.tensor, 1) * parallel.tensor
+    sizes = {
+        WeightSharding.REPLICATED: 1,
+        WeightSharding.FULL: world,
+        WeightSharding.HYBRID: min(node, world),
+    }
+    return sizes[way] if world % sizes[way] == 0 else None

@@ -1,13 +1,15 @@
 """Search for how data-parallel encoders run, together with the pipeline's stages.
 
-Choices are the size of encoding groups (every divisor of the data-parallel size), the items of a
-pass (powers of two) and the items whose activations are kept (a grid from none to all). A choice
-decides what every pipeline waits for, and the memory that is left to its stages, for which
+Choices are the size of encoding groups (every divisor of the data-parallel size), the ranks that
+divide the encoders' weights (of the costs that are given), the items of a pass (powers of two) and
+the items whose activations are kept (a grid from none to all). A choice decides what every pipeline
+waits for, the update of weights, and the memory that is left to its stages, for which
 `omnibal.pipeline.partition` then finds the best split and recomputation. Of several encoders, items
 that save most time for their memory are kept first.
 
 The more memory a choice takes the slower the pipeline can only be. So a pipeline's bound beside one
-choice holds beside all that leave no more memory, and with a choice's own waits it bounds the step.
+choice holds beside all that leave no more memory, and with a choice's own waits and update it
+bounds the step.
 Choices are searched in the order of these bounds until none is left that may be faster. What is
 proven is of the choices on the grid: a number of kept items between two of them may be faster.
 """
@@ -45,12 +47,15 @@ class PlacementProblem:
     """A pipeline without encoders, and what data-parallel encoders cost."""
 
     cost: CostModel
-    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels."""
+    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels,
+    with the shortest of the updates of encoders' weights."""
     features: tuple[str, ...]
     """Names of the workload's features."""
     model: ModelConfig
     """The model whose units the pipeline runs, without encoders."""
-    encoders: EncodersCost
+    encoders: Mapping[int, EncodersCost]
+    """Costs of encoders by how many ranks divide their weights, as many as may be chosen; they
+    differ in nothing else."""
     workload: Workload
     """Without encoders."""
     memory_cap_bytes: float
@@ -58,13 +63,28 @@ class PlacementProblem:
     @property
     def stages(self) -> int:
         """Pipeline size."""
-        return self.encoders.parallel.pipeline
+        return self.any_encoders.parallel.pipeline
 
-    def with_encoders(
-        self, beside: DataParallelEncoders, shares: ItemShares | None = None
-    ) -> Workload:
+    @property
+    def any_encoders(self) -> EncodersCost:
+        """Costs of encoders, for what does not depend on who holds their weights."""
+        return next(iter(self.encoders.values()))
+
+    def with_encoders(self, beside: DataParallelEncoders) -> Workload:
         """The workload with data-parallel encoders."""
-        return with_encoders(self.workload, self.features, self.encoders, beside, shares)
+        encoders = self.encoders[beside.sharded]
+        return with_encoders(self.workload, self.features, encoders, beside)
+
+    def more_update_ms(self, sharded: int) -> float:
+        """Time by which the update takes longer than the shortest where so many ranks divide the
+        weights of encoders."""
+        shortest_ms = min(each.update_ms for each in self.encoders.values())
+        return self.encoders[sharded].update_ms - shortest_ms
+
+    def cost_beside(self, beside: DataParallelEncoders) -> CostModel:
+        """Costs of the pipeline's units, with the update of encoders that are so divided."""
+        more_ms = self.more_update_ms(beside.sharded)
+        return replace(self.cost, optimizer_ms_fixed=self.cost.optimizer_ms_fixed + more_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,7 +104,8 @@ class _Choice:
     beside: DataParallelEncoders
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray
-    """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]."""
+    """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]; what comes
+    after it with the longer update, as if it were a wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,11 +120,12 @@ class _Bound:
     def of(self, choice: _Choice) -> float:
         """Lower bound on the step of a choice; 0 where nothing follows for it.
 
-        A step is shortened by no more than what its pipelines wait less.
+        A step is shortened by no more than what its pipelines wait less; in lockstep it may begin
+        with the wait of one and end with that of another.
         """
         if not self.encoder_memory.is_within(choice.encoder_memory):
             return 0.0
-        less_ms = np.maximum(self.waits_ms - choice.waits_ms, 0).sum(axis=2).max(axis=1)
+        less_ms = np.maximum(self.waits_ms - choice.waits_ms, 0).max(axis=1).sum(axis=1)
         return self.step_ms - float(less_ms.mean())
 
 
@@ -158,7 +180,7 @@ def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> Enco
     workload = problem.with_encoders(choice.beside)
     try:
         search = search_stages(
-            problem.cost,
+            problem.cost_beside(choice.beside),
             problem.model,
             workload,
             problem.stages,
@@ -221,32 +243,43 @@ def _ends(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _too_large(problem: PlacementProblem) -> DoesNotFit:
     need, cap = least_peak_with_encoders(problem) / GIB, problem.memory_cap_bytes / GIB
+    is_whole = [*problem.encoders] == [1]
+    held, also = ("a whole copy", "give --sharding auto, ") if is_whole else ("a part", "")
     return DoesNotFit(
         f"{problem.model.name} on {problem.stages} pipeline stages with data-parallel encoders "
         f"needs {need:.2f} GiB per device at best, with recomputation where it helps: "
         f"{need - cap:.2f} GiB more than the memory cap of {cap:.2f} GiB, which must hold every "
-        "stage and a whole copy of the encoders",
+        f"stage and {held} of the encoders",
         "raise the memory cap, use more pipeline stages or tensor parallelism, pack to smaller "
-        "caps, or give --encoder pipeline",
+        f"caps, {also}or give --encoder pipeline",
     )
 
 
 def least_peak_with_encoders(problem: PlacementProblem) -> float:
     """Bytes of the smallest memory cap that some choice and split fit."""
-    least = [
-        least_peak_of_splits(
-            problem.cost, problem.model, problem.with_encoders(beside), problem.stages
-        )
-        for beside in _smallest(problem)
-    ]
-    return min(least)
+    left = list[Workload]()
+    for beside in _smallest(problem):
+        workload = problem.with_encoders(beside)
+        if not any(_taken(each).is_within(_taken(workload)) for each in left):
+            left = [each for each in left if not _taken(workload).is_within(_taken(each))]
+            left.append(workload)
+    return min(
+        least_peak_of_splits(problem.cost, problem.model, workload, problem.stages)
+        for workload in left
+    )
+
+
+def _taken(workload: Workload) -> EncoderMemory:
+    assert workload.encoding is not None
+    return workload.encoding.encoder_memory
 
 
 def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
-    """For every size of groups, the choice that takes least memory."""
-    one = dict.fromkeys(problem.encoders.encoders, 1)
+    """For every size of groups and way to hold weights, the choice that takes least memory."""
+    one = dict.fromkeys(problem.any_encoders.encoders, 1)
     for pipelines in _group_sizes(problem):
-        yield _beside(problem, pipelines, one, dict.fromkeys(one, 0))
+        for sharded in problem.encoders:
+            yield _beside(problem, pipelines, one, dict.fromkeys(one, 0), sharded)
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
@@ -256,34 +289,37 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
 
 def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
     """All choices that are not over the memory cap by themselves."""
-    sample = sampled_steps(problem.workload)
+    sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
         for largest in _passes(problem, pipelines):
-            sizes = dict.fromkeys(problem.encoders.encoders, largest)
-            item_ms = _item_ms(problem, sizes)
-            shares = ItemShares.of(
-                problem.workload, problem.features, problem.encoders, pipelines, item_ms
+            sizes = dict.fromkeys(any_encoders.encoders, largest)
+            shares, of_sample = (
+                _shares(problem, workload, pipelines, sizes)
+                for workload in (problem.workload, sample)
             )
-            of_sample = ItemShares.of(
-                sample, problem.features, problem.encoders, pipelines, item_ms
-            )
-            for kept in kept_choices(problem.encoders, shares.most()):
-                beside = _beside(problem, pipelines, sizes, kept)
-                encoder_memory = memory_of_encoders(shares, problem.encoders, beside)
-                if encoder_memory.held + encoder_memory.phase <= problem.memory_cap_bytes:
-                    waiting = with_encoders(
-                        sample, problem.features, problem.encoders, beside, of_sample
-                    )
-                    waits_ms = _waits_of(waiting, problem.features)
-                    yield _Choice(beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms)
+            for kept in kept_choices(any_encoders, shares.most()):
+                for sharded, encoders in problem.encoders.items():
+                    beside = _beside(problem, pipelines, sizes, kept, sharded)
+                    encoder_memory = memory_of_encoders(shares, encoders, beside)
+                    if encoder_memory.held + encoder_memory.phase <= problem.memory_cap_bytes:
+                        waits_ms = _waits_of(problem, sample, beside, of_sample)
+                        yield _Choice(
+                            beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms
+                        )
+
+
+def _shares(
+    problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
+) -> ItemShares:
+    """Shares of a workload's items, whoever holds weights."""
+    item_ms = _item_ms(problem, items_per_pass)
+    return ItemShares.of(workload, problem.features, problem.any_encoders, pipelines, item_ms)
 
 
 def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
     """Items of a pass that are tried, from 1 up to what any rank has."""
-    one = dict.fromkeys(problem.encoders.encoders, 1)
-    shares = ItemShares.of(
-        problem.workload, problem.features, problem.encoders, pipelines, _item_ms(problem, one)
-    )
+    one = dict.fromkeys(problem.any_encoders.encoders, 1)
+    shares = _shares(problem, problem.workload, pipelines, one)
     most = max([1, *shares.most().values()])
     sizes = [1]
     while sizes[-1] < min(most, _MOST_ITEMS_OF_PASS):
@@ -309,7 +345,7 @@ def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, 
 
 
 def _item_ms(problem: PlacementProblem, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-    times = problem.encoders.item_ms(items_per_pass)
+    times = problem.any_encoders.item_ms(items_per_pass)
     return {name: round(ms, _DIGITS) for name, ms in times.items()}
 
 
@@ -318,19 +354,27 @@ def _beside(
     pipelines: int,
     items_per_pass: Mapping[str, int],
     kept_items: Mapping[str, int],
+    sharded: int,
 ) -> DataParallelEncoders:
     return DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass=dict(items_per_pass),
         kept_items=dict(kept_items),
         item_ms=_item_ms(problem, items_per_pass),
+        sharded=sharded,
     )
 
 
-def _waits_of(workload: Workload, features: Sequence[str]) -> np.ndarray:
-    """Waits of every pipeline before and after it, [S, ranks, 2]."""
+def _waits_of(
+    problem: PlacementProblem, sample: Workload, beside: DataParallelEncoders, shares: ItemShares
+) -> np.ndarray:
+    """Waits of every pipeline of the sampled steps before and after it, and for the longer update,
+    [S, ranks, 2]."""
+    encoders, features = problem.encoders[beside.sharded], problem.features
+    workload = with_encoders(sample, features, encoders, beside, shares)
     columns = [features.index(name) for name in ENCODER_WAITS_MS]
     step, _, _ = _ends(workload)
     waits_ms = np.zeros((int(step[-1]) + 1, workload.data_parallel_size, len(columns)))
     np.add.at(waits_ms, (step, workload.dp_rank), workload.features[:, columns])
+    waits_ms[..., 1] += problem.more_update_ms(beside.sharded)
     return waits_ms

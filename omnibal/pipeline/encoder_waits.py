@@ -7,6 +7,12 @@ ended. A step therefore lasts as long as that of the slowest group:
 
     busiest forward + exchange + slowest pipeline + exchange + busiest backward.
 
+Ranks that divide the encoders' weights meet in every unit of every pass: all of a block of
+neighbouring ranks of the job run as many passes of every encoder, kept ones and others, as the one
+with the most items, and each pass takes as long as that one's. So every rank is as busy as the
+block's busiest of each encoder, and waits for what no computation hides of the exchange of weights
+and gradients. A group whose ranks are of several blocks lasts as long as the slowest of these.
+
 So the time of encoders is added to every pipeline of the group, before its first forward and after
 its last backward, as two features of these micro-batches (`omnibal.model.units.ENCODER_WAITS_MS`).
 
@@ -63,6 +69,24 @@ class ItemShares:
         encoded = shares_of_ranks(held, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=item_ms)
         return cls(steps=steps, pipelines=pipelines, held=held, encoded=encoded)
 
+    def in_lockstep(self, cost: EncodersCost) -> dict[str, np.ndarray]:
+        """Items by which every rank is busy: the most of its block of ranks that divide weights.
+
+        Blocks are of neighbours in Megatron's order: tensor first, then data, then pipeline. Ranks
+        of a group are in that of `shares_of_ranks`: pipeline, stage, tensor. int64 [S * B, N]
+        """
+        if cost.sharded == 1:
+            return dict(self.encoded)
+        sizes = cost.parallel
+        data = len(self.steps), sizes.data, sizes.pipeline, sizes.tensor
+        found = {}
+        for name, items in self.encoded.items():
+            in_order = items.reshape(data).transpose(0, 2, 1, 3)
+            of_block = in_order.reshape(-1, cost.sharded).max(axis=1, keepdims=True)
+            busiest = np.broadcast_to(of_block, (len(of_block), cost.sharded))
+            found[name] = busiest.reshape(in_order.shape).transpose(0, 2, 1, 3).reshape(items.shape)
+        return found
+
     def most(self) -> dict[str, int]:
         """Most items of each encoder that any rank has in a step."""
         return {name: int(items.max(initial=0)) for name, items in self.encoded.items()}
@@ -73,13 +97,16 @@ class _GroupTimes:
     """Times of every group's step in ms, [S * B]."""
 
     forward: np.ndarray
-    """Forward of the busiest rank."""
+    """Forward of the busiest rank, with the exchange of weights that it waits for."""
     backward: np.ndarray
-    """Backward of the busiest rank, with what runs again."""
+    """Backward of the busiest rank, with what runs again and the exchange that it waits for."""
     mean_forward: np.ndarray
+    """Computation alone; this and the next two are means over ranks."""
     mean_backward: np.ndarray
     """Without what runs again."""
     mean_again: np.ndarray
+    mean_exposed: np.ndarray
+    """Exchange of weights and gradients that ranks wait for in forward and backward, [S * B, 2]."""
     exchange: np.ndarray
     """Exchange of features."""
     exchange_back: np.ndarray
@@ -114,6 +141,7 @@ def with_encoders(
         return float(each_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
     mean_ms = times.mean_forward + times.mean_backward + times.mean_again
+    mean_ms = mean_ms + times.mean_exposed.sum(axis=1)
     encoding = Encoding(
         waits=waits,
         encoder_memory=encoder_memory,
@@ -138,6 +166,9 @@ def memory_of_encoders(
     that in which they leave, and gradients likewise. Then a rank that embeds tokens has those of
     its pipeline twice, as they arrive and in their order. Tensor-parallel ranks have their part
     besides, until they have gathered all.
+
+    Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
+    the encoders whole, besides its state and what a pass of them or of the pipeline works with.
     """
     most, kept, working = shares.most(), 0.0, [0.0]
     rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
@@ -169,6 +200,7 @@ def memory_of_encoders(
             max(working) + 2 * float(rows_bytes.max(initial=0)),
             float(arriving_bytes.max(initial=0)),
         ),
+        whole=cost.evaluation_bytes,
     )
 
 
@@ -186,19 +218,20 @@ def _memory(encoder_memory: EncoderMemory) -> StageMemory:
 def _group_times(
     shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
 ) -> _GroupTimes:
-    forward_ms, backward_ms, again_ms = (np.zeros(1) for _ in range(3))
+    busiest = shares.in_lockstep(cost)
+    all_ms, mean_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 3)), np.zeros((1, 1, 2))
     for name, one in cost.encoders.items():
-        of_forward, of_backward, of_again = encoding_ms(
-            one, shares.encoded[name], beside.items_per_pass[name], beside.kept_items[name]
-        )
-        forward_ms, backward_ms = forward_ms + of_forward, backward_ms + of_backward
-        again_ms = again_ms + of_again
+        sizes = beside.items_per_pass[name], beside.kept_items[name]
+        all_ms = all_ms + encoding_ms(one, busiest[name], *sizes)
+        mean_ms = mean_ms + encoding_ms(one, shares.encoded[name], *sizes).mean(axis=1)
+        exposed_ms = exposed_ms + exposed_exchange_ms(one, busiest[name], *sizes)
     return _GroupTimes(
-        forward=forward_ms.max(axis=1),
-        backward=(backward_ms + again_ms).max(axis=1),
-        mean_forward=forward_ms.mean(axis=1),
-        mean_backward=backward_ms.mean(axis=1),
-        mean_again=again_ms.mean(axis=1),
+        forward=(all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1),
+        backward=(all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1),
+        mean_forward=mean_ms[:, 0],
+        mean_backward=mean_ms[:, 1],
+        mean_again=mean_ms[:, 2],
+        mean_exposed=exposed_ms.mean(axis=1),
         exchange=_exchange_ms(shares, cost, is_back=False),
         exchange_back=_exchange_ms(shares, cost, is_back=True),
     )
@@ -206,8 +239,9 @@ def _group_times(
 
 def encoding_ms(
     cost: EncoderCost, items: np.ndarray, items_per_pass: int, kept_items: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Forward, backward, and what runs again between the two, of ranks with so many items. [...]
+) -> np.ndarray:
+    """Computation of forward, backward, and what runs again between the two, of ranks with so many
+    items [...]. [..., 3]
 
     No pass has kept items and others.
     """
@@ -217,7 +251,29 @@ def encoding_ms(
     passes = -(-kept // items_per_pass) + passes_again
     both = np.stack([passes, items], axis=-1)
     second = np.stack([passes_again, again], axis=-1)
-    return both @ cost.forward_ms, both @ cost.backward_ms, second @ cost.again_ms
+    return np.stack(
+        [both @ cost.forward_ms, both @ cost.backward_ms, second @ cost.again_ms], axis=-1
+    )
+
+
+def exposed_exchange_ms(
+    cost: EncoderCost, items: np.ndarray, items_per_pass: int, kept_items: int
+) -> np.ndarray:
+    """Exchange of weights and gradients that computation does not hide in forward and backward, of
+    ranks whose block's busiest has so many items [...]. [..., 2]"""
+    if cost.exchange is None:
+        return np.zeros((*items.shape, 2))
+    # By the items of a pass; a pass of none is not run.
+    of_pass = cost.exchange.exposed_ms(np.arange(1 + min(items_per_pass, items.max(initial=0))))
+    of_pass[0] = 0
+    kept = np.minimum(items, kept_items)
+    kept_ms, again_ms = (
+        of_pass[-1] * (each // items_per_pass)[..., None] + of_pass[each % items_per_pass]
+        for each in (kept, items - kept)
+    )
+    forward_ms = kept_ms[..., 0] + again_ms[..., 0]
+    backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
+    return np.stack([forward_ms, backward_ms], axis=-1)
 
 
 def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
@@ -269,11 +325,12 @@ def _waits(
 
     forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
     silent = times.mean_forward, times.mean_backward + times.mean_again
+    ahead, behind = times.mean_exposed.T
     return EncoderWaits(
         all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
         even=at_ends(
-            silent[0] + times.exchange + cost.gather_ms,
-            silent[1] + times.exchange_back + cost.reduction_ms,
+            silent[0] + ahead + times.exchange + cost.gather_ms,
+            silent[1] + behind + times.exchange_back + cost.reduction_ms,
         ),
         silent=at_ends(*silent),
         needed=at_ends(times.mean_forward, times.mean_backward),

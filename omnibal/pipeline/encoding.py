@@ -23,6 +23,9 @@ class EncoderMemory:
     """Features of a step and their gradients, where tokens are embedded alone."""
     phase: float = 0.0
     """Most that encoding and the exchanges take besides, while nothing of the pipeline is there."""
+    whole: float = 0.0
+    """Whole weights, where ranks divide them, of a device that embeds tokens while held-out data is
+    evaluated; nothing of a step is there then."""
 
     @property
     def held(self) -> float:
@@ -31,12 +34,21 @@ class EncoderMemory:
 
     def is_within(self, other: "EncoderMemory") -> bool:
         """Whether no pipeline that fits beside the other one does not fit beside this."""
-        return (
-            self.held <= other.held
-            and self.held + self.features <= other.held + other.features
-            and self.held + self.phase <= other.held + other.phase
-            and self.held + self.features + self.phase <= other.held + other.features + other.phase
-        )
+        return all(own <= its for own, its in zip(self._least, other._least, strict=True))
+
+    @property
+    def evaluating(self) -> float:
+        """What is there while held-out data is evaluated, on a device that embeds tokens; 0 where
+        weights are whole anyway, and a step takes more."""
+        return self.held - self.kept + self.whole if self.whole else 0.0
+
+    @property
+    def _least(self) -> tuple[float, ...]:
+        """Memory of a device on which nothing of the pipeline is, without and with encoders
+        running: in a step, of one that embeds tokens too, and in an evaluation."""
+        moments = self.held, self.held + self.features
+        in_step = (*moments, *(moment + self.phase for moment in moments))
+        return (*in_step, self.evaluating, self.evaluating + self.phase * (self.whole > 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

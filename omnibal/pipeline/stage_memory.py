@@ -261,14 +261,21 @@ class MemoryTable:
         if running is None:
             running = self.running_bytes(counts, recomputed)
         pass_bytes = running + self._in_flight_bytes(counts, recomputed)
-        return state + self._with_encoders(counts, pass_bytes)
+        return state + self.with_encoders(counts, pass_bytes)
 
-    def _with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
+    def with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
         """Largest of some passes [..., passes], with what data-parallel encoders take; what
         they take besides that while they run comes without any pass. [...]"""
-        embed = [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)
-        held = self.encoder_memory.held + self.encoder_memory.features * (counts[..., embed] > 0)
-        return held + np.maximum(pass_bytes.max(axis=-1), self.encoder_memory.phase)
+        embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
+        taken = self.encoder_memory
+        in_step = np.maximum(pass_bytes.max(axis=-1), taken.phase)
+        in_step = in_step + taken.held + taken.features * embeds
+        if not taken.whole:  # then an evaluation takes less than a step
+            return in_step
+        # Held-out data runs forward alone, in less than its units work with in a backward.
+        working = (self.working_bytes.max(axis=0) * (counts > 0)).max(axis=-1)
+        evaluating = taken.evaluating + np.maximum(working, taken.phase)
+        return np.where(embeds, np.maximum(in_step, evaluating), in_step)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Peak of every pass besides the state. [..., passes]"""
@@ -875,7 +882,8 @@ def stage_memory(
     of_experts = float(trained_expert_parameters(cost, [stage])[0])
     encoder_memory, embeds = table.encoder_memory, stage.holds(_EMBED_WORDS)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
-    running_bytes = max(float(table.stage_bytes(runs).max()), encoder_memory.phase)
+    beside_bytes = float(table.with_encoders(counts, table.stage_bytes(runs)))
+    running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,
         gradients_gib=(trained * cost.gradient_bytes_per_parameter + encoder_memory.gradients)

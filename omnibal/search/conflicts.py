@@ -79,11 +79,6 @@ CONFLICTS = (
         Feature.EXPERT,
         "experts are gathered whole, and not shared out as well",
     ),
-    Conflict(
-        Feature.SHARDING,
-        Feature.BESIDE,
-        "only encoders in the pipeline are gathered unit by unit",
-    ),
     Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
     Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
     Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),

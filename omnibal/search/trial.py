@@ -216,17 +216,18 @@ def encoders_ms_per_sample(
     job: JobSpec, lengths: Lengths, samples_per_step: float
 ) -> tuple[float, float]:
     """Least time per sample of data-parallel encoders before its first forward, and in all,
-    if ranks had equal shares and full passes; 0 where they are in the pipeline."""
-    cost = job.encoders_cost
-    if cost is None:
+    if ranks had equal shares and full passes, and computation hid the exchange of divided weights;
+    0 where they are in the pipeline."""
+    costs = list(job.encoders_costs.values())
+    if not costs:
         return 0.0, 0.0
     before_ms = after_ms = 0.0
-    for encoder in cost.encoders.values():
+    for encoder in costs[0].encoders.values():
         items = float(lengths.column(encoder.feature).mean())
         before_ms += items * float(encoder.forward_ms[ITEM])
         after_ms += items * float(encoder.backward_ms[ITEM])
     ranks = job.parallel.world_size
-    once_ms = (cost.gather_ms + cost.reduction_ms) / samples_per_step
+    once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms
 
 

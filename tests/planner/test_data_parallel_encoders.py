@@ -1,16 +1,25 @@
 """Data-parallel encoders: times, memory and search, compared with plain loops."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, product, zip_longest
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
+from exchange_cases import simulated_ms
 from plan_cases import JOB, job_spec, request
 
 from omnibal.base.errors import UserError
-from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.encoder_phase import (
+    EncoderCost,
+    EncodersCost,
+    PassExchange,
+    encoders_cost,
+    pipeline_cost,
+)
 from omnibal.cost.shaped_rates import Line
+from omnibal.cost.sharded import ShardedExchange
 from omnibal.dispatch.items import share_items
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, load_model
@@ -30,25 +39,61 @@ from omnibal.pipeline.workload import Workload
 LAYERS = {"vision": 2, "audio": 1, "language": 4}
 
 
-def random_encoders(rng: np.random.Generator, names: tuple[str, ...], parallel: Parallel):
-    """Costs of encoders that are as unlike each other as can be; one of several may be frozen."""
+def random_exchange(rng: np.random.Generator, features: int, item: int, trained_from: int):
+    """Units of an encoder, and the exchange of their weights: some slower than computing.
+
+    Args:
+        trained_from: first unit of five that is trained.
+    """
+    of_kinds = np.zeros((3, 3, features))
+    of_kinds[..., [0, item]] = rng.uniform(0, 1, (3, 3, 2))
+    forward_ms, backward_ms, again_ms = of_kinds
+    kinds = np.arange(3)
+    is_trained = kinds >= trained_from
+    exchange = ShardedExchange(
+        forward_ms=forward_ms,
+        backward_ms=2 * backward_ms * is_trained[:, None],
+        gather_ms=rng.uniform(0, 3, 3),
+        gather_back_ms=rng.uniform(0, 3, 3) * is_trained,
+        reduce_ms=rng.uniform(0, 3, 3) * is_trained,
+        sequence=(0, 1, 1, 1, 2),
+    )
+    second = replace(exchange, forward_ms=again_ms)
+    return PassExchange(of_pass=exchange, of_second=second, item=item)
+
+
+def random_encoders(
+    rng: np.random.Generator,
+    names: tuple[str, ...],
+    parallel: Parallel,
+    ways: tuple[int, ...] = (1,),
+    cost_features: tuple[str, ...] = ("fixed", "tiles", "clips"),
+) -> dict[int, EncodersCost]:
+    """Costs of encoders that are as unlike each other as can be; one of several may be frozen, and
+    their weights are divided over so many ranks."""
     features = {"vision": "tiles", "audio": "clips"}
 
     def encoder(name: str) -> EncoderCost:
         is_trained = name == names[0] or bool(rng.integers(2))
+        item = cost_features.index(features[name])
+        trained_from = int(rng.integers(3)) if is_trained else 3
+        exchange = random_exchange(rng, len(cost_features), item, trained_from)
+        units, second = exchange.of_pass, exchange.of_second
+        held = list(units.sequence)
         return EncoderCost(
             feature=features[name],
-            forward_ms=rng.uniform(0, 3, 2),
-            backward_ms=is_trained * rng.uniform(0, 6, 2),
-            again_ms=is_trained * rng.uniform(0, 3, 2),
+            forward_ms=units.forward_ms[held].sum(axis=0)[[0, item]],
+            backward_ms=units.backward_ms[held].sum(axis=0)[[0, item]],
+            again_ms=is_trained * second.forward_ms[held].sum(axis=0)[[0, item]],
             kept_bytes=is_trained * rng.uniform(0, 4e6, 2),
             working_bytes=rng.uniform(0, 3e6, (2, 2)),
             input_bytes=float(rng.uniform(0, 1e5)),
             feature_bytes=float(rng.integers(1, 9) * 1_000),
             is_trained=is_trained,
+            exchange=exchange,
         )
 
-    return EncodersCost(
+    whole = EncodersCost(
         encoders={name: encoder(name) for name in names},
         weights_bytes=1e6,
         gradients_bytes=2e6,
@@ -64,17 +109,45 @@ def random_encoders(rng: np.random.Generator, names: tuple[str, ...], parallel: 
         gpus_per_node=4,
     )
 
+    def held(ranks: int) -> EncodersCost:
+        """A way to hold weights: exchange in every pass, or once a step."""
+        if ranks == 1:
+            alone = {name: replace(one, exchange=None) for name, one in whole.encoders.items()}
+            return replace(whole, encoders=alone)
+        working = {
+            name: replace(one, working_bytes=one.working_bytes + rng.uniform(0, 2e6))
+            for name, one in whole.encoders.items()
+        }
+        return replace(
+            whole,
+            encoders=working,
+            weights_bytes=whole.weights_bytes / ranks,
+            gradients_bytes=whole.gradients_bytes / ranks,
+            gather_ms=0.0,
+            reduction_ms=float(rng.uniform(0, 4)),
+            update_ms=float(rng.uniform(0, 4)),
+            sharded=ranks,
+            evaluation_bytes=whole.weights_bytes * float(rng.integers(1, 6)),
+        )
+
+    return {ranks: held(ranks) for ranks in ways}
+
 
 def random_problem(
-    rng: np.random.Generator, towers: str, parallel: Parallel, steps: int, most: int = 3
+    rng: np.random.Generator,
+    towers: str,
+    parallel: Parallel,
+    steps: int,
+    most: int = 3,
+    ways: tuple[int, ...] = (1,),
 ) -> PlacementProblem:
     """A pipeline on random packs, of which some hold no items; steps may lack some of the packs."""
     names = tuple(towers.split())
     model = model_of(towers, *(LAYERS[name] for name in names))
-    encoders = random_encoders(rng, names[:-1], parallel)
     # What data-parallel ranks exchange is hidden behind computation, which plain loops know not.
     whole = replace(random_cost(rng, model), gradient_reduction_ms_per_parameter=0.0)
-    cost = pipeline_cost(whole, encoders)
+    encoders = random_encoders(rng, names[:-1], parallel, ways, whole.features)
+    cost = pipeline_cost(whole, min(each.update_ms for each in encoders.values()))
     rows = [
         (step, rank, slot)
         for step in range(steps)
@@ -84,7 +157,7 @@ def random_problem(
     step, rank, slot = np.array(rows).T
     features = rng.uniform(0, 4, (len(rows), len(cost.features)))
     features[:, 0], features[:, -2:] = 1, 0
-    for name in {one.feature for one in encoders.encoders.values()}:
+    for name in {one.feature for one in encoders[ways[0]].encoders.values()}:
         some = rng.integers(0, 6, len(rows)) * (rng.random(len(rows)) < 0.7)
         features[:, cost.features.index(name)] = some
     workload = Workload(
@@ -104,22 +177,23 @@ def random_data_parallel(
     rng: np.random.Generator, problem: PlacementProblem
 ) -> DataParallelEncoders:
     size = problem.workload.data_parallel_size
-    names = problem.encoders.encoders
+    names = problem.any_encoders.encoders
     return DataParallelEncoders(
         pipelines=int(rng.choice([n for n in range(1, size + 1) if size % n == 0])),
         items_per_pass={name: int(rng.integers(1, 5)) for name in names},
         kept_items={name: int(rng.integers(0, 5)) for name in names},
         item_ms={name: float(rng.uniform(0.1, 3)) for name in names},
+        sharded=int(rng.choice(list(problem.encoders))),
     )
 
 
 def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step: int, block: int):
     """Items that every rank of a group encodes in a step, by encoder, and the runs they are in."""
-    load, ranks = problem.workload, problem.encoders.ranks_of_pipeline
+    load, ranks = problem.workload, problem.any_encoders.ranks_of_pipeline
     own = load.rows((load.step == step) & (load.dp_rank // beside.pipelines == block))
     items = {
         name: own.features[:, problem.features.index(one.feature)].astype(np.int64)
-        for name, one in problem.encoders.encoders.items()
+        for name, one in problem.any_encoders.encoders.items()
     }
     pipeline = own.dp_rank - block * beside.pipelines
     runs = share_items(
@@ -137,19 +211,90 @@ def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step
     return counts, runs, pipeline
 
 
+def passes_of(items: int, a_pass: int, kept: int) -> tuple[list[int], list[int]]:
+    """Items of every pass: of those that keep activations, and of those that run again."""
+    found = []
+    for left in (min(items, kept), max(items - kept, 0)):
+        whole, rest = divmod(left, a_pass)
+        found.append([a_pass] * whole + [rest] * (rest > 0))
+    return found[0], found[1]
+
+
+def pass_ms(cost: EncoderCost, items: int, runs_again: bool) -> tuple[float, float]:
+    """Forward and backward of a pass, unit by unit beside what its ranks exchange, if they do."""
+    if cost.exchange is None:
+        both = np.array([1, items])
+        again_ms = float(both @ cost.again_ms) if runs_again else 0.0
+        return float(both @ cost.forward_ms), float(both @ cost.backward_ms) + again_ms
+    units, second = cost.exchange.of_pass, cost.exchange.of_second
+    row = np.zeros(units.forward_ms.shape[1])
+    row[0], row[cost.exchange.item] = 1, items
+    order = list(units.sequence)
+    turned, nothing = order[::-1], [0.0] * len(order)
+    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    if not cost.is_trained:
+        return forward_ms, 0.0
+    gathers = units.gather_back_ms[turned].copy()
+    again_ms = 0.0
+    if runs_again:
+        gathers[0] = 0
+        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
+    return forward_ms, again_ms + backward_ms
+
+
 def rank_ms(cost: EncoderCost, items: int, a_pass: int, kept: int) -> tuple[float, float]:
     """Forward and backward of a rank, pass by pass."""
+    return lockstep_ms(cost, [items], a_pass, kept)
+
+
+def lockstep_ms(
+    cost: EncoderCost, items: Sequence[int], a_pass: int, kept: int
+) -> tuple[float, float]:
+    """Forward and backward of ranks with these items, whose passes begin and end together."""
     forward_ms = backward_ms = 0.0
-    queue = [(min(items, kept), False), (max(items - kept, 0), True)]
-    for left, runs_again in queue:
-        while left:
-            now = min(left, a_pass)
-            forward_ms += cost.forward_ms[0] + now * cost.forward_ms[1]
-            backward_ms += cost.backward_ms[0] + now * cost.backward_ms[1]
-            if runs_again:
-                backward_ms += cost.again_ms[0] + now * cost.again_ms[1]
-            left -= now
+    of_ranks = [passes_of(own, a_pass, kept) for own in items]
+    for runs_again in (False, True):
+        for together in zip_longest(*(passes[runs_again] for passes in of_ranks), fillvalue=0):
+            each = [pass_ms(cost, own, runs_again) for own in together]
+            forward_ms += max(forward for forward, _ in each)
+            backward_ms += max(backward for _, backward in each)
     return forward_ms, backward_ms
+
+
+def ranks_ms(
+    problem: PlacementProblem, beside: DataParallelEncoders, step: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward of every rank of the job, in lockstep within its block, by its group
+    and its number there, [groups, ranks of a group, 2]; and the time that it computes alone and
+    waits for exchange, were all equally busy."""
+    sizes, cost = problem.any_encoders.parallel, problem.encoders[beside.sharded]
+    groups = sizes.data // beside.pipelines
+    counts = [items_of_ranks(problem, beside, step, block)[0] for block in range(groups)]
+    place = {
+        (stage * sizes.data + block * beside.pipelines + pipeline, name): (
+            block,
+            pipeline * sizes.pipeline + stage,
+        )
+        for name in cost.encoders
+        for block in range(groups)
+        for pipeline in range(beside.pipelines)
+        for stage in range(sizes.pipeline)
+    }
+    found = np.zeros((groups, beside.pipelines * sizes.pipeline, 2))
+    alone = np.zeros_like(found)
+    for name, one in cost.encoders.items():
+        a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
+        silent = replace(one, exchange=None)
+        for first in range(0, sizes.world_size, beside.sharded):
+            places = [place[rank, name] for rank in range(first, first + beside.sharded)]
+            items = [counts[block][name][number] for block, number in places]
+            together = np.array(lockstep_ms(one, items, a_pass, kept))
+            exposed = together - lockstep_ms(silent, items, a_pass, kept)
+            for (block, number), own in zip(places, items, strict=True):
+                found[block, number] += together
+                alone[block, number] += exposed + rank_ms(silent, own, a_pass, kept)
+    return found, alone
 
 
 def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
@@ -179,14 +324,10 @@ def pipeline_ms(problem: PlacementProblem, stages, own: Workload) -> float:
 
 def parts_of_group(
     problem: PlacementProblem, beside: DataParallelEncoders, stages, step: int, block: int
-) -> tuple[np.ndarray, list[float], float]:
-    """Forward and backward of a group's ranks [ranks, 2], its pipelines and its exchanges, in ms"""
-    load, cost = problem.workload, problem.encoders
-    counts, runs, pipeline = items_of_ranks(problem, beside, step, block)
-    ranks = np.zeros((beside.pipelines * cost.ranks_of_pipeline, 2))
-    for name, one in cost.encoders.items():
-        sizes = beside.items_per_pass[name], beside.kept_items[name]
-        ranks += [rank_ms(one, items, *sizes) for items in counts[name]]
+) -> tuple[list[float], float]:
+    """Pipelines of a group, and its exchanges, in ms."""
+    load = problem.workload
+    _, runs, pipeline = items_of_ranks(problem, beside, step, block)
     pipelines_ms = [
         pipeline_ms(
             problem,
@@ -198,7 +339,7 @@ def parts_of_group(
     exchange_ms = sum(
         exchanged_ms(problem, beside, runs, pipeline, is_back=is_back) for is_back in (False, True)
     )
-    return ranks, pipelines_ms, exchange_ms
+    return pipelines_ms, exchange_ms
 
 
 def looped_steps_ms(
@@ -206,11 +347,12 @@ def looped_steps_ms(
 ) -> tuple[float, float]:
     """One step: encoders, exchange, pipelines, exchange, encoders, update; and what the mean
     pipeline would take alone if the ranks of its group had equally much to encode."""
-    cost, ends, alone = problem.encoders, [], []
+    cost, ends, alone = problem.encoders[beside.sharded], [], []
+    busy, even = ranks_ms(problem, beside, step)
     for block in range(problem.workload.data_parallel_size // beside.pipelines):
-        ranks, pipelines_ms, exchange_ms = parts_of_group(problem, beside, stages, step, block)
-        ends.append(ranks.max(axis=0).sum() + max(pipelines_ms) + exchange_ms)
-        alone += [ranks.sum(axis=1).mean() + each + exchange_ms for each in pipelines_ms]
+        pipelines_ms, exchange_ms = parts_of_group(problem, beside, stages, step, block)
+        ends.append(busy[block].max(axis=0).sum() + max(pipelines_ms) + exchange_ms)
+        alone += [even[block].sum(axis=1).mean() + each + exchange_ms for each in pipelines_ms]
     once_ms = cost.gather_ms + cost.reduction_ms
     parameters = [
         sum(problem.cost.units[kind.name].trained_parameters for kind in held)
@@ -227,14 +369,15 @@ def looped_steps_ms(
             for stage in stages
         )
     ]
-    once_ms += problem.cost.optimizer_ms_fixed
+    of_all = [each.update_ms for each in problem.encoders.values()]
+    once_ms += problem.cost.optimizer_ms_fixed - min(of_all) + cost.update_ms
     once_ms += problem.cost.optimizer_ms_per_parameter * max(parameters)
     return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 
 def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
     """Time of an exchange by who sends each run to whom; no pipeline has tensor-parallel ranks."""
-    cost, ranks = problem.encoders, problem.encoders.ranks_of_pipeline
+    cost, ranks = problem.any_encoders, problem.any_encoders.ranks_of_pipeline
     size = beside.pipelines * ranks
     sent, received = np.zeros((2, size))
     carries = [one for one in cost.encoders.values() if one.is_trained or not is_back]
@@ -252,31 +395,36 @@ def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
 
 
 CASES = [
-    ("vision language", Parallel(pipeline=2, data=1)),
-    ("vision language", Parallel(pipeline=1, data=4)),
-    ("vision language", Parallel(pipeline=3, data=4)),
-    ("vision audio language", Parallel(pipeline=2, data=4)),
-    ("vision audio language", Parallel(pipeline=1, data=1)),
+    ("vision language", Parallel(pipeline=2, data=1), (1, 2)),
+    ("vision language", Parallel(pipeline=1, data=4), (1,)),
+    ("vision language", Parallel(pipeline=1, data=4), (2, 4)),
+    ("vision language", Parallel(pipeline=3, data=4), (1, 2, 6, 12)),
+    ("vision audio language", Parallel(pipeline=2, data=4), (1,)),
+    ("vision audio language", Parallel(pipeline=2, data=4), (2, 4, 8)),
+    ("vision audio language", Parallel(pipeline=1, data=1), (1,)),
 ]
 
 
-@pytest.mark.parametrize(("towers", "parallel"), CASES)
-def test_steps_last_as_an_event_loop_says(towers, parallel):
+@pytest.mark.parametrize(("towers", "parallel", "ways"), CASES)
+def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
     """Prevents a step that leaves out a group's busiest rank, a pass, a second forward, an exchange
-    or the slowest pipeline, or takes them of another group."""
+    or the slowest pipeline, or takes them of another group; and of ranks that divide weights, an
+    empty pass, or a rank that does not wait for others of its block."""
     for seed in range(12):
         rng = np.random.default_rng(seed)
-        problem = random_problem(rng, towers, parallel, steps=3)
+        problem = random_problem(rng, towers, parallel, steps=3, ways=ways)
         if seed == 0:  # no items at all
             columns = [
-                problem.features.index(one.feature) for one in problem.encoders.encoders.values()
+                problem.features.index(one.feature)
+                for one in problem.any_encoders.encoders.values()
             ]
             problem.workload.features[:, columns] = 0
         units = len(unit_words(problem.model))
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
         stages = stages_from_cuts(problem.model, cuts.tolist())
         beside = random_data_parallel(rng, problem)
-        simulated = simulate_run(problem.cost, stages, problem.with_encoders(beside)).step_ms
+        cost = problem.cost_beside(beside)
+        simulated = simulate_run(cost, stages, problem.with_encoders(beside)).step_ms
         looped = [looped_steps_ms(problem, beside, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
 
@@ -286,12 +434,13 @@ def test_parts_of_a_step_add_up():
     not all work evenly on all devices."""
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 2)
+        parallel = Parallel(pipeline=2, data=4)
+        problem = random_problem(rng, "vision audio language", parallel, 2, ways=(1, 2, 8))
         beside = random_data_parallel(rng, problem)
-        workload = problem.with_encoders(beside)
+        workload, cost = problem.with_encoders(beside), problem.cost_beside(beside)
         stages = stages_from_cuts(problem.model, [3])
-        step_ms = float(simulate_run(problem.cost, stages, workload).step_ms.mean())
-        lost = lost_time(problem.cost, [stages], workload, step_ms)
+        step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
+        lost = lost_time(cost, [stages], workload, step_ms)
         named = lost.named()
         assert sum(named.values()) == pytest.approx(step_ms)
         assert named["rank imbalance"] >= 0
@@ -313,9 +462,9 @@ def test_parts_of_a_step_add_up():
         work_ms = times.forward_ms.sum() + times.backward_ms.sum()
         for step, block in product(range(2), range(4 // beside.pipelines)):
             counts, *_ = items_of_ranks(problem, beside, step, block)
-            for name, one in problem.encoders.encoders.items():
+            for name, one in problem.any_encoders.encoders.items():
                 a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
-                again = replace(one, again_ms=0 * one.again_ms)
+                again = replace(one, again_ms=0 * one.again_ms, exchange=None)
                 work_ms += sum(sum(rank_ms(again, n, a_pass, kept)) for n in counts[name])
         devices, steps = 8, 2
         assert lost.ideal_ms == pytest.approx(work_ms / devices / steps)
@@ -327,7 +476,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
     for seed in range(20):
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
-        beside, cost = random_data_parallel(rng, problem), problem.encoders
+        beside, cost = random_data_parallel(rng, problem), problem.any_encoders
         shares = ItemShares.of(
             problem.workload, problem.features, cost, beside.pipelines, beside.item_ms
         )
@@ -377,9 +526,9 @@ def test_memory_is_what_a_loop_over_ranks_counts():
 def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
     """Prevents: a rank that embeds tokens out of memory as features of its pipeline arrive, where
     that is more than encoding takes."""
-    cost = random_encoders(
+    (cost,) = random_encoders(
         np.random.default_rng(0), ("vision",), Parallel(tensor=tensor, pipeline=2, data=2)
-    )
+    ).values()
     one = replace(
         cost.encoders["vision"], working_bytes=np.zeros((1, 2)), kept_bytes=np.zeros(2),
         feature_bytes=1000.0, input_bytes=7.0, is_trained=is_trained,
@@ -406,15 +555,25 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
     assert encoder_memory.kept == (5 if is_trained else 6) * 7
 
 
-@pytest.mark.parametrize("towers", ["vision language", "vision audio language"])
-def test_search_finds_what_trying_everything_finds(towers):
-    """Prevents a choice that is not the fastest of those that fit: every size of groups, pass, kept
-    items, split and set of recomputed layers is tried."""
+@pytest.mark.parametrize(
+    ("towers", "ways", "in_lockstep"),
+    [
+        ("vision language", (1, 2, 4), False),
+        ("vision language", (1, 4), True),
+        ("vision audio language", (1, 4), False),
+    ],
+)
+def test_search_finds_what_trying_everything_finds(towers, ways, in_lockstep):
+    """Prevents a choice that is not the fastest of those that fit: every size of groups and of
+    blocks that divide weights, pass, kept items, split and set of recomputed layers is tried."""
     compared = 0
     for seed in range(2):
         rng = np.random.default_rng(seed)
         parallel = Parallel(pipeline=2, data=2)
-        problem = random_problem(rng, towers, parallel, steps=1, most=2)
+        problem = random_problem(rng, towers, parallel, steps=1, most=2, ways=ways)
+        if in_lockstep:
+            cost = replace(problem.cost, runs_in_lockstep=True)
+            problem = replace(problem, cost=cost, workload=problem.workload.in_groups_of(2))
         tried = list(all_choices(problem))
         # A cap that most choices do not fit, and some do.
         cap = sorted(need for need, _ in tried)[len(tried) // 50] * 1.0001
@@ -445,24 +604,30 @@ def all_choices(problem: PlacementProblem):
         for stages in splits:
             memories = stage_memories(problem.cost, [stages], workload)
             peak = max(memory.peak_gib for memory in memories) * GIB
-            yield peak, float(simulate_run(problem.cost, stages, workload).step_ms.mean())
+            cost = problem.cost_beside(beside)
+            yield peak, float(simulate_run(cost, stages, workload).step_ms.mean())
 
 
 def every_choice(problem: PlacementProblem):
     """Every choice that the search may make."""
     for pipelines in (1, 2):
-        one = dict.fromkeys(problem.encoders.encoders, 1)
+        one = dict.fromkeys(problem.any_encoders.encoders, 1)
         for a_pass in (1, 2, 4, 8, 16):
             sizes = dict.fromkeys(one, a_pass)
-            item_ms = {n: round(ms, 6) for n, ms in problem.encoders.item_ms(sizes).items()}
+            item_ms = {n: round(ms, 6) for n, ms in problem.any_encoders.item_ms(sizes).items()}
             shares = ItemShares.of(
-                problem.workload, problem.features, problem.encoders, pipelines, item_ms
+                problem.workload, problem.features, problem.any_encoders, pipelines, item_ms
             )
             if a_pass >= 2 * max(1, *shares.most().values()):
                 break
-            for kept in kept_choices(problem.encoders, shares.most()):
+            of_all = kept_choices(problem.any_encoders, shares.most()), problem.encoders
+            for kept, sharded in product(*of_all):
                 yield DataParallelEncoders(
-                    pipelines=pipelines, items_per_pass=sizes, kept_items=kept, item_ms=item_ms
+                    pipelines=pipelines,
+                    items_per_pass=sizes,
+                    kept_items=kept,
+                    item_ms=item_ms,
+                    sharded=sharded,
                 )
 
 
@@ -558,7 +723,7 @@ def test_waits_are_no_features_of_samples():
         np.random.default_rng(1), "vision language", Parallel(pipeline=2, data=2), 3
     )
     beside = random_data_parallel(np.random.default_rng(2), problem)
-    workload = with_encoders(problem.workload, problem.features, problem.encoders, beside)
+    workload = with_encoders(problem.workload, problem.features, problem.any_encoders, beside)
     before, after = workload.features[:, -2:].T
     is_first = workload.slot == 0
     assert (before[is_first] > 0).all()

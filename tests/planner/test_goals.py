@@ -71,7 +71,8 @@ def test_the_placement_of_encoders_is_searched_for_with_sizes():
         assert (found.result.plan.beside is not None) == (
             placement is not EncoderPlacement.PIPELINE
         )
-        assert ms_per_sample(best) <= ms_per_sample(found) * 1.001
+        # Caps are moved from those of the few best sizes and placements.
+        assert ms_per_sample(best) <= ms_per_sample(found) * 1.005
     assert best.placement.chosen is best.strategies.best.placement
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from exchange_cases import simulated_ms
 from expert_cases import DIGITS
 from plan_cases import example_lengths
 from pydantic import ValidationError
@@ -20,7 +21,6 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
-from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -48,32 +48,13 @@ def over(ranks: int, **sizes: int) -> Parallel:
     return Parallel(**({"pipeline": 1, "data": ranks, "sharded": ranks} | sizes))
 
 
-def simulated_ms(compute_ms: list[float], gather_ms: list[float], reduce_ms: list[float]) -> float:
-    """Time of units in turn beside one link: an event at a time, each gather one unit ahead.
-
-    The link serves a unit's gather first, then the reduction of the unit before.
-    """
-    link_ms, compute_end = gather_ms[0], 0.0
-    ready = [link_ms]
-    for unit, own_ms in enumerate(compute_ms):
-        start = max(compute_end, ready[unit])
-        link_ms = max(link_ms, start)
-        if unit + 1 < len(compute_ms):
-            link_ms += gather_ms[unit + 1]
-        if unit:
-            link_ms += reduce_ms[unit - 1]
-        ready.append(link_ms)
-        compute_end = start + own_ms
-    return max(compute_end, link_ms) + reduce_ms[-1]
-
-
 @pytest.mark.parametrize("frozen", [(), ("vision",)], ids=["all", "language"])
 @pytest.mark.parametrize("gb_per_s", [0.5, 5.0, 500.0])
 def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: tuple) -> None:
     """Prevents: exchange counted as hidden that no computation hides, or twice."""
     cluster = slow_cluster(gb_per_s)
     cost = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, MODEL, cluster, over(8), "bf16", IN_BF16)
+    exchange = ShardedExchange.of(cost, unit_names(MODEL), cluster, over(8), "bf16", IN_BF16)
     draw = np.random.default_rng(0)
     scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
     features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
@@ -109,7 +90,7 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
     cost = analytic_cost(MODEL, cluster, over(ranks), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, MODEL, cluster, over(ranks), "bf16", runtime)
+    exchange = ShardedExchange.of(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
         parameters, byte_ms = cost.units[kind.name].parameters, 0.0
@@ -170,7 +151,7 @@ def test_whole_weights_are_there_for_a_while(
     cluster = load_cluster("h100-80g")
     model = MODEL.with_tower("language", tied_head=tied)
     whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
-    shared = sharded_cost(whole, model, cluster, over(8), "bf16", runtime)
+    shared = sharded_cost(whole, unit_names(model), cluster, over(8), "bf16", runtime)
     assert (whole.tied_trained_parameters > 0) == tied
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
     names = unit_names(model)
@@ -275,7 +256,6 @@ def parameters(model: object) -> int:
     [
         ({"parallel": over(2, pipeline=2)}, "--pp 2 was given with weights divided over 2"),
         ({"precision": "fp8"}, "--precision fp8 was given with weights"),
-        ({"placement": EncoderPlacement.DATA_PARALLEL}, "--encoder data-parallel was given"),
         ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
         ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
         ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),

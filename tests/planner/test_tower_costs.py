@@ -345,7 +345,7 @@ def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
         "cluster": CLUSTER, "parallel": Parallel(pipeline=2), "precision": "bf16",
         "placement": EncoderPlacement.DATA_PARALLEL,
     }  # fmt: skip
-    for name, tower in JobSpec(model=THREE, **job).encoders_cost.encoders.items():
+    for name, tower in JobSpec(model=THREE, **job).encoders_costs[1].encoders.items():
         values = {"vision": 3 * 448 * 448, "audio": 3_000 * 128}[name]
         assert tower.input_bytes == 4 * values
     with pytest.raises(UserError, match="takes points, which cannot be dealt"):

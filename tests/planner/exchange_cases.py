@@ -1,0 +1,24 @@
+"""Exchange of divided weights beside computation, an event at a time."""
+
+from collections.abc import Sequence
+
+
+def simulated_ms(
+    compute_ms: Sequence[float], gather_ms: Sequence[float], reduce_ms: Sequence[float]
+) -> float:
+    """Time of units in turn beside one link: an event at a time, each gather one unit ahead.
+
+    The link serves a unit's gather first, then the reduction of the unit before.
+    """
+    link_ms, compute_end = gather_ms[0], 0.0
+    ready = [link_ms]
+    for unit, own_ms in enumerate(compute_ms):
+        start = max(compute_end, ready[unit])
+        link_ms = max(link_ms, start)
+        if unit + 1 < len(compute_ms):
+            link_ms += gather_ms[unit + 1]
+        if unit:
+            link_ms += reduce_ms[unit - 1]
+        ready.append(link_ms)
+        compute_end = start + own_ms
+    return max(compute_end, link_ms) + reduce_ms[-1]
