@@ -33,6 +33,7 @@ from omnibal.search.encoder_placement import (
     neither,
     relative_ms,
 )
+from omnibal.search.enough_devices import message_with_what_fits
 from omnibal.search.feasible import does_not_fit_message, find_changes
 from omnibal.search.goal import (
     Earlier,
@@ -44,7 +45,7 @@ from omnibal.search.goal import (
     Silence,
     Stream,
 )
-from omnibal.search.level_estimates import LevelRule, top_caps
+from omnibal.search.level_estimates import LevelRule, most_shared, top_caps
 from omnibal.search.level_trial import LevelTrial, levels_in_use
 from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
@@ -107,9 +108,12 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
     """
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
-    if goal.free.sizes is None:
-        return search.at_given_sizes()
-    return search.at_free_sizes(goal.free.sizes)
+    try:
+        if goal.free.sizes is None:
+            return search.at_given_sizes()
+        return search.at_free_sizes(goal.free.sizes)
+    except DoesNotFit as error:
+        raise search.with_advice(error) from error
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
@@ -140,6 +144,14 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
     tensor = job.cost_source.tensor or 1
     free = replace(goal.free, sizes=sizes, shardings=ways, levels=LevelRule(count=1))
     return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
+
+
+class _RequestDoesNotFit(DoesNotFit):
+    """A request of given sizes does not fit."""
+
+    def __init__(self, request: PlanRequest, error: DoesNotFit) -> None:
+        super().__init__(error.need, error.advice)
+        self.request = request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -188,7 +200,7 @@ class _Search:
             raise next(iter(refused.values()))
         predicted = {each: made.prediction for each, made in planned.items()}
         best = min(predicted, key=lambda each: relative_ms(predicted[each]))
-        reasons = {each: str(error) for each, error in refused.items()}
+        reasons = {each: _cause(error) for each, error in refused.items()}
         sharding = ShardingChoice.of_plans(best, predicted, reasons)
         return replace(planned[best], sharding=sharding)
 
@@ -226,14 +238,14 @@ class _Search:
                     raise
                 refused[placement] = error
         if not results:
-            raise neither(refused)
+            raise _neither(refused)
         predicted = {placement: _prediction(result) for placement, result in results.items()}
         chosen = fastest(predicted)
         pipeline = results.get(EncoderPlacement.PIPELINE)
         choice = PlacementChoice(
             chosen=chosen,
             predicted=predicted,
-            refused={placement: str(error) for placement, error in refused.items()},
+            refused={placement: _cause(error) for placement, error in refused.items()},
             has_shared_packs=len(placements) > 1
             and pipeline is not None
             and pipeline.plan.has_shared_packs,
@@ -242,10 +254,11 @@ class _Search:
         return Planned(result=results[chosen], placement=choice, sharding=sharding)
 
     def _request(self, job: JobSpec) -> PlanRequest:
+        return self._request_of_data(job, self._data(job))
+
+    def _request_of_data(self, job: JobSpec, data: PlanData) -> PlanRequest:
         split = self.goal.free.split
-        return PlanRequest(
-            job=job, data=self._data(job), method=split.method, recompute=split.recompute
-        )
+        return PlanRequest(job=job, data=data, method=split.method, recompute=split.recompute)
 
     def _data(self, job: JobSpec) -> PlanData:
         """Data of the plan's micro-batches, with caps and levels searched for where free."""
@@ -268,7 +281,11 @@ class _Search:
         if job.trainer.name is None:
             top = caps or top_caps(data.lengths, limited_features(job.model))
             whole = self._at_step(job, data, top)
-            leveled = self._leveled(job, data, whole)
+            try:
+                leveled = self._leveled(job, data, whole)
+            except DoesNotFit as error:
+                shared = replace(whole, levels=most_shared(job, top))
+                raise _RequestDoesNotFit(self._request_of_data(job, shared), error) from error
             if leveled is not None:
                 return leveled
         if caps is None:
@@ -384,7 +401,7 @@ class _Search:
 
     def at_free_sizes(self, sizes: FreeSizes) -> Planned:
         """The plan of the fastest sizes, placement and packs."""
-        request = self._strategy_request(sizes)
+        request = self.strategy_request(sizes)
         rule = self.goal.free.levels
         may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
         total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
@@ -397,7 +414,8 @@ class _Search:
         sharding = ShardingChoice.of_strategies(found)
         return Planned(result=result, placement=placement, sharding=sharding, strategies=found)
 
-    def _strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
+    def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
+        """The search of the goal on these devices."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
         given: StreamData | SampleData | None = None
         of_samples: Samples
@@ -480,7 +498,7 @@ class _Search:
             for _ in finalists:
                 if len(left.ranking) == 1:
                     assert isinstance(first_error, DoesNotFit)
-                    raise self._with_advice(first, first_error) from first_error
+                    raise _RequestDoesNotFit(first, first_error) from first_error
                 old, left = left.best, without_best(left, "does not fit all data")
                 self.listener.note(
                     f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
@@ -513,7 +531,7 @@ class _Search:
         except DoesNotFit as error:
             shared = _shared(request)
             if shared is None:
-                raise self._with_advice(request, error) from error
+                raise _RequestDoesNotFit(request, error) from error
         context = shared.data.levels[0].context
         self.listener.note(
             f"packs of the earlier plan do not fit one rank: {context} ranks share each"
@@ -550,11 +568,32 @@ class _Search:
             request = replace(request, data=replace(data, levels=used))
             result = self._make_plan(request)
 
-    def _with_advice(self, request: PlanRequest, error: DoesNotFit) -> UserError:
+    def with_advice(self, error: DoesNotFit) -> UserError:
         """Add to an error what would fit."""
         with self.listener.status("looking for what would fit"):
-            advice = find_changes(request)
-        return UserError(does_not_fit_message(error, advice))
+            if isinstance(error, _RequestDoesNotFit):
+                return UserError(does_not_fit_message(error, find_changes(error.request)))
+            return UserError(message_with_what_fits(error, self.goal, _request_of_sizes))
+
+
+def _request_of_sizes(goal: Goal) -> StrategyRequest:
+    assert goal.free.sizes is not None
+    return _Search(goal=goal, listener=Silence()).strategy_request(goal.free.sizes)
+
+
+def _cause(error: UserError) -> str:
+    """What does not fit, without advice; any other error as it is."""
+    return error.need if isinstance(error, DoesNotFit) else str(error)
+
+
+def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
+    """The error of a plan that cannot be made with either placement; where neither fits, with the
+    request of the first."""
+    causes = {placement: UserError(_cause(error)) for placement, error in refused.items()}
+    short = [each for each in refused.values() if isinstance(each, _RequestDoesNotFit)]
+    if len(short) < len(refused):
+        return neither(causes)
+    return _RequestDoesNotFit(short[0].request, DoesNotFit(str(neither(causes)), short[0].advice))
 
 
 def _finalists(found: StrategySearch) -> list[Strategy]:

@@ -6,6 +6,8 @@ weights divided over more data-parallel ranks, every larger tensor size that the
 pipeline size up to twice the given or 16 and then doubles, data sizes of two to four times, and
 preset devices with more memory; where none of the sizes is enough, tensor and pipeline sizes
 together. Where a trainer's first stage holds all encoders, fewer stages on the same devices too.
+Where the same devices are not enough so, other sizes on them, and then more data-parallel ranks
+that all divide weights.
 """
 
 import math
@@ -16,7 +18,7 @@ from functools import partial
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
 from omnibal.job.planner import PlanRequest, placement_problem
-from omnibal.model.config import load_cluster, preset_names
+from omnibal.model.config import ClusterConfig, load_cluster, preset_names
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
 from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
@@ -34,9 +36,13 @@ _CAP_UNIT = 256
 """Unit of the token caps to try; smaller where caps are small."""
 _CAP_STEPS = 16  # caps are lowered in so many steps
 _LARGER_DATA = (2, 3, 4)  # more ranks to divide optimizer state over
+_MOST_SIZES = 4
+"""Sizes on the same devices that are looked at, those of least state first: of these, the least is
+nearly the state's."""
 _EVERY_PIPELINE = 16
 """Pipeline size up to which, as up to twice the given size, every size is tried."""
 _DIGITS = 3  # of GiB, so that small devices have figures too
+_SIZE_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
 _METHOD = "the joint partition and recomputation"
 
 
@@ -100,16 +106,25 @@ def gib_text(gib: float) -> str:
     return f"{gib:,.{max(decimals, 0)}f}"
 
 
+def need_text(need_gib: float, cap_gib: float) -> str:
+    """What a device needs, of what it may fill."""
+    return f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+
+
 def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
     """Say that a job does not fit, and which changes would make it fit."""
-    if advice.changes:
-        changes = "; or ".join(change.text for change in advice.changes)
-        return f"{error.need}; what would fit: {changes}"
-    if not advice.tried:
+    return what_would_fit(error, [change.text for change in advice.changes], advice.tried)
+
+
+def what_would_fit(error: DoesNotFit, changes: Sequence[str], tried: Sequence[str]) -> str:
+    """Say that something does not fit, and what would, or what was tried without success."""
+    if changes:
+        return f"{error.need}; what would fit: {'; or '.join(changes)}"
+    if not tried:
         return str(error)
     return (
-        f"{error.need}; of these, no single one that was tried is enough: "
-        f"{', '.join(advice.tried)}; combine several of them or use a smaller model"
+        f"{error.need}; of these, no single one that was tried is enough: {', '.join(tried)}; "
+        "combine several of them or use a smaller model"
     )
 
 
@@ -151,6 +166,10 @@ def _try_all(changes: "_Changes") -> None:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
         changes.first("a smaller --pp with a larger --dp", fewer)
+    in_place = [each for each in changes.found if each.request.job is not request.job]
+    if not in_place:
+        others = map(changes.shared_out, _same_devices(request))
+        changes.first("other sizes on the same devices", others)
     same_devices = len(changes.found)
     tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
     data = request.job.parallel.data
@@ -158,6 +177,9 @@ def _try_all(changes: "_Changes") -> None:
     changes.first("a larger --pp", (changes.sized(pipeline=size) for size in pipelines))
     more_data = (changes.sized(data=factor * data) for factor in _LARGER_DATA)
     changes.first("a larger --dp", more_data)
+    if not in_place:
+        dividing = map(changes.shared_out, _larger_shards(request.job))
+        changes.first("a larger --dp with --sharding full", dividing)
     if len(changes.found) == same_devices:
         pairs = sorted(
             ((tensor, pipeline) for tensor in tensors for pipeline in pipelines),
@@ -193,9 +215,8 @@ class _Changes:
             changes["sequence_parallel"] = True
         if parallel.sharded == parallel.data > 1:
             changes["sharded"] = sizes.get("data", parallel.data)
-        options = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
         old = dict(parallel)
-        text = " ".join(f"{options[name]} {size}" for name, size in sizes.items())
+        text = " ".join(f"{_SIZE_OPTIONS[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
         larger = parallel.model_copy(update=changes)
         return f"{text} instead of {instead}", lambda: self.request.sized(larger)
@@ -204,6 +225,12 @@ class _Changes:
         """Divide weights over more data-parallel ranks."""
         instead = self.request.job.parallel.sharding
         text = f"--sharding {parallel.sharding} instead of {instead}"
+        return text, lambda: self.request.sized(parallel)
+
+    def shared_out(self, parallel: Parallel) -> Candidate:
+        """Change the parallel sizes and how weights are held, all at once."""
+        old = self.request.job.parallel
+        text = f"{_options_beside(parallel, old)} instead of {_options_beside(old, parallel)}"
         return text, lambda: self.request.sized(parallel)
 
     def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
@@ -233,7 +260,10 @@ class _Changes:
         cap_gib = request.job.memory_cap_gib
         if not fits_cap(need_gib, cap_gib):
             return None
-        figures = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+        figures = need_text(need_gib, cap_gib)
+        devices = request.job.parallel.world_size
+        if devices != self.request.job.parallel.world_size:
+            figures = f"{devices:,} devices, {figures}"
         return Change(text=f"{self.prefix}{text} ({figures})", request=request, need_gib=need_gib)
 
 
@@ -263,10 +293,54 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
 
 def _more_shards(job: JobSpec) -> list[Parallel]:
     """Sizes of the job with weights divided over more ranks, the fewest first."""
-    ways = WeightSharding.HYBRID, WeightSharding.FULL
-    held = (job.parallel.held(way, job.cluster) for way in ways)
-    more = (each for each in held if each is not None and each.sharded > job.parallel.sharded)
-    return [each for each in more if job.allows(each)]
+    more = (each for each in _held(job, [job.parallel]) if each.sharded > job.parallel.sharded)
+    return sorted(filter(job.allows, more), key=lambda each: each.sharded)
+
+
+def _options_beside(parallel: Parallel, other: Parallel) -> str:
+    """Options that give sizes, but for those that are the same in others."""
+    own, others = ({**dict(each), "sharding": each.sharding} for each in (parallel, other))
+    options = {**_SIZE_OPTIONS, "sharding": "--sharding"}
+    return " ".join(
+        f"{option} {own[name]}" for name, option in options.items() if own[name] != others[name]
+    )
+
+
+def _same_devices(request: PlanRequest) -> list[Parallel]:
+    """Other sizes on as many devices, with weights held in any way, those of least state first."""
+    job = request.job
+    devices, context = job.parallel.world_size, max(each.context for each in request.data.levels)
+    stages = [
+        (tensor, pipeline)
+        for tensor in range(1, job.cluster.gpus_per_node + 1)
+        for pipeline in range(1, job.pipeline_model.layers + 1)
+        if devices % (tensor * pipeline * context) == 0
+    ]
+    whole = [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=devices // (tensor * pipeline),
+            sequence_parallel=tensor > 1,
+        )
+        for tensor, pipeline in stages
+    ]
+    allowed = list(filter(job.allows, _held(job, whole)))
+    allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
+    return allowed[:_MOST_SIZES]
+
+
+def _larger_shards(job: JobSpec) -> list[Parallel]:
+    """Sizes of the job with more data-parallel ranks, all of which divide weights."""
+    data = [factor * job.parallel.data for factor in _LARGER_DATA]
+    full = [job.parallel.model_copy(update={"data": size, "sharded": size}) for size in data]
+    return [each for each in full if job.parallel.sharded == 1 and job.allows(each)]
+
+
+def _held(job: JobSpec, parallels: Iterable[Parallel]) -> list[Parallel]:
+    """Sizes with weights held in every way that the ranks can."""
+    held = (each.held(way, job.cluster) for each in parallels for way in WeightSharding)
+    return list(dict.fromkeys(each for each in held if each is not None))
 
 
 def _larger_experts(job: JobSpec) -> list[int]:
@@ -297,20 +371,24 @@ def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
 
 
 def _roomier(request: PlanRequest) -> list[Candidate]:
-    """Preset devices of more memory, the smallest first; a measured profile is of one device."""
-    if request.job.cost_source.is_of_one_device:
+    return [
+        (text, partial(request.on_cluster, preset)) for text, preset in roomier_devices(request.job)
+    ]
+
+
+def roomier_devices(job: JobSpec) -> list[tuple[str, ClusterConfig]]:
+    """Preset devices of more memory, the smallest first, with the options that name them; a
+    measured profile is of one device."""
+    if job.cost_source.is_of_one_device:
         return []
-    own = request.job.cluster
+    own = job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]
     roomier = [preset for preset in presets if preset.memory_gib > own.memory_gib]
     larger = [preset for preset in roomier if preset.name != own.name]
     # A smaller memory than the device's was asked for, and would be of the other device too.
     also = " and no --memory-gib" if len(larger) < len(roomier) else ""
     return [
-        (
-            f"--cluster {preset.name}{also} instead of {own.name}",
-            partial(request.on_cluster, preset),
-        )
+        (f"--cluster {preset.name}{also} instead of {own.name}", preset)
         for preset in sorted(larger, key=lambda preset: preset.memory_gib)
     ]
 

@@ -80,6 +80,12 @@ class LevelRule:
 ANY_LEVELS = LevelRule()
 
 
+def most_shared(job: JobSpec, caps: Caps) -> tuple[Level, ...]:
+    """One level whose packs are shared by as many ranks as can."""
+    context = possible_contexts(job, caps)[-1]
+    return (next(level_forms(job, caps, [context])),)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelEstimates:
     """Estimates of sets of levels, added up from levels that are each looked at alone."""
@@ -216,12 +222,6 @@ class LevelEstimates:
                 if best is not None:
                     found.append((best.level,))
         return found
-
-    def most_shared(self) -> tuple[Level, ...]:
-        """One level whose packs are shared by as many ranks as can."""
-        context = possible_contexts(self.job, self.data.caps)[-1]
-        level = next(level_forms(self.job, self.data.caps, [context]))
-        return (level,)
 
     def _lower_tops(self) -> list[Caps]:
         """The top caps, lower ones, and about the lowest that hold every sample."""

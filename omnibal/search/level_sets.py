@@ -32,7 +32,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.engine import Trials
 from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
-from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates
+from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates, most_shared
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
@@ -167,7 +167,7 @@ def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_T
     if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
         trials.run(estimates.tops(may_lower=request.may_lower))
     if not trials.found and (may_be_one or not trials.failed):
-        trials.run([estimates.most_shared()])
+        trials.run([most_shared(request.job, request.data.caps)])
 
 
 def is_one_level(request: LevelRequest) -> bool:

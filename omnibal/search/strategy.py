@@ -266,7 +266,7 @@ class Estimate:
 
     def __call__(self, choice: Choice) -> tuple[Choice, float | Need]:
         size = self.setting.nearest(choice)
-        need_gib = _need_gib([size])
+        need_gib = need_gib_of([size])
         if not fits_cap(need_gib, size.request.job.memory_cap_gib):
             return choice, Need(gib=need_gib)
         try:
@@ -289,12 +289,12 @@ class Evaluate:
             return choice, self._planned(choice)
         except DoesNotFit:
             # In steps of one of both sizes.
-            return choice, Need(gib=_need_gib(self.setting.step_sizes(choice)))
+            return choice, Need(gib=need_gib_of(self.setting.step_sizes(choice)))
 
     def _planned(self, choice: Choice) -> Strategy | Need:
         setting, sizing = self.setting, choice[0]
         if not self.fits:
-            need_gib = _need_gib(setting.step_sizes(choice))
+            need_gib = need_gib_of(setting.step_sizes(choice))
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return Need(gib=need_gib)
         return planned_strategy(setting, sizing, setting.trial(choice))
@@ -378,7 +378,7 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
     )
 
 
-def _need_gib(sizes: Sequence[StepSize]) -> float:
+def need_gib_of(sizes: Sequence[StepSize]) -> float:
     """Memory of one device that some split needs at most, or all need at least where none fits, at
     the step size that needs more."""
     return max(

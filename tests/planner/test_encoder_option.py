@@ -89,7 +89,8 @@ def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
     """Prevents a user from mending what keeps one placement out, and the other one still would;
     what is wrong with both is said once."""
     command = f"{SHAPES} --pp 1 --encoder auto -o {tmp_path / 'plan'}"
-    error = run(capsys, f"{command} --memory-gib 0.01", 2)
+    large = command.replace("--max-tiles 8", "--max-tiles 800").replace("512", "51200")
+    error = run(capsys, f"{large} --memory-gib 0.01", 2)
     assert len(error.splitlines()) == 1
     first, second = error.split("; and data-parallel: ")
     assert first.startswith("error: in the pipeline: internvl-digits on 1 pipeline stages needs")

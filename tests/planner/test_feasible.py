@@ -211,7 +211,7 @@ def test_device_with_more_memory():
     found = [change.text for change in changes_of(planned)]
     assert found[-1].startswith("--cluster h200-141g instead of a100-80g (needs ")
     assert found[-1].endswith("of 125 GiB)")
-    assert any(text.startswith("--tp 4 instead of 2 (needs ") for text in found)
+    assert any(text.startswith("--tp 4 instead of 2 (8 devices, needs ") for text in found)
 
 
 def test_a_larger_device_needs_its_own_memory():

@@ -1,0 +1,147 @@
+"""What would fit where no sizes on some devices do: the smallest change of each kind.
+
+Tried are, each alone: smaller caps where caps were given, every size and way to hold weights that
+was given left free, more devices in whole nodes up to four times, and preset devices with more
+memory. Of every change the sizes of least state are looked at, as `omnibal plan` would pack for
+them, and the first that fit are told: a plan may take others, which are faster.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.job.plan_data import least_caps, limited_features
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import WeightSharding
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search.caps import cap_space
+from omnibal.search.feasible import (
+    least_state_gib,
+    need_text,
+    roomier_devices,
+    smaller_caps,
+    what_would_fit,
+)
+from omnibal.search.goal import Earlier, Goal, ShapesAlone
+from omnibal.search.parallel_sizes import possible_sizings
+from omnibal.search.strategy import Choice, Setting, StrategyProblem, StrategyRequest, need_gib_of
+
+_MOST_SIZES = 4
+"""Sizes of a change that are looked at, those of least state first: of these, the least is nearly
+the state's."""
+_MOST_DEVICES = 4  # times the devices
+_EVERY_CAPS = 4  # of the caps that `smaller_caps` lists
+
+RequestOf = Callable[[Goal], StrategyRequest]
+"""Function that makes the search of a goal whose sizes are free."""
+
+
+def message_with_what_fits(error: DoesNotFit, goal: Goal, request_of: RequestOf) -> str:
+    """Say that no sizes fit, and which changes of the goal would make some fit."""
+    changes, tried = list[str](), list[str]()
+    for kind, candidates in _kinds(goal):
+        for text, changed in candidates:
+            if kind not in tried:
+                tried.append(kind)
+            found = _fitting(request_of, changed)
+            if found is not None:
+                changes.append(f"{text}, as in {found}")
+                break
+    return what_would_fit(error, changes, tried)
+
+
+_Candidates = Iterable[tuple[str, Goal]]
+
+
+def _kinds(goal: Goal) -> list[tuple[str, _Candidates]]:
+    return [
+        ("smaller caps", _of_smaller_caps(goal)),
+        ("other sizes than those given", _of_free_sizes(goal)),
+        ("--sharding auto", _of_any_sharding(goal)),
+        ("more --gpus", _of_more_devices(goal)),
+        ("a preset device with more memory", _of_roomier_devices(goal)),
+    ]
+
+
+def _of_smaller_caps(goal: Goal) -> _Candidates:
+    data = goal.data
+    if isinstance(data, Earlier) or data.caps is None:
+        return
+    names = data.caps.names
+    if isinstance(data, ShapesAlone):
+        least = Caps.of(**dict.fromkeys(names, 1))
+    else:
+        least = least_caps(data.lengths, names)
+    every = smaller_caps(data.caps, least)
+    for caps in [*every[::_EVERY_CAPS], *every[-1:]]:
+        text = f"{' '.join(reversed(caps.options))} instead of {data.caps}"
+        yield text, replace(goal, data=replace(data, caps=caps))
+
+
+def _of_free_sizes(goal: Goal) -> _Candidates:
+    sizes = goal.free.sizes
+    assert sizes is not None
+    for option, given, others in (
+        ("--tp", sizes.tensor, replace(sizes, tensor=None)),
+        ("--pp", sizes.pipeline, replace(sizes, pipeline=None)),
+        ("--dp", sizes.data, replace(sizes, data=None)),
+        ("--ep", sizes.expert, replace(sizes, expert=None)),
+    ):
+        if given is not None:
+            yield f"no {option} {given}", replace(goal, free=replace(goal.free, sizes=others))
+
+
+def _of_any_sharding(goal: Goal) -> _Candidates:
+    if set(goal.shardings) != set(goal.job.trainer.shardings):
+        ways = " or ".join(goal.shardings)
+        free = replace(goal.free, shardings=tuple(WeightSharding))
+        yield f"--sharding auto instead of {ways}", replace(goal, free=free)
+
+
+def _of_more_devices(goal: Goal) -> _Candidates:
+    sizes, node = goal.free.sizes, goal.job.cluster.gpus_per_node
+    assert sizes is not None
+    gpus = sizes.gpus
+    # Whole nodes, in steps of a quarter of the devices at least.
+    unit = max(gpus // 4 // node, 1) * node
+    first = gpus // unit * unit + unit
+    for more in range(first, _MOST_DEVICES * max(gpus, node) + 1, unit):
+        freed = replace(goal.free, sizes=replace(sizes, gpus=more))
+        yield f"--gpus {more} instead of {gpus}", replace(goal, free=freed)
+
+
+def _of_roomier_devices(goal: Goal) -> _Candidates:
+    for text, cluster in roomier_devices(goal.job):
+        yield text, replace(goal, job=replace(goal.job, cluster=cluster))
+
+
+def _fitting(request_of: RequestOf, goal: Goal) -> str | None:
+    """Sizes that fit and what they need; None where none does, or the goal cannot be."""
+    try:
+        request = request_of(goal).drawn()
+        sizings = possible_sizings(request)
+    except UserError:
+        return None
+    setting = Setting(request=request, packs={})
+    caps = request.caps
+    if caps is None:
+        caps = cap_space(request, limited_features(request.job.model)).level(1.0)[-1]
+    choices = [(each, caps) for each in sizings]
+    return _first_fit(setting, StrategyProblem(setting=setting).possible(choices, processes=1))
+
+
+def _first_fit(setting: Setting, choices: list[Choice]) -> str | None:
+    """The first that fit of the sizes of least state, with encoders in the pipeline first."""
+    cap_gib = setting.request.job.memory_cap_gib
+    for placement in EncoderPlacement:
+        placed = [choice for choice in choices if choice[0].placement is placement]
+        states = {choice: least_state_gib(setting.job(choice[0])) for choice in placed}
+        least = sorted(placed, key=lambda each: (states[each], str(each[0].parallel)))
+        for choice in least[:_MOST_SIZES]:
+            if not fits_cap(states[choice], cap_gib):
+                break
+            need_gib = need_gib_of(setting.step_sizes(choice))
+            if fits_cap(need_gib, cap_gib):
+                return f"{choice[0].options} ({need_text(need_gib, cap_gib)})"
+    return None
