@@ -20,7 +20,6 @@ Memory is no limit here: all items are kept.
 """
 
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import outcomes_of, save_outcome
 from levels import COLLECTIVE_SIZES, RANKS, mean_rates, one_node
-from own_cores import own_cores
+from own_cores import own_cores, own_cores_in_words
 from rich.console import Console
 
 from megatron.vlm.backend import prepare_megatron_core
@@ -44,7 +43,7 @@ from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer,
 from omnibal.cost.profile import Measured, Profile
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, Shapes
 from omnibal.job.planner import prediction_of
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
@@ -120,6 +119,10 @@ def plan_of(*, beside: bool) -> Plan:
         beside=groups if beside else None,
         cluster=one_node(),
         data=None,
+        shapes=Shapes(
+            caps=Caps.of(tiles=ITEMS["tiles"][0], clips=ITEMS["clips"][1], tokens=TOKENS),
+            micro_batches_per_step=SLOTS,
+        ),
     )
 
 
@@ -309,9 +312,7 @@ def main() -> None:
     torch.set_num_threads(1)
     prepare_megatron_core()
     outcomes: list[Outcome] = outcomes_of(run_rank, RANKS, WARM_ROUNDS + rounds)
-    cores = len(os.sched_getaffinity(0)) / RANKS
-    own = f"{cores:g} core each" if outcomes[0].is_device else "no control group: cores are shared"
-    print(f"{RANKS} processes, {own}")
+    print(f"{RANKS} processes, {own_cores_in_words(RANKS, are_devices=outcomes[0].is_device)}")
     step_ms, core_ms = {}, {}
     steps, errors = [random_step(number) for number in range(WARM_ROUNDS, WARM_ROUNDS + rounds)], []
     for name in outcomes[0].step_ms:

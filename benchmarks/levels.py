@@ -342,14 +342,17 @@ def run_round(profiler: Profiler, ways: dict[str, Prepared]) -> Round:
 
 
 def mean_rates(rates: Sequence[Rates]) -> Rates:
-    """Collectives at their mean time over all rounds; products are in the profile."""
+    """Collectives at their mean time over all rounds, and what is hidden of them beside
+    computation; products are in the profile."""
     measured = [[each.ms for each in one.collectives] for one in rates]
     times = np.array(measured, np.float64).mean(axis=0)
     collectives = [
         each.model_copy(update={"ms": float(ms)})
         for each, ms in zip(rates[0].collectives, times, strict=True)
     ]
-    return rates[0].model_copy(update={"collectives": tuple(collectives), "products": ()})
+    hidden = float(np.mean([one.hidden for one in rates]))
+    update = {"collectives": tuple(collectives), "products": (), "hidden": hidden}
+    return rates[0].model_copy(update=update)
 
 
 def launch_ways(rounds: int, patience_s: float) -> dict[str, Outcome]:

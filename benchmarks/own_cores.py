@@ -7,7 +7,7 @@ so that it is as fast whatever the others do: a device of its own.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PERIOD_US = 4_000
@@ -19,12 +19,13 @@ def own_cores(rank: int, processes: int) -> Iterator[bool]:
     """Give this process its part of the cores; yields whether the system lets it.
 
     Args:
-        rank: of the process among `processes`, which one parent has started.
+        rank: of the process among `processes`, which one parent has started; those of one rank
+            have one part.
     """
     group = _GROUPS / f"omnibal_benchmark_{os.getppid()}_{rank}"
     quota_us = PERIOD_US * len(os.sched_getaffinity(0)) // processes
     try:
-        group.mkdir()
+        group.mkdir(exist_ok=True)  # by another process of the rank
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
         (group / "cpu.cfs_quota_us").write_text(str(quota_us))
         (group / "cgroup.procs").write_text(str(os.getpid()))
@@ -35,4 +36,11 @@ def own_cores(rank: int, processes: int) -> Iterator[bool]:
         yield True
     finally:
         (_GROUPS / "cgroup.procs").write_text(str(os.getpid()))
-        group.rmdir()
+        with suppress(OSError):  # the rank's other process is in it, or has removed it
+            group.rmdir()
+
+
+def own_cores_in_words(processes: int, *, are_devices: bool) -> str:
+    """Say how many cores each process had, or that they were shared."""
+    cores = len(os.sched_getaffinity(0)) / processes
+    return f"{cores:g} core each" if are_devices else "no control group: cores are shared"

@@ -1,6 +1,6 @@
 """Weights that ranks divide beside whole ones: bytes of state on a rank, and the time of a step.
 
-    python benchmarks/sharded.py [--rounds 8]
+    python benchmarks/sharded.py [--rounds 16]
 
 Four data-parallel processes train a small language model of wide layers, whose state is most of its
 memory, in three ways: whole weights with the optimizer's state divided (replicated), all four
@@ -9,33 +9,59 @@ turns, step by step; the first rounds do not count. The state in float32 is 16 b
 (weights, gradients, two moments): of them a replicated rank keeps 8 whole and its part of the
 moments, a divided one its part of all.
 
-Four processes on fewer cores do not wait as devices do, and other programs slow them: of every way
-the median step is printed, and the median of its ratio to the replicated step of the same turn, by
-the clock and by the time of cores that a process has used, which other programs change less.
+The prediction is the product's: costs fitted to a profile that is measured in between by as many
+processes at once, exchanges and what they hide behind computation at measured rates, and the very
+packs that were run, simulated.
+
+Four processes on fewer cores do not wait as devices do. Where Linux control groups (version 1) can
+be made, each process has one with an equal part of the cores; the output says so. Other programs
+slow all of them: of every way the mean step is printed, without its extreme tenths, the median of
+its ratio to the replicated step of the same turn, and the same of the time of cores that a process
+has used, which other programs change less.
 """
 
 import argparse
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from forked_ranks import outcomes_of, save_outcome
+from levels import one_node
+from own_cores import own_cores, own_cores_in_words
+from profiled_beside import Turns, profile_rank
+from scipy.stats import trim_mean
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.measure.profiler import ProfileOptions
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer, train_step
-from omnibal.job.plan import Plan
-from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.cost.measured_sizes import MeasuredSizes
+from omnibal.cost.profile import Measured, Profile
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, Shapes
+from omnibal.job.planner import prediction_of
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
-RANKS, MICRO_BATCHES, TOKENS = 4, 2, 512
+RANKS, MICRO_BATCHES, TOKENS = 4, 2, 256
 WARM_ROUNDS = 2
+ROUNDS_PER_PROFILE = 2
+"""Steps of each way between two rounds of the profiler."""
+BAR = 0.1
+"""Largest error of a prediction."""
+SIZES = MeasuredSizes(
+    rows=(64,), inner=(128,), outer=(128,), collective_bytes=(1 << 16, 1 << 20, 1 << 22)
+)
 WAYS = {"replicated": 1, "full": RANKS, "hybrid": 2}
 MODEL = ModelConfig(
     name="wide",
@@ -58,6 +84,8 @@ class Outcome:
     state_bytes: dict[str, int]
     losses: dict[str, list[float]]
     parameters: int
+    is_device: bool
+    """Whether the process had a part of the cores to itself."""
 
 
 def plan_of(sharded: int) -> Plan:
@@ -67,8 +95,9 @@ def plan_of(sharded: int) -> Plan:
         precision="fp32",
         parallel=Parallel(pipeline=1, data=RANKS, sharded=sharded),
         stages=stages_from_cuts(MODEL, ()),
-        cluster=load_cluster("laptop-cpu"),
+        cluster=one_node(),
         data=None,
+        shapes=Shapes(caps=Caps.of(tokens=TOKENS), micro_batches_per_step=MICRO_BATCHES),
     )
 
 
@@ -97,23 +126,83 @@ def state_bytes_of(trainer: Trainer) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def run_rank(rank: int, rounds: int, folder: Path) -> None:
-    """Take turns of all ways on one rank; its outcome goes into the folder."""
+def one_step() -> tuple[ScheduledPacks, Lengths]:
+    """A step as a plan has it: all are alike."""
+    number = np.arange(RANKS * MICRO_BATCHES)
+    nothing, each = np.zeros(len(number), np.int32), np.ones(len(number), np.int32)
+    packs = ScheduledPacks(
+        packs=Packs(samples=number, offsets=np.arange(len(number) + 1)),
+        step=nothing.astype(np.int64),
+        dp_rank=(number // MICRO_BATCHES).astype(np.int32),
+        slot=(number % MICRO_BATCHES).astype(np.int32),
+        epoch=nothing,
+        items={},
+        tokens=TOKENS * each,
+        level=nothing,
+    )
+    lengths = Lengths(
+        items={},
+        tokens=TOKENS * each,
+        loss_tokens=(TOKENS - 1) * each,
+        source=nothing,
+        source_names=("made up",),
+        origin=None,
+    )
+    return packs, lengths
+
+
+def predicted_ms(plan: Plan, profile: Profile) -> float:
+    """Predict a step from measured costs and rates."""
+    job, (packs, lengths) = JobSpec.of_plan(plan, Measured(profile)), one_step()
+    workload = job.workload(packs, lengths, plan.pack_levels)
+    return prediction_of(plan, job, packs, workload).step_ms
+
+
+def run_process(process: int, rounds: int, folder: Path, turns: Turns) -> None:
+    """Train or profile on one rank, on its part of the cores; the outcome goes into the folder."""
+    rank = process % RANKS
+    with own_cores(rank, RANKS) as is_device:
+        if process >= RANKS:
+            options = ProfileOptions(
+                max_tiles=0,
+                max_tokens=TOKENS,
+                tokens_per_sample=TOKENS,
+                layers=MODEL.language.layers,
+                repetitions=1,
+            )
+            profile = profile_rank(
+                rank, turns, profile_rounds(rounds), MODEL, options, SIZES, folder
+            )
+            save_outcome(profile, process, folder)
+        else:
+            save_outcome(train(rank, rounds, folder, turns, is_device), process, folder)
+
+
+def profile_rounds(rounds: int) -> int:
+    """Turns of the profiler among so many rounds of training."""
+    return -(-rounds // ROUNDS_PER_PROFILE)
+
+
+def train(rank: int, rounds: int, folder: Path, turns: Turns, is_device: bool) -> Outcome:
+    """Take turns of all ways on one rank."""
     launch = Launch(rank=rank, world_size=RANKS, local_rank=rank)
     plans = {name: plan_of(sharded) for name, sharded in WAYS.items()}
     links = initialize_distributed(
         launch, plans["replicated"].parallel, seed=1, init_method=f"file://{folder / 'store'}"
     )
     trainers = {
-        name: build_trainer(plan, links, OPTIONS, steps=rounds, seed=1)
+        name: build_trainer(plan, links, OPTIONS, steps=WARM_ROUNDS + rounds, seed=1)
         for name, plan in plans.items()
     }
+    turns.profile(rank)  # to warm up
     step_ms: dict[str, list[float]] = {name: [] for name in plans}
     core_ms: dict[str, list[float]] = {name: [] for name in plans}
     losses: dict[str, list[float]] = {name: [] for name in plans}
-    for number in range(rounds):
+    for number in range(WARM_ROUNDS + rounds):
         first = (number * RANKS + rank) * MICRO_BATCHES
         packs = [random_pack(first + place) for place in range(MICRO_BATCHES)]
+        if number >= WARM_ROUNDS and (number - WARM_ROUNDS) % ROUNDS_PER_PROFILE == 0:
+            turns.profile(rank)
         for name, trainer in trainers.items():
             dist.barrier()
             begun, core_begun = time.perf_counter(), time.process_time()
@@ -129,42 +218,55 @@ def run_rank(rank: int, rounds: int, folder: Path) -> None:
         state_bytes={name: state_bytes_of(trainer) for name, trainer in trainers.items()},
         losses=losses,
         parameters=sum(p.numel() for p in trainers["replicated"].stage.parameters()),
+        is_device=is_device,
     )
-    save_outcome(outcome, rank, folder)
     shut_down_distributed()
+    return outcome
 
 
 def main() -> None:
-    """Print bytes and time of all ways."""
+    """Print bytes, measured time and predicted time of all ways."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=8, help="steps of each way")
-    rounds = WARM_ROUNDS + parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=16, help="steps of each way")
+    rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     prepare_megatron_core()
-    outcomes: list[Outcome] = outcomes_of(run_rank, RANKS, rounds)
-    first = outcomes[0]
-    print(f"{RANKS} processes, {first.parameters / 1e6:.1f} M parameters")
+    run = partial(run_process, turns=Turns.of(RANKS))
+    found = outcomes_of(run, 2 * RANKS, rounds)
+    outcomes: list[Outcome] = found[:RANKS]
+    first, profile = outcomes[0], found[RANKS]
+    print(f"{RANKS} processes, {own_cores_in_words(RANKS, are_devices=first.is_device)}; ", end="")
+    print(f"{first.parameters / 1e6:.1f} M parameters; {TOKENS} tokens a pack")
+    print(f"a collective hides {profile.rates.hidden:.0%} of what it could behind computation")
+    errors = {}
+    predicted = {name: predicted_ms(plan_of(sharded), profile) for name, sharded in WAYS.items()}
     for name in WAYS:
         most = max(outcome.state_bytes[name] for outcome in outcomes)
+        errors[name] = predicted[name] / typical(first.step_ms[name]) - 1
         print(
             f"{name:>10}: {most / 1e6:5.1f} MB of state a rank "
             f"({most / first.parameters:5.2f} bytes a parameter); step "
-            f"{median(first.step_ms[name]):6.0f} ms ({ratio(first.step_ms, name):.2f} of "
-            f"replicated), of cores {median(first.core_ms[name]):6.0f} ms "
-            f"({ratio(first.core_ms, name):.2f}); last loss {first.losses[name][-1]:.6f}"
+            f"{typical(first.step_ms[name]):6.0f} ms, predicted {predicted[name]:6.0f} "
+            f"({errors[name]:+.1%}); of replicated {ratio(first.step_ms, name):.2f}, predicted "
+            f"{predicted[name] / predicted['replicated']:.2f}; of cores "
+            f"{typical(first.core_ms[name]):6.0f} ms ({ratio(first.core_ms, name):.2f}); last loss "
+            f"{first.losses[name][-1]:.6f}"
         )
+    worst = max(map(abs, errors.values()))
+    print(f"worst error {worst:.1%}; the bar of {BAR:.0%} {'holds' if worst <= BAR else 'fails'}")
 
 
-def median(times_ms: Sequence[float]) -> float:
-    """Median over the rounds that count."""
-    return float(np.median(times_ms[WARM_ROUNDS:]))
+def typical(times_ms: Sequence[float]) -> float:
+    """Mean over the rounds that count, without the extreme tenths."""
+    return float(trim_mean(times_ms[WARM_ROUNDS:], 0.1))
 
 
 def ratio(times_ms: Mapping[str, Sequence[float]], name: str) -> float:
     """Median ratio to the replicated step of the same turn."""
-    return median(np.array(times_ms[name]) / np.array(times_ms["replicated"]))
+    each = np.array(times_ms[name]) / np.array(times_ms["replicated"])
+    return float(np.median(each[WARM_ROUNDS:]))
 
 
 if __name__ == "__main__":

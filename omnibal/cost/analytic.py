@@ -43,7 +43,7 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -229,15 +229,16 @@ class _Once:
         moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
         update_ms = moved_bytes / self.device.streamed_bytes_per_ms
         update_ms += weight_cast_bytes(self.device) / self.device.bytes_per_ms
-        byte_ms = ring_ms_per_byte(self.cluster, group, self.precision)
+        byte_ms = partial(ring_ms_per_byte, self.cluster, group, self.precision)
+        reduced_ms = byte_ms("reduce_scatter") if self.is_sharded else 2 * byte_ms("all_reduce")
         # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
         gathered_bytes = _gathered_bytes(self.precision, self.runtime.fp8) if self.is_sharded else 0
-        gather_ms = byte_ms * gathered_bytes
+        gather_ms = byte_ms("all_gather") * gathered_bytes
         is_overlapped = self.runtime.overlap_weights
         return ParameterRates(
             optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
             optimizer_ms=update_ms + (0.0 if is_overlapped else gather_ms),
-            gradient_reduction_ms=byte_ms * gradient_bytes * (1 if self.is_sharded else 2),
+            gradient_reduction_ms=reduced_ms * gradient_bytes,
             weight_gather_ms=gather_ms if is_overlapped else 0.0,
         )
 

@@ -265,6 +265,7 @@ def _at_level(
         bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
         kernel_ms=cluster.kernel_us / 1e3,
     )
+    rates_of_features = replace(rates, line=all_to_all_line(cluster, group, precision))
     features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
     units = dict(cost.units)
     for kind in cost.kinds:
@@ -288,7 +289,8 @@ def _at_level(
             units[kind.name] = _with_exchange(unit, added, times, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)
-            units[kind.name] = _with_exchange(unit, added, rates.of(added), encoder_trained)
+            times = rates_of_features.of(added)
+            units[kind.name] = _with_exchange(unit, added, times, encoder_trained)
     return replace(cost, units=units)
 
 

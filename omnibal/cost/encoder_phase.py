@@ -30,11 +30,12 @@ import numpy as np
 from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.shaped_rates import Line, exchanged_line
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
@@ -128,6 +129,8 @@ class EncodersCost:
     """Time of a message and of a byte of the exchange, where the group is within a node."""
     between_nodes: Line
     """Time of a message and of a byte of the exchange, where the group is on several nodes."""
+    measured: tuple[CollectiveTime, ...] = ()
+    """Measured collectives, of which an all-to-all counts in place of messages."""
     tensor: Line
     """Time of a collective of tensor-parallel ranks, and of a byte of it."""
     peer_bytes: float
@@ -158,7 +161,11 @@ class EncodersCost:
         """
         sizes = self.parallel
         consecutive = ((sizes.pipeline - 1) * sizes.data + pipelines) * sizes.tensor
-        return self.within_node if consecutive <= self.gpus_per_node else self.between_nodes
+        is_within, ranks = consecutive <= self.gpus_per_node, pipelines * self.ranks_of_pipeline
+        whole = exchanged_line(self.measured, ranks, "node" if is_within else "network")
+        if whole is None:
+            return self.within_node if is_within else self.between_nodes
+        return replace(whole, fixed_ms=whole.fixed_ms / (ranks - 1))
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
         """Forward and backward of an item by encoder, its part of a full pass included."""
@@ -191,6 +198,7 @@ def encoders_cost(
     sizes = copies if sharded == 1 else copies.of_shards
     whole = source.costs(model, cluster, sizes, precision, frozen)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
+    rates = source.with_rates(cluster).measured(precision)
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
     cost = whole
     for name in model.encoders:
@@ -214,6 +222,7 @@ def encoders_cost(
         update_ms=trained * cost.optimizer_ms_per_parameter,
         within_node=source.link or message_line(cluster, 1, precision),
         between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
+        measured=() if rates is None else rates.collectives,
         tensor=pass_line(cluster, Group(parallel.tensor), precision),
         peer_bytes=cluster.peer_bytes,
         parallel=parallel,

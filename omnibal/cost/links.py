@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import Place
+from omnibal.model.rates import Place, RingKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +37,23 @@ class Group:
         return "node" if self.is_within(cluster) else "network"
 
 
-def pass_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
+def pass_line(
+    cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
+) -> Line:
     """Time of a pass round a group's ring, and of a byte that a rank sends in it.
 
     An all-gather and a reduce-scatter are one pass, an all-reduce is two. Where none was measured,
     a pass takes the latency of a send once. What was measured over the network is taken for every
     group that leaves a node, however many adapters it has.
+
+    Args:
+        kind: of the collective, where that is known; None for passes of any.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
     place = group.place(cluster)
-    measured = ring_line(rates.collectives, group.ranks, place) if rates else None
+    measured = ring_line(rates.collectives, group.ranks, place, kind) if rates else None
     if measured is not None:
         return measured
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
@@ -94,13 +99,22 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
-def ring_ms_per_byte(cluster: ClusterConfig, group: Group, precision: Precision) -> float:
+def hidden_share(cluster: ClusterConfig, precision: Precision) -> float:
+    """Hidden share of a collective beside a computation (`Rates.hidden`): all of it where that was
+    not measured."""
+    rates = cluster.measured(precision)
+    return 1.0 if rates is None or rates.hidden is None else rates.hidden
+
+
+def ring_ms_per_byte(
+    cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
+) -> float:
     """Time of a ring reduce-scatter or all-gather, per byte of the whole buffer.
 
     A ring sends (d - 1) / d of the buffer. The fixed time of a pass comes once a bucket of tens of
     millions of parameters, and is left out.
     """
-    return pass_line(cluster, group, precision).each_ms * (group.ranks - 1) / group.ranks
+    return pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
 
 
 def stage_group(parallel: Parallel) -> Group:

@@ -21,7 +21,7 @@ from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.shaped_rates import Line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
 from omnibal.model.config import (
     ClusterConfig,
@@ -209,7 +209,8 @@ class Measured(CostSource):
         """Fit the profile's times to all units; what it did not measure is counted.
 
         Links are measured on one machine, so they hold for jobs within one node; larger jobs take
-        the cluster's figures. Profiles are of trained units: backward times and activations of
+        the cluster's figures between nodes. Ranks exchange at the profile's rates, where it has
+        any. Profiles are of trained units: backward times and activations of
         frozen ones are shortened by as much as they are by counting. So are experts that ranks
         share out, which a profile has on one: what their exchange and imbalance add is counted.
 
@@ -217,7 +218,7 @@ class Measured(CostSource):
             UserError: the profile is of another model, precision or tensor-parallel size, or lacks
                 a unit.
         """
-        profile = self.profile
+        profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
         sizes = model, cluster, parallel, precision, frozen
         cost = analytic_cost(*sizes, runtime=runtime)
@@ -241,7 +242,8 @@ class Measured(CostSource):
         if profile.optimizer:
             cost = _with_optimizer(cost, profile, parallel)
         if (link := self.link) and parallel.world_size <= cluster.gpus_per_node:
-            cost = _with_link(cost, link)
+            rings = () if profile.rates is None else profile.rates.collectives
+            cost = _with_link(cost, link, rings_are_measured=ring_line(rings, 2) is not None)
         return cost
 
     @property
@@ -314,9 +316,11 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
     )
 
 
-def _with_link(cost: CostModel, line: Line) -> CostModel:
-    """Costs with exchanges at the measured rate of a send."""
-    slower, experts = line.each_ms / cost.link_ms_per_byte, cost.expert_rates
+def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> CostModel:
+    """Costs with sends at their measured rate, and exchanges of data-parallel ranks slower by as
+    much where they were not measured themselves."""
+    slower = 1.0 if rings_are_measured else line.each_ms / cost.link_ms_per_byte
+    experts = cost.expert_rates
     return replace(
         cost,
         link_latency_ms=line.fixed_ms,

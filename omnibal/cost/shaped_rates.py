@@ -31,6 +31,7 @@ from omnibal.model.rates import (
     Pass,
     Place,
     ProductTime,
+    RingKind,
 )
 
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -154,15 +155,24 @@ _AS_FORWARD = {
 """Sizes of the forward product that a pass is one of."""
 
 
-def ring_line(measured: Sequence[CollectiveTime], ranks: int, place: Place = "node") -> Line | None:
+def ring_line(
+    measured: Sequence[CollectiveTime],
+    ranks: int,
+    place: Place = "node",
+    kind: RingKind | None = None,
+) -> Line | None:
     """Time of a pass round a ring of `ranks`, and of a byte that a rank sends in it.
 
     Of the group size that is nearest to `ranks` among those measured; None without any.
+
+    Args:
+        kind: of the collective, whose own times count where there are any; None for all kinds
+            together. A reduction on a CPU adds, which takes longer than to gather.
     """
     rings = [one for one in measured if one.kind in _PASSES and one.place == place]
     if not rings or ranks < 2:
         return None
-    return _nearest_line(rings, ranks)
+    return _nearest_line([one for one in rings if one.kind == kind] or rings, ranks)
 
 
 def exchanged_line(

@@ -12,7 +12,11 @@ computation of the unit before it, one unit ahead:
     backward = gather of the last + reduce of the first
                + sum over units of max(backward, gather of the one before + reduce of the one after)
 
-What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
+where what runs in the time max(a, b) takes a + b - hidden x min(a, b) if it was measured that less
+is hidden (`omnibal.model.rates.Rates.hidden`): on a CPU the cores that compute exchange too. The
+head's weights stay from its forward to its backward, which is next, and no backward reads an
+embedding's. What computation does not hide is a feature of the micro-batch, as it is not linear in
+its sizes.
 Exchanges of tensor-parallel ranks and of ranks that share a pack hide nothing, as they take the
 same links, and neither does recomputation, so that the time is on the safe side. All ranks of a
 group meet in every exchange: they run their micro-batches in lockstep. Once a step the copies of a
@@ -27,13 +31,20 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.cost.links import pass_line, ring_ms_per_byte, shard_copies, shard_group
+from omnibal.cost.links import (
+    hidden_share,
+    pass_line,
+    ring_ms_per_byte,
+    shard_copies,
+    shard_group,
+)
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
+from omnibal.model.rates import RingKind
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
+from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE, UnitKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,11 +60,13 @@ class ShardedExchange:
     gather_ms: np.ndarray
     """To gather the weights of a unit of every kind, [K]."""
     gather_back_ms: np.ndarray
-    """Time to gather the weights again before backward; 0 where there is none."""
+    """Time to gather the weights again before backward; 0 where that reads none."""
     reduce_ms: np.ndarray
     """To reduce-scatter its gradients; 0 where it is frozen."""
     sequence: tuple[int, ...]
     """Kind of every unit, in model order."""
+    hidden: float = 1.0
+    """Hidden share of the shorter of an exchange and the computation beside it."""
 
     @classmethod
     def of(
@@ -74,23 +87,31 @@ class ShardedExchange:
             precision: of weights.
             runtime: which says the precision that gradients are exchanged in.
         """
-        line = pass_line(cluster, shard_group(parallel), precision)
         units = [cost.units[kind.name] for kind in cost.kinds]
         kinds, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
         reduced_size = _scattered_bytes(cost, runtime)
 
-        def exchange_ms(parameters: Sequence[int], size: float) -> np.ndarray:
+        def exchange_ms(kind: RingKind, parameters: Sequence[int], size: float) -> np.ndarray:
+            line = pass_line(cluster, shard_group(parallel), precision, kind)
             bytes_ = size * np.array(parameters, np.float64)
             return np.where(bytes_ > 0, _ring_ms(line, bytes_, parallel.sharded), 0.0)
 
         return cls(
             forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
             backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
-            gather_ms=exchange_ms([unit.parameters for unit in units], size),
+            gather_ms=exchange_ms("all_gather", [unit.parameters for unit in units], size),
             gather_back_ms=exchange_ms(
-                [unit.parameters * unit.has_backward for unit in units], size
+                "all_gather",
+                [
+                    unit.parameters * (unit.has_backward and _is_gathered_again(kind))
+                    for unit, kind in zip(units, cost.kinds, strict=True)
+                ],
+                size,
             ),
-            reduce_ms=exchange_ms([unit.trained_parameters for unit in units], reduced_size),
+            reduce_ms=exchange_ms(
+                "reduce_scatter", [unit.trained_parameters for unit in units], reduced_size
+            ),
+            hidden=hidden_share(cluster, precision),
             sequence=tuple(kinds.index(name) for name in names),
         )
 
@@ -105,7 +126,7 @@ class ShardedExchange:
         forward, backward = features @ self.forward_ms.T, features @ self.backward_ms.T
         ahead = np.full(len(features), self.gather_ms[first])
         for (kind, after), times in Counter(pairwise(self.sequence)).items():
-            ahead += times * np.maximum(self.gather_ms[after] - forward[:, kind], 0)
+            ahead += times * self._exposed(self.gather_ms[after], forward[:, kind])
         behind = np.full(len(features), self.gather_back_ms[last] + self.reduce_ms[first])
         nothing = len(self.gather_ms)
         gather_ms, reduce_ms = np.append(self.gather_back_ms, 0), np.append(self.reduce_ms, 0)
@@ -113,8 +134,18 @@ class ShardedExchange:
         neighbours = Counter(zip(around[:-2], self.sequence, around[2:], strict=True))
         for (before, kind, after), times in neighbours.items():
             beside = gather_ms[before] + reduce_ms[after]
-            behind += times * np.maximum(beside - backward[:, kind], 0)
+            behind += times * self._exposed(beside, backward[:, kind])
         return np.stack([ahead, behind], axis=1)
+
+    def _exposed(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
+        """What of an exchange is not hidden by the computation beside it. [packs]"""
+        return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
+
+
+def _is_gathered_again(kind: UnitKind) -> bool:
+    """Whether a backward gathers the weights of units of a kind: not the head's, which stay from
+    the forward right before it, and not an embedding's, which no backward reads."""
+    return not kind.is_embed and kind.name != HEAD
 
 
 def _ring_ms(line: Line, bytes_: np.ndarray, ranks: int) -> np.ndarray:

@@ -21,7 +21,8 @@ _Bytes = Annotated[int, Field(ge=1, le=2**60)]
 _MS_PER_FLOP = 1e-9
 """Milliseconds of one operation at a TFLOP/s."""
 
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+RingKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
+CollectiveKind = Literal[RingKind, "all_to_all", "send"]
 CopyKind = Literal["plain", "permute", "permute_backward", "cross_entropy", "fused_cross_entropy"]
 Pass = Literal["forward", "input_gradient", "weight_gradient"]
 GradientPrecision = Literal["fp32", "bf16"]
@@ -208,6 +209,10 @@ class Rates(Frozen):
     attention: tuple[AttentionTime, ...] = Field(default=(), exclude_if=lambda given: not given)
     collectives: tuple[CollectiveTime, ...] = ()
     copies: tuple[CopyTime, ...] = ()
+    hidden: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=_is_none)
+    """Hidden share of a collective beside a computation, of the shorter of the two: 1 where both
+    take as long as the longer one, 0 where they take as long as one after the other, as where
+    the same cores do both."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -232,6 +237,7 @@ class Rates(Frozen):
                 "attention": tuple(one.scaled(peak, attention) for one in self.attention),
                 "collectives": (),
                 "copies": (),
+                "hidden": None,
             }
         )
 

@@ -25,6 +25,7 @@ from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
@@ -392,6 +393,24 @@ def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
                 received[target] += count * one.feature_bytes
     line = cost.line(beside.pipelines)
     return line.fixed_ms * (size - 1) + line.each_ms * max(sent.max(), received.max())
+
+
+def test_features_leave_at_the_measured_rate_of_an_all_to_all():
+    """Prevents an exchange of features that is counted by messages where all-to-alls were measured,
+    and one within a node that stands in for the network."""
+    sizes = Parallel(pipeline=2, data=4)
+    counted = random_encoders(np.random.default_rng(0), ("vision",), sizes)[1]
+    exchange = CollectiveTime(kind="all_to_all", ranks=4, latency_us=300, gb_per_s=2)
+    measured = replace(counted, measured=(exchange,), gpus_per_node=8)
+    line = measured.line(2)
+    # As a message's: two pipelines of two ranks, each of which has three peers.
+    assert (line.fixed_ms, line.each_ms) == pytest.approx((0.1, 1 / 2e6), rel=1e-6)
+    assert replace(measured, gpus_per_node=4).line(2) == counted.between_nodes
+    cluster = load_cluster("h100-80g")
+    rates = Rates(device="mine", collectives=(exchange,))
+    table = cluster.model_copy(update={"rates": {"bf16": rates}})
+    cost = encoders_cost(load_model("internvl2-1b"), table, Parallel(pipeline=1, data=4), "bf16")
+    assert cost.line(4).each_ms == pytest.approx(1 / 2e6, rel=1e-6)
 
 
 CASES = [

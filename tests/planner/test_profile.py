@@ -18,6 +18,7 @@ from omnibal.cost.profile import (
 from omnibal.model.config import ModelConfig, RopeScaling
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.model.units import unit_names
 
 pytestmark = pytest.mark.quick
@@ -135,6 +136,50 @@ def test_links_of_one_machine_do_not_price_a_cluster():
     counted = analytic_cost(MODEL, CLUSTER, across, "fp32")
     fitted = Measured(measured()).costs(MODEL, CLUSTER, across, "fp32")
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte
+
+
+def test_data_parallel_ranks_exchange_at_measured_rates():
+    """Prevents measured collectives that a profile has and nothing reads, are scaled by the rate of
+    a send once more, or have one rate where gathers and reductions were measured apart."""
+    data = Parallel(pipeline=1, data=CLUSTER.gpus_per_node)
+    gb_per_s = {"all_gather": 2.0, "reduce_scatter": 0.5, "all_to_all": 4.0}
+    rates = Rates(
+        device="mine",
+        collectives=tuple(
+            CollectiveTime(kind=kind, ranks=data.data, latency_us=20, gb_per_s=rate)
+            for kind, rate in gb_per_s.items()
+        ),
+    )
+    fitted = Measured(measured(rates=rates)).costs(MODEL, CLUSTER, data, "fp32")
+    sent_bytes = 4 * (data.data - 1) / data.data
+    gather_ms, reduction_ms = (sent_bytes / (rate * 1e6) for rate in (2.0, 0.5))
+    assert fitted.weight_gather_ms_per_parameter == pytest.approx(gather_ms, rel=1e-6)
+    assert fitted.gradient_reduction_ms_per_parameter == pytest.approx(reduction_ms, rel=1e-6)
+    # Where none were measured, the rate of a send says how much slower they are than counted.
+    counted = analytic_cost(MODEL, CLUSTER, data, "fp32")
+    scaled = Measured(measured()).costs(MODEL, CLUSTER, data, "fp32")
+    slower = scaled.link_ms_per_byte / counted.link_ms_per_byte
+    expected = slower * counted.gradient_reduction_ms_per_parameter
+    assert scaled.gradient_reduction_ms_per_parameter == pytest.approx(expected)
+
+
+def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
+    """Prevents dispatch of experts that is counted where a profile has measured it."""
+    model, shared_out = model_with(EXPERTS), Parallel(pipeline=1, data=2, expert=2)
+    alone = analytic_cost(model, CLUSTER, Parallel(pipeline=1, data=2), "fp32")
+    profile = measured(
+        model_sha256=model_sha256(model), measurements=measurements_of(alone, noise=0.0, seed=0)
+    )
+
+    def collective_ms(gb_per_s: float) -> float:
+        exchange = CollectiveTime(kind="all_to_all", ranks=2, latency_us=1, gb_per_s=gb_per_s)
+        rates = Rates(device="mine", collectives=(exchange,))
+        source = Measured(profile.model_copy(update={"rates": rates}))
+        cost = source.costs(model, CLUSTER, shared_out, "fp32")
+        layer = next(unit for unit in cost.units.values() if unit.expert_parameters)
+        return float(layer.collective_ms[0, cost.features.index("tokens")])
+
+    assert collective_ms(0.1) == pytest.approx(10 * collective_ms(1.0), rel=1e-6)
 
 
 def test_optimizer_time_is_divided_over_data_parallel_ranks():

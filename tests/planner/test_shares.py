@@ -197,6 +197,21 @@ def test_ranks_send_what_the_exchange_says() -> None:
     assert heads < gather
 
 
+def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
+    """Prevents features that are exchanged at the rate of a ring, as keys and values that are
+    gathered are."""
+    exchange = CollectiveTime(kind="all_to_all", ranks=2, latency_us=30, gb_per_s=2)
+    gather = CollectiveTime(kind="all_gather", ranks=2, latency_us=30, gb_per_s=7)
+    rates = Rates(device="mine", collectives=(exchange, gather))
+    cluster = load_cluster("h100-80g").model_copy(update={"rates": {"bf16": rates}})
+    job = job_spec(cluster=cluster, parallel=Parallel(pipeline=1, data=2), precision="bf16")
+    (cost,) = job.costs_at([level(2)])
+    tile_bytes = MODEL.vision.tokens_per_item * MODEL.language.hidden_size * 2
+    copied_ms = 2 * tile_bytes / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+    tile_ms = cost.units["language_embed"].context_ms[0, cost.features.index("tiles")]
+    assert tile_ms == pytest.approx(tile_bytes / 2 / 2e6 + copied_ms, rel=1e-6)
+
+
 def test_gathered_keys_are_copied_three_times() -> None:
     """Prevents own keys and values that cost no copies: beside each other, beside the others', and
     in the order of the rank's pieces, each read and written."""

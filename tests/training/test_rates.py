@@ -22,7 +22,7 @@ def measure(links):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_rates_are_of_all_processes(processes):
     """Prevents: groups that wait for each other, kinds or sizes left out, and a process alone that
-    is said to have collectives."""
+    is said to have collectives, or to hide them."""
     ranks = run_ranks(Parallel(pipeline=processes), measure)
     assert all(rates == ranks[0] for rates in ranks)
     sizes = [(one.rows, one.inner, one.outer) for one in ranks[0].products]
@@ -30,11 +30,12 @@ def test_rates_are_of_all_processes(processes):
     measured = {(one.kind, one.ranks, one.bytes) for one in ranks[0].collectives}
     assert measured == {
         (kind, size, sent)
-        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
         for size in {1: (), 3: (2, 3)}[processes]
         for sent in SIZES.collective_bytes
     }
     assert [one.bytes for one in ranks[0].copies] == [1 << 27]
+    assert (ranks[0].hidden is None) == (processes == 1)
     small, large = ranks[0].products[0], ranks[0].products[-1]
     # 2,048 times the operations; a core may be lost for a moment.
     assert large.ms > 5 * small.ms

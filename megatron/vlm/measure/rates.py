@@ -7,6 +7,7 @@ Shapes: M rows, K inner, N outer; E elements of a buffer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -22,9 +23,16 @@ from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.model.config import Precision
 from omnibal.model.rates import CollectiveKind, CollectiveTime, CopyTime, ProductTime, Rates
 
-_RING_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter")
+_KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _COPY_BYTES = 1 << 27
 """Read and written in a copy: more than any cache holds."""
+_BESIDE_COMPUTATION: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
+"""Kinds that run beside computation in training: weights are gathered, gradients scattered."""
+_BESIDE_ROWS = 256
+"""Rows and columns of the products beside a collective: quick, so that a number of them takes about
+as long as it does."""
+_BESIDE_ROUNDS = 15
+"""Timed rounds of collective, products and both; differences of times scatter more than times."""
 _ROUNDS = 5
 """Timed rounds of everything, of which the median counts."""
 _BATCH_MS, _MOST_CALLS = 1.0, 50
@@ -51,6 +59,7 @@ def measure_rates(
         ),
         collectives=tuple(_collectives(sizes.collective_bytes, dtype)),
         copies=(CopyTime(bytes=_COPY_BYTES, ms=mean_ms([_copy_ms()])),),
+        hidden=_hidden_share(max(sizes.collective_bytes), dtype),
     )
 
 
@@ -72,11 +81,12 @@ def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Collectiv
     """Time every kind in groups of every size, all groups of a size side by side."""
     for ranks in group_sizes(dist.get_world_size()):
         group = _own_group(ranks)
-        for kind, size in product(_RING_KINDS, sizes):
+        for kind, size in product(_KINDS, sizes):
             own_ms = []
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
-                own_ms = [_typical_ms(_collective(kind, buffer_E, ranks, group), together=group)]
+                begin = _collective(kind, buffer_E, ranks, group)
+                own_ms = [_typical_ms(partial(_run, begin), together=group)]
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
@@ -102,15 +112,73 @@ def _own_group(ranks: int) -> dist.ProcessGroup | None:
 
 def _collective(
     kind: CollectiveKind, whole_E: torch.Tensor, ranks: int, group: dist.ProcessGroup
-) -> Callable[[], object]:
+) -> Callable[[], dist.Work]:
+    """A function that begins the collective."""
     share_E = whole_E[: len(whole_E) // ranks].clone()
+    begin: Callable[..., dist.Work]
     match kind:
         case "all_reduce":
-            return lambda: dist.all_reduce(whole_E, group=group)
+            begin = partial(dist.all_reduce, whole_E)
         case "all_gather":
-            return lambda: dist.all_gather_into_tensor(whole_E, share_E, group=group)
+            begin = partial(dist.all_gather_into_tensor, whole_E, share_E)
+        case "reduce_scatter":
+            begin = partial(dist.reduce_scatter_tensor, share_E, whole_E)
         case _:
-            return lambda: dist.reduce_scatter_tensor(share_E, whole_E, group=group)
+            begin = partial(dist.all_to_all_single, torch.empty_like(whole_E), whole_E)
+    return partial(begin, group=group, async_op=True)
+
+
+def _run(begin: Callable[[], dist.Work]) -> None:
+    begin().wait()
+
+
+def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
+    """Hidden share of a collective of all processes beside matrix products that take about as long
+    (`Rates.hidden`); None where there is one process."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return None
+    hidden_ms, shorter_ms = 0.0, 0.0
+    for kind in _BESIDE_COMPUTATION:
+        exchange_ms, compute_ms, both_ms = _times_beside(kind, size, dtype)
+        hidden_ms += exchange_ms + compute_ms - both_ms
+        shorter_ms += min(exchange_ms, compute_ms)
+    return min(max(hidden_ms / shorter_ms, 0.0), 1.0)
+
+
+def _times_beside(
+    kind: CollectiveKind, size: int, dtype: torch.dtype
+) -> tuple[float, float, float]:
+    """Times of a collective of all processes, of products, and of both at the same time."""
+    whole_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
+    begin = _collective(kind, whole_E, dist.get_world_size(), dist.group.WORLD)
+    factor_MM = torch.randn(_BESIDE_ROWS, _BESIDE_ROWS, device=current_device(), dtype=dtype)
+    product_MM = torch.empty_like(factor_MM)
+
+    def compute(calls: int) -> None:
+        for _ in range(calls):
+            torch.mm(factor_MM, factor_MM, out=product_MM)
+
+    def both(calls: int) -> None:
+        work = begin()
+        compute(calls)
+        work.wait()
+
+    once_ms = mean_ms([_typical_ms(partial(compute, 1))])
+    exchange_ms = mean_ms([_typical_ms(partial(_run, begin), together=dist.group.WORLD)])
+    calls = max(round(exchange_ms / once_ms), 1)
+    rounds = [
+        [
+            timed_ms(partial(_run, begin)),
+            timed_ms(partial(compute, calls)),
+            timed_ms(partial(both, calls)),
+        ]
+        for _ in range(_BESIDE_ROUNDS)
+    ]
+    exchange_ms, compute_ms, both_ms = (
+        mean_ms([float(one)]) for one in np.median(np.array(rounds), axis=0)
+    )
+    return exchange_ms, compute_ms, both_ms
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
