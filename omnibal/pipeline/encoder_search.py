@@ -301,7 +301,7 @@ def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
                 for sharded, encoders in problem.encoders.items():
                     beside = _beside(problem, pipelines, sizes, kept, sharded)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
-                    if encoder_memory.held + encoder_memory.phase <= problem.memory_cap_bytes:
+                    if encoder_memory.held + encoder_memory.encoding <= problem.memory_cap_bytes:
                         waits_ms = _waits_of(problem, sample, beside, of_sample)
                         yield _Choice(
                             beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms

@@ -162,15 +162,17 @@ def memory_of_encoders(
 ) -> EncoderMemory:
     """Memory that encoders take of every device, at the step that needs most.
 
-    While encoders run, a rank has its features twice, in the order in which they are made and in
-    that in which they leave, and gradients likewise. Then a rank that embeds tokens has those of
-    its pipeline twice, as they arrive and in their order. Tensor-parallel ranks have their part
-    besides, until they have gathered all.
+    While encoders run, a rank has its features, or their gradients, and after or before that twice,
+    in the order in which they are made and in that in which they leave. A rank that embeds tokens
+    has those of its pipeline twice, as they arrive and in their order. Tensor-parallel ranks have
+    their part besides, until they have gathered all. Kept passes of an encoder run backward before
+    its others run forward again, which find the memory of the former free.
 
     Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
     the encoders whole, besides its state and what a pass of them or of the pipeline works with.
     """
-    most, kept, working = shares.most(), 0.0, [0.0]
+    most, kept = shares.most(), 0.0
+    working, evaluating = [0.0], [0.0]
     rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
@@ -179,16 +181,21 @@ def memory_of_encoders(
         stays = min(beside.kept_items[name], most[name]) if one.is_trained else 0
         a_pass = beside.items_per_pass[name]
         kept += one.kept(stays, a_pass)
-        working.append(one.pass_bytes(min(a_pass, stays), is_kept=True))
         again = min(a_pass, most[name] - stays)
-        working.append(one.pass_bytes(again, is_kept=not one.is_trained))
-        inputs_bytes = inputs_bytes + one.input_bytes * np.maximum(items - stays, 0)
+        working.append(one.pass_bytes(min(a_pass, stays), is_kept=True))
+        working.append(one.pass_bytes(again, is_kept=not one.is_trained) - kept)
+        evaluating.append(one.pass_bytes(min(a_pass, most[name]), is_kept=True))
+        if one.is_trained:
+            inputs_bytes = inputs_bytes + one.input_bytes * np.maximum(items - stays, 0)
+        else:
+            working[-1] += one.input_bytes * again + kept
         rows_bytes = rows_bytes + one.feature_bytes * items
         held_bytes = one.feature_bytes * shares.held[name]
         times = 2 if one.is_trained else 1
         features_bytes = features_bytes + times * held_bytes
         arriving_bytes = arriving_bytes + (arriving - times) * held_bytes
     peers = shares.pipelines * cost.ranks_of_pipeline - 1
+    rows = float(rows_bytes.max(initial=0))
     return EncoderMemory(
         weights=cost.weights_bytes,
         gradients=cost.gradients_bytes,
@@ -196,10 +203,9 @@ def memory_of_encoders(
         kept=kept + float(inputs_bytes.max(initial=0)),
         buffers=peers * cost.peer_bytes,
         features=float(features_bytes.max(initial=0)),
-        phase=max(
-            max(working) + 2 * float(rows_bytes.max(initial=0)),
-            float(arriving_bytes.max(initial=0)),
-        ),
+        arrival=float(arriving_bytes.max(initial=0)),
+        encoding=max(max(working) + rows, 2 * rows),
+        evaluation=max(evaluating) + 2 * rows,
         whole=cost.evaluation_bytes,
     )
 
@@ -211,7 +217,7 @@ def _memory(encoder_memory: EncoderMemory) -> StageMemory:
         gradients_gib=encoder_memory.gradients / GIB,
         optimizer_gib=encoder_memory.optimizer / GIB,
         activations_gib=(encoder_memory.kept + encoder_memory.features) / GIB,
-        transient_gib=(encoder_memory.buffers + encoder_memory.phase) / GIB,
+        transient_gib=(encoder_memory.buffers + encoder_memory.encoding) / GIB,
     )
 
 

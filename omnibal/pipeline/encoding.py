@@ -21,8 +21,13 @@ class EncoderMemory:
     """Buffers of the communication library."""
     features: float = 0.0
     """Features of a step and their gradients, where tokens are embedded alone."""
-    phase: float = 0.0
-    """Most that encoding and the exchanges take besides, while nothing of the pipeline is there."""
+    arrival: float = 0.0
+    """Most that features take besides as they arrive, where tokens are embedded alone."""
+    encoding: float = 0.0
+    """Most that encoding takes besides what is kept, while nothing of the pipeline and none of its
+    features are there."""
+    evaluation: float = 0.0
+    """Most that encoding held-out data takes."""
     whole: float = 0.0
     """Whole weights, where ranks divide them, of a device that embeds tokens while held-out data is
     evaluated; nothing of a step is there then."""
@@ -44,11 +49,11 @@ class EncoderMemory:
 
     @property
     def _least(self) -> tuple[float, ...]:
-        """Memory of a device on which nothing of the pipeline is, without and with encoders
-        running: in a step, of one that embeds tokens too, and in an evaluation."""
-        moments = self.held, self.held + self.features
-        in_step = (*moments, *(moment + self.phase for moment in moments))
-        return (*in_step, self.evaluating, self.evaluating + self.phase * (self.whole > 0))
+        """Memory of a device on which nothing of the pipeline is: in a step, while encoders run,
+        where tokens are embedded, and in an evaluation."""
+        embeds = self.held + self.features
+        in_step = self.held, embeds, self.held + self.encoding, embeds + self.arrival
+        return (*in_step, self.evaluating, self.evaluating + self.evaluation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -268,13 +268,13 @@ class MemoryTable:
         they take besides that while they run comes without any pass. [...]"""
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         taken = self.encoder_memory
-        in_step = np.maximum(pass_bytes.max(axis=-1), taken.phase)
-        in_step = in_step + taken.held + taken.features * embeds
+        running = np.maximum(pass_bytes.max(axis=-1), taken.arrival * embeds)
+        in_step = taken.held + np.maximum(running + taken.features * embeds, taken.encoding)
         if not taken.whole:  # then an evaluation takes less than a step
             return in_step
         # Held-out data runs forward alone, in less than its units work with in a backward.
         working = (self.working_bytes.max(axis=0) * (counts > 0)).max(axis=-1)
-        evaluating = taken.evaluating + np.maximum(working, taken.phase)
+        evaluating = taken.evaluating + np.maximum(working, taken.evaluation)
         return np.where(embeds, np.maximum(in_step, evaluating), in_step)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:

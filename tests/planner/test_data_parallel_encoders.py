@@ -519,7 +519,10 @@ def test_memory_is_what_a_loop_over_ranks_counts():
                     for name, one in cost.encoders.items()
                 }
                 inputs.append(
-                    sum(cost.encoders[n].input_bytes * count for n, count in again.items())
+                    sum(
+                        one.input_bytes * again[name] * one.is_trained
+                        for name, one in cost.encoders.items()
+                    )
                 )
                 rows.append(sum(cost.encoders[n].feature_bytes * count for n, count in own.items()))
             load = problem.workload
@@ -537,7 +540,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         assert encoder_memory.buffers == (beside.pipelines * 2 - 1) * cost.peer_bytes
         # Of several encoders, the most of each is kept to be on one rank.
         assert encoder_memory.kept >= max(np.add(kept, inputs)) * (1 - 1e-9)
-        assert encoder_memory.phase >= 2 * max(rows)
+        assert encoder_memory.encoding >= 2 * max(rows)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -567,11 +570,48 @@ def test_features_take_memory_as_they_arrive(is_trained: bool, tensor: int):
     # Held to the step's end, with their gradients; as they came, and in order, and a rank's part.
     assert encoder_memory.features == (2 if is_trained else 1) * arrived
     on_their_way = 2 * arrived + (arrived / 2 if tensor == 2 else 0)
-    assert encoder_memory.features + encoder_memory.phase == pytest.approx(
-        max(on_their_way, encoder_memory.features + 2 * 6 * 1000)
-    )
+    assert encoder_memory.features + encoder_memory.arrival == pytest.approx(on_their_way)
+    # In two orders, before there are any others.
+    assert encoder_memory.encoding == 2 * 6 * 1000
     # Inputs of what is encoded again.
-    assert encoder_memory.kept == (5 if is_trained else 6) * 7
+    assert encoder_memory.kept == (5 if is_trained else 0) * 7
+
+
+def test_passes_that_run_again_have_the_room_of_those_that_were_kept():
+    """Prevents: a plan that keeps fewer items than there is memory for, or that runs an encoder
+    again beside what another one, whose backward comes later, has kept."""
+    (cost,) = random_encoders(
+        np.random.default_rng(0), ("vision", "audio"), Parallel(pipeline=1, data=1)
+    ).values()
+    sizes = {"vision": 100.0, "audio": 10.0}
+    encoders = {
+        name: replace(
+            cost.encoders[name], working_bytes=np.zeros((1, 2)), feature_bytes=1.0,
+            kept_bytes=np.array([0.0, size]), input_bytes=0.0, is_trained=True,
+        )
+        for name, size in sizes.items()
+    }  # fmt: skip
+    cost = replace(cost, encoders=encoders)
+    one = dict.fromkeys(sizes, 1)
+    items = {name: np.array([[9]]) for name in sizes}
+    shares = ItemShares(steps=np.arange(1), pipelines=1, held=items, encoded=items)
+
+    def encoding(vision: int, audio: int) -> float:
+        beside = DataParallelEncoders(
+            pipelines=1, items_per_pass={"vision": 4, "audio": 4}, item_ms=one,
+            kept_items={"vision": vision, "audio": audio},
+        )  # fmt: skip
+        found = memory_of_encoders(shares, cost, beside)
+        assert found.kept == 100 * vision + 10 * audio
+        return found.kept + found.encoding
+
+    rows = 18
+    # Four of vision again, where nothing is kept of vision any more.
+    assert encoding(0, 0) == 400 + rows
+    assert encoding(3, 0) == 400 + rows
+    assert encoding(3, 9) == 490 + rows
+    # Four of audio again, after all that was kept; two orders of rows, before anything ran.
+    assert encoding(9, 0) == 900 + 2 * rows
 
 
 @pytest.mark.parametrize(

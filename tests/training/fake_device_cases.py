@@ -324,6 +324,10 @@ class Beside:
 BESIDE = (
     Beside(model="internvl2.5-8b", kept=5, stages=2),
     Beside(model="internvl-chat-1.5-6b-20b", kept=99, frozen=("vision",)),
+    Beside(model="internvl2.5-8b", kept=5, stages=2, sharded=8),
+    Beside(model="internvl2.5-8b", kept=0, sharded=2),
+    Beside(model="internvl2.5-8b", kept=2, all_sharded=4, sharded=4),
+    Beside(model="internvl-chat-1.5-6b-20b", kept=0, frozen=("vision",), tensor=8),
 )
 
 

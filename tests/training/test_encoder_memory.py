@@ -112,7 +112,8 @@ def planned_bytes(plan):
     encoder_memory = memory_of_encoders(shares, cost, plan.beside)
     # A pass of one item, its gradient, and rows that tensor-parallel ranks' parts are padded with.
     slack = (3 * vision.tokens_per_item + 3 * plan.parallel.tensor) * row_bytes
-    return encoder_memory.features + encoder_memory.phase, slack
+    arriving = encoder_memory.features + encoder_memory.arrival
+    return max(arriving, encoder_memory.encoding), slack
 
 
 PLACES = {
