@@ -241,14 +241,10 @@ class _Search:
             raise _neither(refused)
         predicted = {placement: _prediction(result) for placement, result in results.items()}
         chosen = fastest(predicted)
-        pipeline = results.get(EncoderPlacement.PIPELINE)
         choice = PlacementChoice(
             chosen=chosen,
             predicted=predicted,
             refused={placement: _cause(error) for placement, error in refused.items()},
-            has_shared_packs=len(placements) > 1
-            and pipeline is not None
-            and pipeline.plan.has_shared_packs,
         )
         sharding = ShardingChoice(parallel=given.parallel, others={})
         return Planned(result=results[chosen], placement=choice, sharding=sharding)
@@ -650,7 +646,6 @@ def _placement_of(
             for placement in request.placements
             if placement not in best
         },
-        has_shared_packs=False,
     )
 
 

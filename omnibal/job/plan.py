@@ -289,11 +289,6 @@ class Plan(Frozen):
                 f"beside.sharded is {beside.sharded}, and must divide the "
                 f"{self.parallel.world_size} ranks of the job"
             )
-        if self.has_shared_packs:
-            raise ValueError(
-                "ranks share packs of a level, and encoders are data-parallel; a plan may "
-                "have one of the two"
-            )
         return self
 
     @model_validator(mode="after")

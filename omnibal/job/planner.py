@@ -58,13 +58,6 @@ class PlanRequest:
                 "told to a trainer that takes limited stages: give --packing-levels 1, or leave "
                 "--for out"
             )
-        if self.job.has_data_parallel_encoders and any(
-            level.context > 1 for level in self.data.levels
-        ):
-            raise UserError(
-                "ranks share packs of a level, which data-parallel encoders do not go with: "
-                "give --packing-levels 1, or --encoder pipeline"
-            )
 
     @property
     def is_joint(self) -> bool:

@@ -42,8 +42,6 @@ class PlacementChoice:
     """What is predicted of the placements that were planned."""
     refused: dict[EncoderPlacement, str]
     """Why others cannot be."""
-    has_shared_packs: bool
-    """Whether ranks share packs in the plan with encoders in the pipeline."""
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
         """Predicted step of a placement; None where it was not planned."""
@@ -53,12 +51,6 @@ class PlacementChoice:
     @property
     def reason(self) -> str:
         """What speaks for and against the chosen placement, in a sentence."""
-        if self.has_shared_packs:
-            return f"{self._verdict}; {_NOT_SHARED}"
-        return self._verdict
-
-    @property
-    def _verdict(self) -> str:
         chosen = self.chosen
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
@@ -107,7 +99,6 @@ def _compared(
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 
-_NOT_SHARED = "ranks share packs in the pipeline, and cannot share any with data-parallel encoders"
 _NAMES = {
     EncoderPlacement.PIPELINE: "in the pipeline",
     EncoderPlacement.DATA_PARALLEL: "data-parallel",

@@ -108,9 +108,7 @@ def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
     Args:
         caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
     """
-    ranks = job.parallel.data
-    # Data-parallel encoders send each rank the items of whole packs.
-    most = 1 if job.has_data_parallel_encoders else MAX_CONTEXT
+    ranks, most = job.parallel.data, MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
     powers = (1 << power for power in range(ranks.bit_length()))

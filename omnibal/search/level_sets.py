@@ -187,8 +187,7 @@ def is_one_level(request: LevelRequest) -> bool:
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     """Share packs of given steps in the way that is best for a job, which may have other ranks.
 
-    Steps, packs and the caps of levels stay as they are. No packs are shared where encoders are
-    data-parallel.
+    Steps, packs and the caps of levels stay as they are.
 
     Raises:
         DoesNotFit: packs of a level fit no context size.
@@ -201,7 +200,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     for index, level in enumerate(data.levels):
         rows = np.flatnonzero(of_packs == index)[:_SHARED_PACKS]
         found = None
-        if len(rows) and not job.has_data_parallel_encoders:
+        if len(rows):
             tokens_per_step = float(lengths.tokens[packs.samples].sum()) / steps / job.parallel.data
             forms = good_forms(job, level.caps, packs.take(rows), lengths, tokens_per_step)
             found = min(forms, key=lambda form: form.rows_ms, default=None)

@@ -311,15 +311,9 @@ def _moves(
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
     contexts = max(level.context for level in best)
     at_others = [
-        (other, best)
-        for other in others[:_SIZINGS_OF_BEST]
-        if other.parallel.data % contexts == 0 and (contexts == 1 or not _is_beside(levels, other))
+        (other, best) for other in others[:_SIZINGS_OF_BEST] if other.parallel.data % contexts == 0
     ]
     return [*moved, *at_others][:_MOST_MOVES]
-
-
-def _is_beside(levels: LevelSetting, sizing: Sizing) -> bool:
-    return levels.setting.job(sizing).has_data_parallel_encoders
 
 
 def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
