@@ -27,10 +27,12 @@ from omnibal.base.errors import UserError
 from omnibal.job.plan import PlannedLevel, read_plan
 from omnibal.job.plan_files import data_of_plan, save_plan
 from omnibal.job.planner import PlanResult
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.unit_runs import stages_from_cuts
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,22 @@ def single_plan(lengths, tmp_path_factory) -> Path:
     return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single")
 
 
-def shared_plan(single: Path, folder: Path, data: int, contexts: tuple[int, int]) -> Path:
+ENCODERS = DataParallelEncoders(
+    pipelines=2,
+    items_per_pass={"vision": 4},
+    kept_items={"vision": 3},
+    item_ms={"vision": 1.0},
+    sharded=2,
+)
+
+
+def shared_plan(
+    single: Path,
+    folder: Path,
+    data: int,
+    contexts: tuple[int, int],
+    beside: DataParallelEncoders | None = None,
+) -> Path:
     """The same steps on so many ranks: short packs shared by `contexts[0]`, others by `[1]`."""
     plan = read_plan(single)
     packs, sample_lengths = data_of_plan(plan, single)
@@ -71,8 +88,12 @@ def shared_plan(single: Path, folder: Path, data: int, contexts: tuple[int, int]
             "data": data_plan,
             "settings_sha256": None,
             "prediction": None,
+            "beside": beside,
         }
     )
+    if beside is not None:
+        stages = stages_from_cuts(plan.model.without_encoders(), ())
+        shared = shared.model_copy(update={"stages": stages})
     shared = type(plan).model_validate_json(shared.model_dump_json())
     save_plan(PlanResult(plan=shared, data=(dealt, sample_lengths), search=None), folder)
     return folder
@@ -100,12 +121,12 @@ def deal(packs: ScheduledPacks, level: np.ndarray, contexts: np.ndarray, data: i
 
 def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digits, tmp_path):
     """Prevents: a plan with levels that the trainer cannot follow, or another loss where a run goes
-    on with packs shared by more ranks."""
+    on with packs shared by more ranks, beside data-parallel encoders."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "12")
     validate = (*heldout, "--eval-interval", "3", "--max-new-tokens", "1")
     pair = shared_plan(single_plan, tmp_path / "pair", data=2, contexts=(1, 2))
-    four = shared_plan(single_plan, tmp_path / "four", data=4, contexts=(2, 4))
+    four = shared_plan(single_plan, tmp_path / "four", data=4, contexts=(2, 4), beside=ENCODERS)
     assert "levels of context size 1, 2" in succeed("-m", "omnibal", "check", pair)
     succeed(*training(single_plan, digits, alone, "--train-iters", "3", *validate))
     ranks_succeed(2, *training(pair, digits, shared, "--train-iters", "2"))
