@@ -361,7 +361,6 @@ def _check_options(
     if partition.sharding in (ShardingChoice.FULL, ShardingChoice.HYBRID):
         given[Feature.SHARDING] = f"--sharding {partition.sharding}"
     for option, size, feature in (
-        ("--pp", sizes.pp, Feature.STAGES),
         ("--ep", sizes.ep, Feature.EXPERT),
     ):
         if size is not None and size > 1:

@@ -67,6 +67,8 @@ class ShardedExchange:
     """Kind of every unit, in model order."""
     hidden: float = 1.0
     """Hidden share of the shorter of an exchange and the computation beside it."""
+    stages: int = 1
+    """Pipeline stages that the units are of."""
 
     @classmethod
     def of(
@@ -113,21 +115,30 @@ class ShardedExchange:
             ),
             hidden=hidden_share(cluster, precision),
             sequence=tuple(kinds.index(name) for name in names),
+            stages=parallel.pipeline,
         )
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
         """What of the exchange no computation hides, before every micro-batch's forward and after
-        its backward, [packs, 2].
+        its backward, all stages together, [packs, 2].
+
+        A stage gathers its first unit with nothing beside it, and sums that unit's gradients so.
+        Stages begin and end within the layers that are the most.
 
         Args:
             features: of every micro-batch, [packs, F].
         """
         first, last = self.sequence[0], self.sequence[-1]
         forward, backward = features @ self.forward_ms.T, features @ self.backward_ms.T
-        ahead = np.full(len(features), self.gather_ms[first])
+        [(layer, _)] = Counter(self.sequence).most_common(1)
+        others = self.stages - 1
+        ahead = np.full(len(features), self.gather_ms[first] + others * self.gather_ms[layer])
         for (kind, after), times in Counter(pairwise(self.sequence)).items():
             ahead += times * self._exposed(self.gather_ms[after], forward[:, kind])
-        behind = np.full(len(features), self.gather_back_ms[last] + self.reduce_ms[first])
+        of_layer = self.gather_back_ms[layer] + self.reduce_ms[layer]
+        behind = np.full(
+            len(features), self.gather_back_ms[last] + self.reduce_ms[first] + others * of_layer
+        )
         nothing = len(self.gather_ms)
         gather_ms, reduce_ms = np.append(self.gather_back_ms, 0), np.append(self.reduce_ms, 0)
         around = (nothing, *self.sequence, nothing)
@@ -136,6 +147,13 @@ class ShardedExchange:
             beside = gather_ms[before] + reduce_ms[after]
             behind += times * self._exposed(beside, backward[:, kind])
         return np.stack([ahead, behind], axis=1)
+
+    def shares(self) -> np.ndarray:
+        """Share of what is exposed, of a forward and of a backward, that counts for a unit of every
+        kind, [2, K]: by what the unit exchanges, so that a pipeline's stages have theirs."""
+        exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
+        sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
+        return exchanged / np.maximum(sums, 1e-300)
 
     def _exposed(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
         """What of an exchange is not hidden by the computation beside it. [packs]"""
@@ -169,6 +187,7 @@ def sharded_cost(
     runtime: RuntimeOptions,
     *,
     has_one_loss: bool = True,
+    shares: np.ndarray | None = None,
 ) -> CostModel:
     """Costs where data-parallel ranks divide weights and gradients too.
 
@@ -182,18 +201,20 @@ def sharded_cost(
         parallel: sizes of the job.
         has_one_loss: whether the head's backward begins with its one loss; with layers of
             multi-token prediction, it begins with theirs.
+        shares: of what is exposed, that units of every kind have in a pipeline
+            (`ShardedExchange.shares`); None for all at the head, which has a backward whatever is
+            frozen.
     """
     ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
     whole = _whole_bytes(cost, names, _scattered_bytes(cost, runtime), ranks)
+    if shares is None:
+        shares = np.tile([float(name == HEAD) for name in cost.units], (2, 1))
     units = {
         name: _sharded_unit(
-            unit,
-            whole[name],
-            is_head=name == HEAD,
-            begins_with_loss=name == HEAD and has_one_loss,
+            unit, whole[name], exposed, begins_with_loss=name == HEAD and has_one_loss
         )
-        for name, unit in cost.units.items()
+        for (name, unit), exposed in zip(cost.units.items(), shares.T, strict=True)
     }
     # An all-reduce is two passes.
     reduction_ms = 2 * ring_ms_per_byte(cluster, copies, precision) * gradient_size / ranks
@@ -269,14 +290,13 @@ def _whole_bytes(
 
 
 def _sharded_unit(
-    unit: UnitCost, whole: _WholeBytes, *, is_head: bool, begins_with_loss: bool
+    unit: UnitCost, whole: _WholeBytes, exposed: np.ndarray, *, begins_with_loss: bool
 ) -> UnitCost:
     """A unit's costs with the two features more, and room for whole weights and gradients.
 
     Args:
         unit: costs where weights are whole.
-        is_head: whether it is the head, which takes the exposed exchange of all units: it has a
-            backward whatever is frozen.
+        exposed: its share of the exposed exchange of all units, forward and backward.
         begins_with_loss: whether the first moment of its backward is the loss's, before anything
             is gathered for it.
     """
@@ -286,9 +306,8 @@ def _sharded_unit(
     changed["transient_bytes"][:backward, 0] += whole.forward
     if backward is not None:
         changed["transient_bytes"][backward:, 0] += whole.backward
-    if is_head:
-        changed["forward_ms"][-2] = changed["backward_ms"][-1] = 1.0
-        changed["collective_ms"][0, -2] = changed["collective_ms"][1, -1] = 1.0
+    changed["forward_ms"][-2], changed["backward_ms"][-1] = exposed
+    changed["collective_ms"][0, -2], changed["collective_ms"][1, -1] = exposed
     return replace(unit, **changed, whole_bytes=whole.backward)
 
 

@@ -100,7 +100,8 @@ class JobSpec:
             names = unit_names(self.pipeline_model)
             exchange = ShardedExchange.of(cost, names, *shards)
             has_one_loss = not self.model.language.prediction_layers
-            cost = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss)
+            shares = exchange.shares() if self.parallel.pipeline > 1 else None
+            cost = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss, shares=shares)
         encoders = self._costs_of_encoders()
         if encoders:
             cost = pipeline_cost(cost, min(each.update_ms for each in encoders.values()))

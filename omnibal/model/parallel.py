@@ -208,15 +208,15 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
 def _check_sharded(model: ModelConfig, parallel: Parallel) -> None:
     if parallel.sharded == 1:
         return
-    others = {"--pp": parallel.pipeline, "--ep": parallel.expert}
+    others = {"--ep": parallel.expert}
     if expert_counts(model):
-        others["--tp"] = parallel.tensor
+        others |= {"--tp": parallel.tensor, "--pp": parallel.pipeline}
     given = [f"{option} {size}" for option, size in others.items() if size > 1]
     if given:
         raise UserError(
             f"{' '.join(given)} was given with weights divided over {parallel.sharded} ranks of "
-            f"{model.name}, which is planned for whole pipelines and whole experts alone: leave it "
-            "out, or give --sharding replicated"
+            f"{model.name}, which is planned for whole experts alone: leave it out, or give "
+            "--sharding replicated"
         )
 
 

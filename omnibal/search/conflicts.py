@@ -34,7 +34,6 @@ class Feature(StrEnum):
     IMAGE_SHARE = "--image-share"
     DISPATCH = "--dispatch"
     COMPARE = "--compare"
-    STAGES = "--pp above 1"
     EXPERT = "--ep above 1"
 
 
@@ -68,11 +67,6 @@ CONFLICTS = (
         Feature.BESIDE,
         Feature.SPLIT,
         "the encoders' memory is shared with the stages by the joint search alone",
-    ),
-    Conflict(
-        Feature.SHARDING,
-        Feature.STAGES,
-        "weights are gathered for every micro-batch, and a pipeline needs many to be full",
     ),
     Conflict(
         Feature.SHARDING,

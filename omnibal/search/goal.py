@@ -181,7 +181,6 @@ class Goal:
             Feature.SPLIT: not free.split.is_joint,
             Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
             Feature.SHARDING: must_shard and not self.job.trainer.always_shards,
-            Feature.STAGES: (sizes.pipeline or 1) > 1,
             Feature.EXPERT: (sizes.expert or 1) > 1,
             Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),
