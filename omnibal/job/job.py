@@ -27,7 +27,7 @@ from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
-from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
+from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
 from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake
 from omnibal.packing.by_level import levels_of_packs
@@ -53,7 +53,6 @@ class JobSpec:
     model: ModelConfig
     cluster: ClusterConfig
     parallel: Parallel
-    """Sizes; where the trainer always divides weights over all data-parallel ranks, they do."""
     precision: Precision
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
@@ -80,10 +79,6 @@ class JobSpec:
         if self.has_data_parallel_encoders:
             _check_encoders_beside(self.model)
         self._check_limits()
-        if self.trainer.always_shards and self.parallel.sharded == 1:
-            object.__setattr__(
-                self, "parallel", self.parallel.held(WeightSharding.FULL, self.cluster)
-            )
         self.check_sizes(self.parallel)
         cost, encoders, exchange = self._unit_costs(), None, None
         if self.has_data_parallel_encoders:

@@ -242,7 +242,7 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
             job=JobSpec(
                 model=large,
                 cluster=load_cluster("h100-80g"),
-                parallel=Parallel(pipeline=1, data=32),
+                parallel=trainer.held(Parallel(pipeline=1, data=32)),
                 precision="bf16",
                 trainer=trainer,
             ),
@@ -295,7 +295,7 @@ def test_what_does_not_go_with_sharded_weights_is_refused(
 def test_groups_that_cannot_be_are_no_parallel_sizes() -> None:
     """Prevents: shares that no rank holds, of a plan edited by hand."""
     for sharded in (3, 8):
-        with pytest.raises(ValidationError, match="must divide the 4 data-parallel ranks"):
+        with pytest.raises(ValidationError, match="must divide data 4"):
             over(4, sharded=sharded)
 
 
@@ -435,8 +435,8 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
 def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
     padded = JobSpec(
-        model=MODEL, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1, data=4),
-        precision="bf16", trainer=XTUNER,
+        model=MODEL, cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=1, data=4, sharded=4), precision="bf16", trainer=XTUNER,
     )  # fmt: skip
     plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
     lengths = example_lengths(count=200)
