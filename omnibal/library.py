@@ -96,14 +96,16 @@ def training_job(
         _check_known("trainer", trainer, list(TargetName))
     _check_known("precision", precision, get_args(Precision))
     costs = ANALYTIC if profile is None else Measured(read_profile(Path(profile)))
+    planned_for = trainer_of(None if trainer is None else TargetName(trainer))
+    sizes = parallel or Parallel(tensor=costs.tensor or 1, pipeline=1)
     return JobSpec(
         model=named_model(model),
         cluster=load_cluster(cluster),
-        parallel=parallel or Parallel(tensor=costs.tensor or 1, pipeline=1),
+        parallel=planned_for.held(sizes),
         precision=precision,
         frozen=frozen,
         cost_source=costs,
-        trainer=trainer_of(None if trainer is None else TargetName(trainer)),
+        trainer=planned_for,
     )
 
 

@@ -258,7 +258,7 @@ class JobOptions:
         return JobSpec(
             model=model,
             cluster=cluster,
-            parallel=parallel,
+            parallel=trainer.held(parallel),
             precision=self.precision,
             frozen=self._frozen(model),
             cost_source=source,

@@ -360,11 +360,8 @@ def _check_options(
         given[Feature.BESIDE] = Feature.BESIDE.value
     if partition.sharding in (ShardingChoice.FULL, ShardingChoice.HYBRID):
         given[Feature.SHARDING] = f"--sharding {partition.sharding}"
-    for option, size, feature in (
-        ("--ep", sizes.ep, Feature.EXPERT),
-    ):
-        if size is not None and size > 1:
-            given[feature] = f"{option} {size}"
+    if sizes.ep is not None and sizes.ep > 1:
+        given[Feature.EXPERT] = f"--ep {sizes.ep}"
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
     check_complete({**given, **has_samples})

@@ -123,14 +123,15 @@ class ShardedExchange:
         its backward, all stages together, [packs, 2].
 
         A stage gathers its first unit with nothing beside it, and sums that unit's gradients so.
-        Stages begin and end within the layers that are the most.
+        Stages are taken to begin and end with the layers that take longest to gather.
 
         Args:
             features: of every micro-batch, [packs, F].
         """
         first, last = self.sequence[0], self.sequence[-1]
         forward, backward = features @ self.forward_ms.T, features @ self.backward_ms.T
-        [(layer, _)] = Counter(self.sequence).most_common(1)
+        layers = [kind for kind, times in Counter(self.sequence).items() if times > 1]
+        layer = max(layers or [first], key=lambda kind: self.gather_ms[kind])
         others = self.stages - 1
         ahead = np.full(len(features), self.gather_ms[first] + others * self.gather_ms[layer])
         for (kind, after), times in Counter(pairwise(self.sequence)).items():
@@ -207,7 +208,8 @@ def sharded_cost(
     """
     ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
-    whole = _whole_bytes(cost, names, _scattered_bytes(cost, runtime), ranks)
+    sent = _scattered_bytes(cost, runtime)
+    whole = _whole_bytes(cost, names, sent, ranks, in_stages=parallel.pipeline > 1)
     if shares is None:
         shares = np.tile([float(name == HEAD) for name in cost.units], (2, 1))
     units = {
@@ -252,7 +254,7 @@ class _WholeBytes:
 
 
 def _whole_bytes(
-    cost: CostModel, names: Sequence[str], sent: float, ranks: int
+    cost: CostModel, names: Sequence[str], sent: float, ranks: int, *, in_stages: bool
 ) -> dict[str, _WholeBytes]:
     """Whole weights and gradients while a unit of each kind runs, by its name: the most of all its
     places in the model.
@@ -261,11 +263,15 @@ def _whole_bytes(
     and the gradients of the unit after until they are divided, with the share that they become. A
     tied matrix has its gradients from the head's backward to the embedding's.
 
+    A stage of a pipeline may have the layers of a tower and not its ends: what a layer has to wait
+    for or with beside an end counts for the end then, which works with no less.
+
     Args:
         cost: of ranks that hold weights whole.
         names: of the units' kinds, in the order in which they run.
         sent: bytes of a gradient as it is reduce-scattered.
         ranks: that divide them.
+        in_stages: whether the units are those of several stages.
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes = sent * cost.tied_trained_parameters
@@ -285,7 +291,20 @@ def _whole_bytes(
             forward=weights[name] + weights.get(after, 0),
             backward=read_back[name] + read_back.get(before, 0) + gradients[name] + waiting,
         )
-        most[name] = most[name].at_most(here)
+        counts_for = [name]
+        if in_stages and kinds[name].is_layer:
+            ends = [each for each in (before, after) if each and not kinds[each].is_layer]
+            counts_for = ends or [name]
+        for each in counts_for:
+            most[each] = most[each].at_most(here)
+    if in_stages:
+        for name in units:
+            if kinds[name].is_layer:
+                alone = _WholeBytes(
+                    forward=2 * weights[name],
+                    backward=2 * read_back[name] + gradients[name] * (2 + 1 / ranks),
+                )
+                most[name] = most[name].at_most(alone)
     return most
 
 

@@ -13,7 +13,7 @@ from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
-from omnibal.model.targets import RecomputeFreedom, TrainerConstraints, trainer_of
+from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED
 from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
@@ -135,9 +135,7 @@ def _named(spans: tuple[object, ...]) -> str:
 
 
 def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
-    # Plans from before it was a parallel size do not say it.
-    always = trainer_of(plan.made_for).always_shards
-    planned = WeightSharding.FULL if always else plan.parallel.sharding
+    planned = plan.parallel.sharding
     if planned not in target.shardings and plan.parallel.data > 1:
         divided = {
             WeightSharding.REPLICATED: "the optimizer's state alone",

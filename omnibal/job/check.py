@@ -17,7 +17,8 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
-from omnibal.model.parallel import expert_counts
+from omnibal.model.parallel import WeightSharding, beside_sharded, expert_counts
+from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
@@ -60,12 +61,8 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
 def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
     """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
     plan = read_plan(directory)
+    _check_sharded(plan, directory)
     job = job_of_plan(plan, directory)
-    if job.parallel != plan.parallel:
-        raise UserError(
-            f"{directory}: parallel.sharded is {plan.parallel.sharded}, and {job.trainer.title} "
-            f"divides weights over all {plan.parallel.data} data-parallel ranks: {_ANEW}"
-        )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
     shapes = plan.data or plan.shapes
@@ -88,6 +85,29 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
         _check_costs(files, lengths, packs, to_train=to_train),
     ]
     return files, passed + _check_settings(plan)
+
+
+def _check_sharded(plan: Plan, directory: Path) -> None:
+    """Refuse ranks that divide weights beside what does not go with that, by the plan's keys."""
+    parallel, trainer = plan.parallel, trainer_of(plan.made_for)
+    ranks = f"{directory}: parallel.sharded is {parallel.sharded} of parallel.data {parallel.data}"
+    if parallel.data > 1 and parallel.sharding not in trainer.shardings:
+        sizes = {WeightSharding.REPLICATED: 1, WeightSharding.FULL: parallel.data}
+        able = " or ".join(f"{way} ({sizes.get(way, 'between')})" for way in trainer.shardings)
+        raise UserError(
+            f"{ranks}, and weights of {trainer.title}, which made_for names, are {able}: set "
+            f"parallel.sharded so, remove made_for, or {_ANEW}"
+        )
+    if parallel.sharded == 1:
+        return
+    beside = [f"parallel.{name} {size}" for name, size in beside_sharded(plan.model, parallel)]
+    beside += ['precision "fp8"'] if plan.precision == "fp8" else []
+    beside += ["beside"] if plan.beside is not None else []
+    if beside:
+        raise UserError(
+            f"{ranks}, and weights that ranks divide are planned without {words(beside)}: set "
+            f"parallel.sharded to 1, or {_ANEW}"
+        )
 
 
 def training_obstacles(plan: Plan) -> list[str]:

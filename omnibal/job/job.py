@@ -57,7 +57,6 @@ class JobSpec:
     model: ModelConfig
     cluster: ClusterConfig
     parallel: Parallel
-    """Sizes; where the trainer always divides weights over all data-parallel ranks, they do."""
     precision: Precision
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
@@ -88,10 +87,6 @@ class JobSpec:
         if self.has_data_parallel_encoders:
             _check_encoders_beside(self.model)
         self._check_limits()
-        if self.trainer.always_shards and self.parallel.sharded == 1:
-            object.__setattr__(
-                self, "parallel", self.parallel.held(WeightSharding.FULL, self.cluster)
-            )
         self.check_sizes(self.parallel)
         cost, exchange = self._unit_costs(), None
         if self.parallel.sharded > 1:

@@ -14,6 +14,8 @@ MAX_DEVICES = 1_000_000
 """Most devices in any one dimension of parallelism."""
 _SMALLEST_BUCKET = 40_000_000  # parameters; with the next, the default of Megatron-core
 _BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
+SIZE_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
+"""Options of the command line by the fields that they give."""
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
@@ -68,14 +70,15 @@ class Parallel(Frozen):
     def _shards_divide_data(self) -> "Parallel":
         if self.data % self.sharded:
             raise ValueError(
-                f"a group of {self.sharded} ranks that shard weights must divide the {self.data} "
-                f"data-parallel ranks: choose a divisor of {self.data}"
+                f"sharded {self.sharded}, the ranks that divide weights, must divide data "
+                f"{self.data}: choose a divisor of {self.data}"
             )
         if self.sharded % self.routing_ranks and self.routing_ranks % self.sharded:
             raise ValueError(
-                f"a group of {self.sharded} ranks that shard weights must divide the "
-                f"{self.routing_ranks} data-parallel ranks that share out experts, or be a "
-                "multiple of them, so that all of them run in lockstep: choose such a size"
+                f"sharded {self.sharded}, the ranks that divide weights, must divide the "
+                f"{self.routing_ranks} data-parallel ranks that share out experts (expert "
+                f"{self.expert} over tensor {self.tensor}), or be a multiple of them, so that all "
+                "of them run in lockstep: choose such a size"
             )
         return self
 
@@ -206,18 +209,21 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
 
 
 def _check_sharded(model: ModelConfig, parallel: Parallel) -> None:
-    if parallel.sharded == 1:
-        return
-    others = {"--ep": parallel.expert}
-    if expert_counts(model):
-        others |= {"--tp": parallel.tensor, "--pp": parallel.pipeline}
-    given = [f"{option} {size}" for option, size in others.items() if size > 1]
-    if given:
+    others = beside_sharded(model, parallel)
+    if parallel.sharded > 1 and others:
+        given = " ".join(f"{SIZE_OPTIONS[name]} {size}" for name, size in others)
         raise UserError(
-            f"{' '.join(given)} was given with weights divided over {parallel.sharded} ranks of "
+            f"{given} was given with weights divided over {parallel.sharded} ranks of "
             f"{model.name}, which is planned for whole experts alone: leave it out, or give "
             "--sharding replicated"
         )
+
+
+def beside_sharded(model: ModelConfig, parallel: Parallel) -> list[tuple[str, int]]:
+    """Sizes that do not go with weights that ranks divide, by their fields, and what they are."""
+    names = ["expert", *(["tensor", "pipeline"] if expert_counts(model) else [])]
+    sizes = dict(parallel)
+    return [(name, sizes[name]) for name in names if sizes[name] > 1]
 
 
 def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:

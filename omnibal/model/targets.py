@@ -135,6 +135,13 @@ class TrainerConstraints(Frozen):
         """Whether all data-parallel ranks divide weights, whatever is asked for."""
         return self.shardings == _FULLY
 
+    def held(self, parallel: Parallel) -> Parallel:
+        """Sizes as the trainer holds weights where nobody says how: divided over all data-parallel
+        ranks, if it always divides them."""
+        if not self.always_shards or parallel.sharded > 1:
+            return parallel
+        return parallel.model_copy(update={"sharded": parallel.data})
+
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
         """Refuse ways of holding weights of which the trainer has none.
 

@@ -21,7 +21,7 @@ from omnibal.job.planner import PlanRequest, placement_problem
 from omnibal.model.config import ClusterConfig, load_cluster, preset_names
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
-from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
+from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding, expert_sizes
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
@@ -42,7 +42,6 @@ nearly the state's."""
 _EVERY_PIPELINE = 16
 """Pipeline size up to which, as up to twice the given size, every size is tried."""
 _DIGITS = 3  # of GiB, so that small devices have figures too
-_SIZE_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
 _METHOD = "the joint partition and recomputation"
 
 
@@ -216,9 +215,9 @@ class _Changes:
         if parallel.sharded == parallel.data > 1:
             changes["sharded"] = sizes.get("data", parallel.data)
         old = dict(parallel)
-        text = " ".join(f"{_SIZE_OPTIONS[name]} {size}" for name, size in sizes.items())
+        text = " ".join(f"{SIZE_OPTIONS[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
-        larger = parallel.model_copy(update=changes)
+        larger = self.request.job.trainer.held(parallel.model_copy(update=changes))
         return f"{text} instead of {instead}", lambda: self.request.sized(larger)
 
     def held(self, parallel: Parallel) -> Candidate:
@@ -300,7 +299,7 @@ def _more_shards(job: JobSpec) -> list[Parallel]:
 def _options_beside(parallel: Parallel, other: Parallel) -> str:
     """Options that give sizes, but for those that are the same in others."""
     own, others = ({**dict(each), "sharding": each.sharding} for each in (parallel, other))
-    options = {**_SIZE_OPTIONS, "sharding": "--sharding"}
+    options = {**SIZE_OPTIONS, "sharding": "--sharding"}
     return " ".join(
         f"{option} {own[name]}" for name, option in options.items() if own[name] != others[name]
     )

@@ -136,7 +136,7 @@ def plan_files(
     plan = Plan(
         model=MODEL,
         precision="bf16",
-        parallel=Parallel(pipeline=1, data=ranks),
+        parallel=TARGETS[target].held(Parallel(pipeline=1, data=ranks)),
         made_for=target,
         stages=(stage,),
         cluster=CLUSTER,

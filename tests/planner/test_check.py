@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plan_cases import MODEL, example_lengths, example_profile, origin_of, request
 
+from omnibal import training_job
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.data.lengths import read_lengths, write_lengths
@@ -22,6 +23,7 @@ from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.pipeline.stage import Span, Stage
 
@@ -513,7 +515,7 @@ def test_what_cannot_be_trained_is_said(tmp_path):
     ("sizes", "expected"),
     [
         ({"data": 4, "sharded": 3}, "choose a divisor of 4"),
-        ({"data": 2, "sharded": 4}, "must divide the 2 data-parallel ranks"),
+        ({"data": 2, "sharded": 4}, "sharded 4, .* must divide data 2"),
         ({"data": 6, "expert": 3, "sharded": 2}, "3 data-parallel ranks that share out experts"),
     ],
 )
@@ -521,6 +523,49 @@ def test_groups_that_shard_weights_divide_the_ranks(sizes, expected):
     """Prevents groups of which some ranks wait for ever for others of another group."""
     with pytest.raises(ValueError, match=expected):
         Parallel(pipeline=1, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "expected"),
+    [
+        (
+            {"sharded": 2, "pipeline": 1},
+            {"precision": "fp8"},
+            'parallel.sharded is 2 of parallel.data 2, .* without precision "fp8"',
+        ),
+        ({}, {"made_for": TargetName.XTUNER}, r"sharded is 1 of .* XTuner v1, .* are full \(2\)"),
+        (
+            {"sharded": 2},
+            {"made_for": TargetName.MEGATRON_LM},
+            r"Megatron-LM, which made_for names, are replicated \(1\): set parallel.sharded so",
+        ),
+        ({"sharded": 3}, {}, "parallel: sharded 3, .* must divide data 2: choose a divisor of 2"),
+    ],
+)
+@pytest.mark.parametrize("to_train", [False, True])
+def test_an_edited_way_to_hold_weights_is_refused_by_its_keys(
+    directory, sizes, changes, expected, to_train
+):
+    """Prevents: a message that tells who edits plan.json of options that nobody gave."""
+    plan = read_plan(directory)
+    parallel = plan.parallel.model_copy(update=sizes)
+    write_plan(plan.model_copy(update={"parallel": parallel, **changes}), directory)
+    with pytest.raises(UserError, match=expected) as error:
+        open_plan(directory, to_train=to_train)
+    assert "--" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("trainer", ["xtuner", "ms-swift-deepspeed"])
+def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
+    """Prevents: a job that is another one than it was made as, and weights that are whole on paper
+    where the trainer divides them."""
+    job = training_job(
+        "qwen3-8b", "h100-80g", parallel=Parallel(pipeline=1, data=8), trainer=trainer
+    )
+    assert job.parallel.sharded == 8
+    whole = job.parallel.model_copy(update={"sharded": 1})
+    with pytest.raises(UserError, match="--sharding replicated was given"):
+        replace(job, parallel=whole)
 
 
 def test_plan_of_shapes_is_held_to_its_memory(tmp_path):

@@ -105,7 +105,8 @@ def test_sharding_counts_where_ranks_divide_something():
     for ranks, refused in ((1, False), (2, True)):
         plan = small_case(XTUNER, ranks).files.plan
         assert first_obstacle(plan, None, TARGETS[XTUNER]) is None
-        unlimited = plan.model_copy(update={"made_for": None})
+        whole = plan.parallel.model_copy(update={"sharded": 1})
+        unlimited = plan.model_copy(update={"made_for": None, "parallel": whole})
         assert (first_obstacle(unlimited, None, TARGETS[XTUNER]) is not None) == refused
 
 

@@ -259,7 +259,7 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
             job=JobSpec(
                 model=large,
                 cluster=load_cluster("h100-80g"),
-                parallel=Parallel(pipeline=1, data=32),
+                parallel=trainer.held(Parallel(pipeline=1, data=32)),
                 precision="bf16",
                 trainer=trainer,
             ),
@@ -287,10 +287,39 @@ def parameters(model: object) -> int:
     return sum(cost.units[name].parameters for name in names)
 
 
+@pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)])
+def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> None:
+    """Prevents: an exchange that all falls on the head's stage, or is lost where a stage has no
+    backward; and passes of a stage that begin with weights which nobody has gathered."""
+    cluster = measured_cluster(hidden=0.0)
+    one, three = (
+        JobSpec(
+            model=MODEL, cluster=cluster, parallel=over(4, pipeline=pipeline), precision="bf16",
+            frozen=frozen,
+        )
+        for pipeline in (1, 3)
+    )  # fmt: skip
+    features = np.ones((2, one.cost.features.index("exposed_forward_ms")))
+    whole, divided = (job.exchange.exposed_ms(features) for job in (one, three))
+    layer = [kind.name for kind in one.cost.kinds].index("language_layer")
+    again = three.exchange.gather_back_ms[layer] + three.exchange.reduce_ms[layer]
+    # Two stages more begin with a layer's gather, and end with its sum.
+    np.testing.assert_allclose(
+        divided - whole, [[2 * three.exchange.gather_ms[layer], 2 * again]] * 2, rtol=1e-9
+    )
+    names = unit_names(MODEL)
+    for column, exposed in ((-2, "forward_ms"), (-1, "backward_ms")):
+        shares = [getattr(three.cost.units[name], exposed)[column] for name in names]
+        assert sum(shares) == pytest.approx(1)
+        assert max(shares) < 0.5
+        of_layers = [getattr(three.cost.units["language_layer"], exposed)[column]]
+        assert of_layers[0] > 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": over(2, pipeline=2)}, "--pp 2 was given with weights divided over 2"),
+        ({"model": DIGITS, "parallel": over(2, pipeline=2)}, "--pp 2 was given with weights"),
         ({"precision": "fp8"}, "--precision fp8 was given with weights"),
         ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
         ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
@@ -311,7 +340,7 @@ def test_what_does_not_go_with_sharded_weights_is_refused(
 def test_groups_that_cannot_be_are_no_parallel_sizes() -> None:
     """Prevents: shares that no rank holds, of a plan edited by hand."""
     for sharded in (3, 8):
-        with pytest.raises(ValidationError, match="must divide the 4 data-parallel ranks"):
+        with pytest.raises(ValidationError, match="must divide data 4"):
             over(4, sharded=sharded)
 
 
@@ -451,8 +480,8 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
 def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
     padded = JobSpec(
-        model=MODEL, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1, data=4),
-        precision="bf16", trainer=XTUNER,
+        model=MODEL, cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=1, data=4, sharded=4), precision="bf16", trainer=XTUNER,
     )  # fmt: skip
     plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
     lengths = example_lengths(count=200)

@@ -50,6 +50,9 @@ from omnibal.pipeline.stage_memory import stage_memories
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
 """Of predicted from allocated peaks."""
+MOST_TOO_MUCH = 0.1
+"""The same where a plan is on the safe side: of a pipeline's stages whose weights ranks divide, the
+gradients of the layer after are counted as waiting beside every layer, the stage's last too."""
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -245,6 +248,9 @@ LAYOUTS = (
         data=4, sharded=2,
     ),
     Layout(model="llama3.1-8b", vision=0, data=8, sharded=8, recompute=RecomputeRule.FULL),
+    Layout(model="internvl2.5-8b", stages=2, data=4, sharded=4),
+    Layout(model="internvl2.5-1b", tied=True, stages=2, data=4, sharded=2),
+    Layout(model="internvl2.5-8b", stages=2, data=2, sharded=2, recompute=RecomputeRule.FULL),
 )  # fmt: skip
 
 
@@ -297,7 +303,10 @@ def whole_stages() -> None:
             counted = run_fake_stage(plan, stage, windows, load, lambda: None)
             if not copies_keys(plan):
                 deviation = counted.deviation or 1.0
-                assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
+                most = MOST_DEVIATION
+                if layout.stages > 1 and layout.sharded > 1:
+                    most = MOST_TOO_MUCH  # of models of two layers
+                assert -MOST_DEVIATION < deviation < most, (layout, stage, deviation)
             total = sum(part.gib for part in counted.contents)
             assert abs(total - counted.allocated_gib) < 1e-9, layout
             assert counted.peak_phase in ("forward", "backward", "optimizer"), layout
