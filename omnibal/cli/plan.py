@@ -285,15 +285,16 @@ class PlacementOptions(PartitionOptions):
         ShardingChoice | None,
         typer.Option(
             help="how data-parallel ranks hold weights and gradients: whole, divided over all, "
-            "divided over those of a node, or as is predicted to be fastest (default: auto with "
-            "--gpus, else replicated, or as the trainer of --for does)"
+            "divided over those of a node, or as is predicted to be fastest, of data-parallel "
+            "encoders by themselves (default: auto with --gpus, else replicated, or as the "
+            "trainer of --for does)"
         ),
     ] = None
     encoder: Annotated[
         EncoderChoice | None,
         typer.Option(
-            help="where encoders run: as units of the pipeline's stages, whole on every rank, "
-            "data-parallel, or where it is predicted to be faster (default: auto with "
+            help="where encoders run: as units of the pipeline's stages, before and after it on "
+            "every rank, data-parallel, or where it is predicted to be faster (default: auto with "
             "--gpus, else pipeline)"
         ),
     ] = None
@@ -479,7 +480,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
-        summary["encoder"] = _encoder_summary(choice)
+        summary["encoder"] = _encoder_summary(plan, choice)
     summary |= planned.sharding.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
@@ -520,13 +521,16 @@ def _note_on_choices(found: "StrategySearch") -> str:
     )
 
 
-def _encoder_summary(choice: "PlacementChoice") -> dict[str, Any]:
-    """The placement of encoders, and both predicted steps; None of what was not planned."""
+def _encoder_summary(plan: Plan, choice: "PlacementChoice") -> dict[str, Any]:
+    """The placement of encoders, and both predicted steps; None of what was not planned. Of
+    data-parallel ones how many ranks divide their weights, too."""
+    sharded = {} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}
     return {
         "placement": choice.chosen.value,
         "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
         "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
         "reason": choice.reason,
+        **sharded,
     }
 
 

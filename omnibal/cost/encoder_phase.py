@@ -153,6 +153,10 @@ class EncodersCost:
         """Ranks of one pipeline."""
         return self.parallel.pipeline * self.parallel.tensor
 
+    def buffers_bytes(self, pipelines: int) -> float:
+        """Buffers of the communication library for the peers of a group of so many pipelines."""
+        return (pipelines * self.ranks_of_pipeline - 1) * self.peer_bytes
+
     def line(self, pipelines: int) -> Line:
         """Time of a message and of a byte in groups of so many pipelines.
 

@@ -291,14 +291,20 @@ def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
     """All choices that are not over the memory cap by themselves."""
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
-        for largest in _passes(problem, pipelines):
+        # Many groups are too large for their buffers alone.
+        ways = {
+            sharded: encoders
+            for sharded, encoders in problem.encoders.items()
+            if encoders.state_bytes + encoders.buffers_bytes(pipelines) <= problem.memory_cap_bytes
+        }
+        for largest in _passes(problem, pipelines) if ways else ():
             sizes = dict.fromkeys(any_encoders.encoders, largest)
             shares, of_sample = (
                 _shares(problem, workload, pipelines, sizes)
                 for workload in (problem.workload, sample)
             )
             for kept in kept_choices(any_encoders, shares.most()):
-                for sharded, encoders in problem.encoders.items():
+                for sharded, encoders in ways.items():
                     beside = _beside(problem, pipelines, sizes, kept, sharded)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
                     if encoder_memory.held + encoder_memory.encoding <= problem.memory_cap_bytes:

@@ -194,14 +194,13 @@ def memory_of_encoders(
         times = 2 if one.is_trained else 1
         features_bytes = features_bytes + times * held_bytes
         arriving_bytes = arriving_bytes + (arriving - times) * held_bytes
-    peers = shares.pipelines * cost.ranks_of_pipeline - 1
     rows = float(rows_bytes.max(initial=0))
     return EncoderMemory(
         weights=cost.weights_bytes,
         gradients=cost.gradients_bytes,
         optimizer=cost.optimizer_bytes,
         kept=kept + float(inputs_bytes.max(initial=0)),
-        buffers=peers * cost.peer_bytes,
+        buffers=cost.buffers_bytes(shares.pipelines),
         features=float(features_bytes.max(initial=0)),
         arrival=float(arriving_bytes.max(initial=0)),
         encoding=max(max(working) + rows, 2 * rows),

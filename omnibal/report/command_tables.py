@@ -11,7 +11,7 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
 from omnibal.pipeline.prediction import Prediction
-from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
+from omnibal.report.formatting import change, gib_or_mib, held_encoders, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -226,6 +226,7 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
     if encoders is not None and beside is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
         entries.append(("ranks that encode together", f"{ranks:,}"))
+        entries.append(("weights of encoders", held_encoders(plan.parallel, encoders.sharded)))
         for name, encoder in plan.model.encoders.items():
             entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
             entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))

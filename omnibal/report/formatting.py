@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from omnibal.base.files import atomic
+from omnibal.model.parallel import Parallel
 
 EN_DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
@@ -108,3 +109,13 @@ def write_ascii(page: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
+
+
+def held_encoders(parallel: Parallel, sharded: int) -> str:
+    """How ranks hold the weights of data-parallel encoders, of which so many divide them, in
+    words."""
+    if sharded == 1:
+        return "whole on every rank"
+    copies = parallel.world_size // sharded
+    in_copies = f", in {copies:,} copies" if copies > 1 else ""
+    return f"divided over {sharded:,} neighbouring ranks{in_copies}"

@@ -11,7 +11,7 @@ from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.report.fake_device_tables import difference_cells
 from omnibal.report.figures import memory_parts, meter
-from omnibal.report.formatting import EN_DASH, aligned, number, percent, shorten
+from omnibal.report.formatting import EN_DASH, aligned, held_encoders, number, percent, shorten
 from omnibal.report.summary import (
     RunSummary,
     accuracy_interval,
@@ -93,10 +93,11 @@ def memory_table(
     memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
-    if beside is not None:
+    if beside is not None and plan.beside is not None:
         names.append("encoders")
         memories.append(beside.memory)
-        caption += " Data-parallel encoders: their part of a device that embeds tokens."
+        caption += " Data-parallel encoders: their part of a device that embeds tokens"
+        caption += f"; weights are {held_encoders(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
         columns += _predicted_memory(memories, cap_gib)

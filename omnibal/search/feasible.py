@@ -160,7 +160,10 @@ def _try_all(changes: "_Changes") -> None:
     _try_smaller_caps(changes)
     experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
     changes.first("a larger --ep", experts)
-    changes.first("--sharding hybrid or full", map(changes.held, _more_shards(request.job)))
+    job = request.job
+    if job.has_data_parallel_encoders and job.encoder_shardings == (WeightSharding.REPLICATED,):
+        changes.first("--sharding auto", [changes.with_divided_encoders()])
+    changes.first("--sharding hybrid or full", map(changes.held, _more_shards(job)))
     if request.job.trainer.stages.encoders_on_first:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
@@ -220,11 +223,20 @@ class _Changes:
         larger = self.request.job.trainer.held(parallel.model_copy(update=changes))
         return f"{text} instead of {instead}", lambda: self.request.sized(larger)
 
-    def held(self, parallel: Parallel) -> Candidate:
-        """Divide weights over more data-parallel ranks."""
-        instead = self.request.job.parallel.sharding
-        text = f"--sharding {parallel.sharding} instead of {instead}"
-        return text, lambda: self.request.sized(parallel)
+    def held(self, way: WeightSharding) -> Candidate:
+        """Divide weights over more data-parallel ranks, and those of data-parallel encoders."""
+        job = self.request.job
+        parallel = job.parallel.held(way, job.cluster)
+        assert parallel is not None
+        request = replace(self.request, job=replace(job, encoder_shardings=(way,)))
+        text = f"--sharding {way} instead of {job.parallel.sharding}"
+        return text, lambda: request.sized(parallel)
+
+    def with_divided_encoders(self) -> Candidate:
+        """Divide the weights of data-parallel encoders, as suits them best."""
+        job = replace(self.request.job, encoder_shardings=tuple(WeightSharding))
+        text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
+        return text, lambda: replace(self.request, job=job)
 
     def shared_out(self, parallel: Parallel) -> Candidate:
         """Change the parallel sizes and how weights are held, all at once."""
@@ -290,10 +302,17 @@ def _allows_tensor(job: JobSpec, size: int) -> bool:
     return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
 
 
-def _more_shards(job: JobSpec) -> list[Parallel]:
-    """Sizes of the job with weights divided over more ranks, the fewest first."""
-    more = (each for each in _held(job, [job.parallel]) if each.sharded > job.parallel.sharded)
-    return sorted(filter(job.allows, more), key=lambda each: each.sharded)
+def _more_shards(job: JobSpec) -> list[WeightSharding]:
+    """Ways in which more ranks divide weights, the fewest first."""
+    held = {
+        way: job.parallel.held(way, job.cluster)
+        for way in (WeightSharding.HYBRID, WeightSharding.FULL)
+    }
+    return [
+        way
+        for way, each in held.items()
+        if each is not None and each.sharded > job.parallel.sharded and job.allows(each)
+    ]
 
 
 def _options_beside(parallel: Parallel, other: Parallel) -> str:

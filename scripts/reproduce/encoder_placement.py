@@ -5,9 +5,10 @@ much.
 
 Simulated, with counted costs at the fitted rates of the cluster h100-80g. Models of a
 small and a large encoder, on mixtures that differ in how much there is to encode. Each placement
-has the tensor, pipeline and data-parallel sizes that are best for it; caps, packs per step and
-samples are the same. Samples are drawn from a seed: texts of log-normal length (median 300 tokens),
-images of so many tiles, or several images.
+has the tensor, pipeline and data-parallel sizes that are best for it; data-parallel encoders are
+divided over as many ranks as is best; caps, packs per step and samples are the same. Samples are
+drawn from a seed: texts of log-normal length (median 300 tokens), images of so many tiles, or
+several images.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.search.encoder_placement import relative_ms
@@ -142,6 +143,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
         cluster=load_cluster(CLUSTER),
         parallel=Parallel(pipeline=1),
         precision="bf16",
+        encoder_shardings=tuple(WeightSharding),
     )
     packed = data.packed(job)
     plans = {
@@ -156,6 +158,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig, given: argparse.Namespa
         f"{1e3 * lengths.items['tiles'].sum() / lengths.tokens.sum():.2f}",
         f"{share:.1%}",
         *(cell for plan in (inside, beside) for cell in _cells(plan)),
+        "" if beside is None or beside.beside is None else f"{beside.beside.sharded}",
         _verdict(inside, beside),
     ]
 
@@ -202,6 +205,7 @@ def main() -> None:
         "data-parallel",
         "TP/PP/DP",
         "GiB",
+        "divided over",
         "data-parallel is faster by",
     )
     print_table(f"Encoders in the pipeline and data-parallel, {GPUS} {CLUSTER}", columns, rows)

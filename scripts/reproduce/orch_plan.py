@@ -3,9 +3,10 @@
     python scripts/reproduce/orch_plan.py
 
 The model and the mixture are those of `orch.py`. Of 2,560 GPUs, 8 are tensor-parallel, 4 stages and
-80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Data-parallel
-encoders are whole on every rank, which 80 GB do not hold. Then, in steps of a pack a GPU,
-that pipeline beside one stage whose data-parallel ranks divide all weights.
+80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Encoders are
+units of the stages, or data-parallel: whole on every rank, which 80 GB do not hold, or divided over
+as many ranks as is best. Then, in steps of a pack a GPU, that pipeline beside one stage whose
+data-parallel ranks divide all weights of the language model, as OrchMLLM does.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import ClipsEncoder
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.units import feature_names
 
 PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
@@ -38,12 +39,19 @@ MICRO_BATCHES = 8
 PACKS_PER_STEP = 2_560
 STEPS = 2.02
 """Steps whose tokens are drawn; packs are 99 % full, so that both are full."""
-WAYS = (
+WAYS = {
+    "in the stages": None,
+    "data-parallel, whole": (WeightSharding.REPLICATED,),
+    "data-parallel": tuple(WeightSharding),
+}
+"""Placements of encoders, by the ways to hold weights of data-parallel ones."""
+SIZES = (
     PARALLEL,
     Parallel(pipeline=1, data=2_560, sharded=2_560),
     Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
 """Sizes in steps of a pack a GPU."""
+PLAN_COLUMNS = ("divided over", "step s", "MFU", "peak GiB", "lost most")
 
 
 def main() -> None:
@@ -52,33 +60,35 @@ def main() -> None:
     lengths = lengths_of(mixture(parser.parse_args().samples, seed=0))
     rows, refusals = [], []
     for cluster in CLUSTERS:
-        for placement in EncoderPlacement:
+        for name, ways in WAYS.items():
             try:
-                found = planned(lengths, cluster, placement)
+                found = planned(lengths, cluster, ways)
             except DoesNotFit as error:
                 refusals.append(f"{cluster}: {error.need}")
-                found = ("", "", "does not fit", "")
-            rows.append([cluster, placement.value, *found])
-    columns = ("devices", "encoders", "step s", "MFU", "peak GiB", "lost most")
-    print_table("Placements of the encoders, simulated", columns, rows)
+                found = ("", "", "", "does not fit", "")
+            rows.append([cluster, name, *found])
+    print_table(
+        "Placements of the encoders, simulated", ("devices", "encoders", *PLAN_COLUMNS), rows
+    )
     for refusal in refusals:
         print(refusal)
     print_table(
         f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
-        ("sizes", "packs of a rank", "step s", "MFU", "peak GiB", "lost most"),
-        list(rows_of_ways()),
+        ("sizes", "packs of a rank", "encoders", *PLAN_COLUMNS),
+        list(rows_of_sizes()),
     )
 
 
-def rows_of_ways() -> Iterator[list[str]]:
+def rows_of_sizes() -> Iterator[list[str]]:
     """Every way to divide the model, in steps of equally many packs."""
     mean = float(lengths_of(mixture(PACKS_PER_STEP, seed=0)).tokens.mean())
     samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
     lengths = lengths_of(mixture(samples, seed=0))
-    for parallel in WAYS:
+    for parallel in SIZES:
         micro_batches = PACKS_PER_STEP // parallel.data
-        found = planned(lengths, CLUSTERS[0], EncoderPlacement.PIPELINE, parallel, micro_batches)
-        yield [parallel.text, f"{micro_batches}", *found]
+        for name in ("in the stages", "data-parallel"):
+            found = planned(lengths, CLUSTERS[0], WAYS[name], parallel, micro_batches)
+            yield [parallel.text, f"{micro_batches}", name, *found]
 
 
 def lengths_of(samples: Samples) -> Lengths:
@@ -100,11 +110,14 @@ def lengths_of(samples: Samples) -> Lengths:
 def planned(
     lengths: Lengths,
     cluster: str,
-    placement: EncoderPlacement,
+    ways: tuple[WeightSharding, ...] | None,
     parallel: Parallel = PARALLEL,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[str, ...]:
-    """A plan's time, share of the peak, memory, and where its time goes.
+    """A plan's time, share of the peak, memory, and where its time goes, for `PLAN_COLUMNS`.
+
+    Args:
+        ways: to hold weights of data-parallel encoders; None for encoders in the stages.
 
     Raises:
         DoesNotFit: no stages fit beside the encoders, or with them.
@@ -114,7 +127,8 @@ def planned(
         cluster=load_cluster(cluster),
         parallel=parallel,
         precision="bf16",
-        placement=placement,
+        placement=EncoderPlacement.DATA_PARALLEL if ways else EncoderPlacement.PIPELINE,
+        encoder_shardings=ways or (WeightSharding.REPLICATED,),
     )
     data = SampleData(
         lengths=lengths,
@@ -132,7 +146,9 @@ def planned(
     peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size
     lost = prediction.lost.named()
     largest = sorted(((ms, name) for name, ms in lost.items() if name != "ideal"), reverse=True)[:3]
+    beside = result.plan.beside
     return (
+        "" if beside is None else f"{beside.sharded:,}",
         f"{1e-3 * prediction.step_ms:.2f}",
         f"{flops.sum() / (run_ms * peak):.1%}",
         f"{max(stage.memory.peak_gib for stage in prediction.stages):.1f}",

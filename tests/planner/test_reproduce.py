@@ -23,7 +23,7 @@ from omnibal.base.errors import DoesNotFit  # noqa: E402
 from omnibal.cost.analytic import analytic_cost  # noqa: E402
 from omnibal.lint.predicted import predicted  # noqa: E402
 from omnibal.model.config import load_cluster  # noqa: E402
-from omnibal.model.data_parallel_encoders import EncoderPlacement  # noqa: E402
+from omnibal.model.parallel import WeightSharding  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
 from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
@@ -223,7 +223,7 @@ def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
     expected = samples.text + 256 * samples.tiles + 250 * np.array(clips)
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
-        orch_plan.planned(lengths, "h100-80g", EncoderPlacement.DATA_PARALLEL)
+        orch_plan.planned(lengths, "h100-80g", (WeightSharding.REPLICATED,))
 
 
 def test_cuts_of_qwen35_35b():
