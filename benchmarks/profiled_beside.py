@@ -6,16 +6,18 @@ one waits. Both meet the machine at the same speeds.
 """
 
 import multiprocessing
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
+import numpy as np
 from levels import mean_rates, one_node
 from rich.console import Console
 
 from megatron.vlm.measure.profiler import ProfileOptions, Profiler
-from megatron.vlm.measure.rates import measure_rates
+from megatron.vlm.measure.rates import mean_ms, measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.cost.profile import Profile
@@ -74,12 +76,42 @@ def profile_rank(
     turns.wait_to_profile(rank)
     profiler = Profiler(job, links, options)
     turns.profiled(rank)
-    profiled, rates = [], []
+    profiled, rates, core_shares = [], [], []
     for _ in range(rounds):
         turns.wait_to_profile(rank)
+        begun, core_begun = time.perf_counter(), time.process_time()
         profiled.append(profiler.round())
         rates.append(measure_rates("this machine", "fp32", sizes, Console(quiet=True)))
+        core_share = (time.process_time() - core_begun) / (time.perf_counter() - begun)
+        core_shares.append(mean_ms([core_share]))
         turns.profiled(rank)
-    profile = profiler.result(profiled)
+    quiet = quiet_rounds(core_shares)
+    profile = profiler.result([profiled[number] for number in quiet])
     shut_down_distributed()
-    return profile.model_copy(update={"rates": mean_rates(rates)})
+    return profile.model_copy(update={"rates": mean_rates([rates[number] for number in quiet])})
+
+
+def quiet_rounds(core_shares: Sequence[float]) -> list[int]:
+    """The half of all rounds in which processes got most of the cores: other programs took least.
+
+    Args:
+        core_shares: core time over time by the clock, of every round.
+    """
+    most_first = np.argsort(-np.array(core_shares), kind="stable")
+    return sorted(most_first[: -(-len(core_shares) // 2)].tolist())
+
+
+def core_shares(
+    core_ms: Sequence[Mapping[str, Sequence[float]]],
+    clock_ms: Sequence[Mapping[str, Sequence[float]]],
+) -> list[float]:
+    """Core time over time by the clock of every round, over all ranks and ways.
+
+    Args:
+        core_ms: of each rank, by way, of every round; `clock_ms` likewise.
+    """
+    core, clock = (
+        np.sum([list(one.values()) for one in each], axis=(0, 1)) for each in (core_ms, clock_ms)
+    )
+    shares: list[float] = (core / clock).tolist()
+    return shares

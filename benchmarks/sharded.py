@@ -15,14 +15,14 @@ packs that were run, simulated.
 
 Four processes on fewer cores do not wait as devices do. Where Linux control groups (version 1) can
 be made, each process has one with an equal part of the cores; the output says so. Other programs
-slow all of them: of every way the mean step is printed, without its extreme tenths, the median of
-its ratio to the replicated step of the same turn, and the same of the time of cores that a process
-has used, which other programs change less.
+slow all of them: the half of all turns counts in which processes got most of the cores, of the
+profiler's and of the steps each. Of every way the mean step is printed, the median of its ratio to
+the replicated step of the same turn, and the same of the time of cores that a process has used,
+which other programs change less.
 """
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,7 @@ import torch.distributed as dist
 from forked_ranks import outcomes_of, save_outcome
 from levels import one_node
 from own_cores import own_cores, own_cores_in_words
-from profiled_beside import Turns, profile_rank
-from scipy.stats import trim_mean
+from profiled_beside import Turns, core_shares, profile_rank, quiet_rounds
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
@@ -55,8 +54,6 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 
 RANKS, MICRO_BATCHES, TOKENS = 4, 2, 256
 WARM_ROUNDS = 2
-ROUNDS_PER_PROFILE = 2
-"""Steps of each way between two rounds of the profiler."""
 BAR = 0.1
 """Largest error of a prediction."""
 SIZES = MeasuredSizes(
@@ -170,17 +167,10 @@ def run_process(process: int, rounds: int, folder: Path, turns: Turns) -> None:
                 layers=MODEL.language.layers,
                 repetitions=1,
             )
-            profile = profile_rank(
-                rank, turns, profile_rounds(rounds), MODEL, options, SIZES, folder
-            )
+            profile = profile_rank(rank, turns, rounds, MODEL, options, SIZES, folder)
             save_outcome(profile, process, folder)
         else:
             save_outcome(train(rank, rounds, folder, turns, is_device), process, folder)
-
-
-def profile_rounds(rounds: int) -> int:
-    """Turns of the profiler among so many rounds of training."""
-    return -(-rounds // ROUNDS_PER_PROFILE)
 
 
 def train(rank: int, rounds: int, folder: Path, turns: Turns, is_device: bool) -> Outcome:
@@ -201,7 +191,7 @@ def train(rank: int, rounds: int, folder: Path, turns: Turns, is_device: bool) -
     for number in range(WARM_ROUNDS + rounds):
         first = (number * RANKS + rank) * MICRO_BATCHES
         packs = [random_pack(first + place) for place in range(MICRO_BATCHES)]
-        if number >= WARM_ROUNDS and (number - WARM_ROUNDS) % ROUNDS_PER_PROFILE == 0:
+        if number >= WARM_ROUNDS:
             turns.profile(rank)
         for name, trainer in trainers.items():
             dist.barrier()
@@ -239,34 +229,29 @@ def main() -> None:
     first, profile = outcomes[0], found[RANKS]
     print(f"{RANKS} processes, {own_cores_in_words(RANKS, are_devices=first.is_device)}; ", end="")
     print(f"{first.parameters / 1e6:.1f} M parameters; {TOKENS} tokens a pack")
-    print(f"a collective hides {profile.rates.hidden:.0%} of what it could behind computation")
-    errors = {}
+    print(f"a collective hides {profile.rates.hidden:.0%} of its time behind computation")
+    shares = core_shares([one.core_ms for one in outcomes], [one.step_ms for one in outcomes])
+    quiet = [WARM_ROUNDS + number for number in quiet_rounds(shares[WARM_ROUNDS:])]
+    step_ms, core_ms = (
+        {name: np.array(times)[quiet] for name, times in each.items()}
+        for each in (first.step_ms, first.core_ms)
+    )
     predicted = {name: predicted_ms(plan_of(sharded), profile) for name, sharded in WAYS.items()}
+    errors = {name: predicted[name] / step_ms[name].mean() - 1 for name in WAYS}
     for name in WAYS:
         most = max(outcome.state_bytes[name] for outcome in outcomes)
-        errors[name] = predicted[name] / typical(first.step_ms[name]) - 1
+        slower, busier = (np.median(each[name] / each["replicated"]) for each in (step_ms, core_ms))
         print(
             f"{name:>10}: {most / 1e6:5.1f} MB of state a rank "
             f"({most / first.parameters:5.2f} bytes a parameter); step "
-            f"{typical(first.step_ms[name]):6.0f} ms, predicted {predicted[name]:6.0f} "
-            f"({errors[name]:+.1%}); of replicated {ratio(first.step_ms, name):.2f}, predicted "
+            f"{step_ms[name].mean():6.0f} ms, predicted {predicted[name]:6.0f} "
+            f"({errors[name]:+.1%}); of replicated {slower:.2f}, predicted "
             f"{predicted[name] / predicted['replicated']:.2f}; of cores "
-            f"{typical(first.core_ms[name]):6.0f} ms ({ratio(first.core_ms, name):.2f}); last loss "
+            f"{core_ms[name].mean():6.0f} ms ({busier:.2f}); last loss "
             f"{first.losses[name][-1]:.6f}"
         )
     worst = max(map(abs, errors.values()))
     print(f"worst error {worst:.1%}; the bar of {BAR:.0%} {'holds' if worst <= BAR else 'fails'}")
-
-
-def typical(times_ms: Sequence[float]) -> float:
-    """Mean over the rounds that count, without the extreme tenths."""
-    return float(trim_mean(times_ms[WARM_ROUNDS:], 0.1))
-
-
-def ratio(times_ms: Mapping[str, Sequence[float]], name: str) -> float:
-    """Median ratio to the replicated step of the same turn."""
-    each = np.array(times_ms[name]) / np.array(times_ms["replicated"])
-    return float(np.median(each[WARM_ROUNDS:]))
 
 
 if __name__ == "__main__":

@@ -385,6 +385,11 @@ def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
     return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
+def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
+    """Rate of long contiguous reads and writes of a device's memory, measured where it was."""
+    return _Copies(cluster, cluster.measured(precision)).streamed_bytes_per_ms
+
+
 @dataclass(frozen=True, slots=True)
 class _Copies:
     """What was measured of copies within the memory; falls back on the cluster's shares."""

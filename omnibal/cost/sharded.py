@@ -15,8 +15,10 @@ computation of the unit before it, one unit ahead:
 where what runs in the time max(a, b) takes a + b - hidden x min(a, b) if it was measured that less
 is hidden (`omnibal.model.rates.Rates.hidden`): on a CPU the cores that compute exchange too. The
 head's weights stay from its forward to its backward, which is next, and no backward reads an
-embedding's. What computation does not hide is a feature of the micro-batch, as it is not linear in
-its sizes.
+embedding's. In a backward, whole gradients are set to zero, and the share that they become is added
+to that of the micro-batches before.
+
+What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
 Exchanges of tensor-parallel ranks and of ranks that share a pack hide nothing, as they take the
 same links, and neither does recomputation, so that the time is on the safe side. All ranks of a
 group meet in every exchange: they run their micro-batches in lockstep. Once a step the copies of a
@@ -31,6 +33,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from omnibal.cost.analytic import streamed_bytes_per_ms
 from omnibal.cost.links import (
     hidden_share,
     pass_line,
@@ -89,6 +92,7 @@ class ShardedExchange:
             precision: of weights.
             runtime: which says the precision that gradients are exchanged in.
         """
+        cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
         units = [cost.units[kind.name] for kind in cost.kinds]
         kinds, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
         reduced_size = _scattered_bytes(cost, runtime)
@@ -172,6 +176,27 @@ def _ring_ms(line: Line, bytes_: np.ndarray, ranks: int) -> np.ndarray:
     return line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks if ranks > 1 else 0 * bytes_
 
 
+def _with_added_sums(
+    cost: CostModel,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    runtime: RuntimeOptions,
+) -> CostModel:
+    """Costs with what a backward does with gradients besides: whole ones are set to zero before it,
+    and the share that they are summed to is added to that of the micro-batches before."""
+    sent = _scattered_bytes(cost, runtime)
+    moved = sent + (sent + 2 * cost.gradient_bytes_per_parameter) / parallel.sharded
+    each_ms = moved / streamed_bytes_per_ms(cluster, precision)
+
+    def with_sums(unit: UnitCost) -> UnitCost:
+        backward_ms = unit.backward_ms.copy()
+        backward_ms[0] += each_ms * unit.trained_parameters
+        return replace(unit, backward_ms=backward_ms)
+
+    return replace(cost, units={name: with_sums(unit) for name, unit in cost.units.items()})
+
+
 def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
     """Bytes of a gradient as it is reduce-scattered."""
     if runtime.scatters_weights_precision:
@@ -206,6 +231,7 @@ def sharded_cost(
             (`ShardedExchange.shares`); None for all at the head, which has a backward whatever is
             frozen.
     """
+    cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
     ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
     sent = _scattered_bytes(cost, runtime)

@@ -210,8 +210,8 @@ class Rates(Frozen):
     collectives: tuple[CollectiveTime, ...] = ()
     copies: tuple[CopyTime, ...] = ()
     hidden: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=_is_none)
-    """Hidden share of a collective beside a computation, of the shorter of the two: 1 where both
-    take as long as the longer one, 0 where they take as long as one after the other, as where
+    """Hidden share of a collective beside a computation that takes longer: 1 where both take as
+    long as the computation alone, 0 where they take as long as one after the other, as where
     the same cores do both."""
 
     def __hash__(self) -> int:

@@ -29,10 +29,13 @@ _COPY_BYTES = 1 << 27
 _BESIDE_COMPUTATION: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 """Kinds that run beside computation in training: weights are gathered, gradients scattered."""
 _BESIDE_ROWS = 256
-"""Rows and columns of the products beside a collective: quick, so that a number of them takes about
-as long as it does."""
-_BESIDE_ROUNDS = 15
-"""Timed rounds of collective, products and both; differences of times scatter more than times."""
+"""Rows and columns of the products beside a collective: quick, so that a number of them takes as
+long as is wanted."""
+_BESIDE_LENGTH = 4
+"""How much longer they take than the collective: a unit of a model mostly does."""
+_BESIDE_ROUNDS = 9
+"""Timed rounds of collective, products and both, as differences of times scatter more than times
+do; more would take longer than all else that is measured."""
 _ROUNDS = 5
 """Timed rounds of everything, of which the median counts."""
 _BATCH_MS, _MOST_CALLS = 1.0, 50
@@ -133,23 +136,18 @@ def _run(begin: Callable[[], dist.Work]) -> None:
 
 
 def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
-    """Hidden share of a collective of all processes beside matrix products that take about as long
-    (`Rates.hidden`); None where there is one process."""
-    ranks = dist.get_world_size()
-    if ranks == 1:
+    """Hidden share of collectives of all processes beside longer computation (`Rates.hidden`);
+    None where there is one process."""
+    if dist.get_world_size() == 1:
         return None
-    hidden_ms, shorter_ms = 0.0, 0.0
-    for kind in _BESIDE_COMPUTATION:
-        exchange_ms, compute_ms, both_ms = _times_beside(kind, size, dtype)
-        hidden_ms += exchange_ms + compute_ms - both_ms
-        shorter_ms += min(exchange_ms, compute_ms)
-    return min(max(hidden_ms / shorter_ms, 0.0), 1.0)
+    times = [_times_beside(kind, size, dtype) for kind in _BESIDE_COMPUTATION]
+    exchange_ms, compute_ms, both_ms = np.sum(times, axis=0).tolist()
+    return float(np.clip((exchange_ms + compute_ms - both_ms) / exchange_ms, 0, 1))
 
 
-def _times_beside(
-    kind: CollectiveKind, size: int, dtype: torch.dtype
-) -> tuple[float, float, float]:
-    """Times of a collective of all processes, of products, and of both at the same time."""
+def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[float]:
+    """Times of a collective of all processes, of products that take longer, and of both at the same
+    time."""
     whole_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
     begin = _collective(kind, whole_E, dist.get_world_size(), dist.group.WORLD)
     factor_MM = torch.randn(_BESIDE_ROWS, _BESIDE_ROWS, device=current_device(), dtype=dtype)
@@ -166,19 +164,16 @@ def _times_beside(
 
     once_ms = mean_ms([_typical_ms(partial(compute, 1))])
     exchange_ms = mean_ms([_typical_ms(partial(_run, begin), together=dist.group.WORLD)])
-    calls = max(round(exchange_ms / once_ms), 1)
-    rounds = [
-        [
-            timed_ms(partial(_run, begin)),
-            timed_ms(partial(compute, calls)),
-            timed_ms(partial(both, calls)),
-        ]
-        for _ in range(_BESIDE_ROUNDS)
-    ]
-    exchange_ms, compute_ms, both_ms = (
-        mean_ms([float(one)]) for one in np.median(np.array(rounds), axis=0)
-    )
-    return exchange_ms, compute_ms, both_ms
+    calls = max(round(_BESIDE_LENGTH * exchange_ms / once_ms), 1)
+    works = (partial(_run, begin), partial(compute, calls), partial(both, calls))
+    rounds = [[_together_ms(work) for work in works] for _ in range(_BESIDE_ROUNDS)]
+    return [mean_ms([float(each)]) for each in np.median(rounds, axis=0)]
+
+
+def _together_ms(work: Callable[[], object]) -> float:
+    """Time of a call that all processes begin at the same moment."""
+    dist.barrier()
+    return timed_ms(work)
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
