@@ -192,7 +192,7 @@ def train(rank: int, turns: Turns, rounds: int, max_tokens: int, folder: Path) -
     ways = schedules(lengths, max_tokens)
     store = f"file://{folder / 'store'}"
     links = initialize_distributed(launch, plan.parallel, seed=1, init_method=store)
-    trainer = build_trainer(plan, links, OPTIONS, steps=rounds * SAMPLES, seed=1, can_save=False)
+    trainer = build_trainer(plan, links, OPTIONS, steps=rounds * SAMPLES, seed=1)
 
     def epoch_ms(packs: ScheduledPacks) -> tuple[float, float]:
         streams = [stream_of(trainer, packs, lengths, step, rank) for step in range(packs.steps)]

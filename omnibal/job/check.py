@@ -102,7 +102,6 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
         return
     beside = [f"parallel.{name} {size}" for name, size in beside_sharded(plan.model, parallel)]
     beside += ['precision "fp8"'] if plan.precision == "fp8" else []
-    beside += ["beside"] if plan.beside is not None else []
     if beside:
         raise UserError(
             f"{ranks}, and weights that ranks divide are planned without {words(beside)}: set "

@@ -9,6 +9,7 @@ from plan_cases import example_lengths
 
 from omnibal import cli
 from omnibal.data.lengths import write_lengths
+from omnibal.job.plan import read_plan
 
 PLAN = (
     "plan --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --max-tiles 8 "
@@ -70,19 +71,20 @@ def test_plans_in_the_pipeline_are_as_without_the_option(capsys, tmp_path, plan_
     }
 
 
-def test_packs_that_ranks_share_are_named_as_a_reason(capsys, tmp_path):
-    """Prevents a comparison of unlike packs from being taken for one of placements."""
+def test_ranks_share_packs_wherever_encoders_are(capsys, tmp_path):
+    """Prevents a comparison of unlike packs from being taken for one of placements: long ones are
+    shared beside data-parallel encoders too."""
     write_lengths(long_tailed(600, 65_536), tmp_path / "long.parquet")
     printed = run(
         capsys,
         "plan --model internvl2-8b --cluster h100-80g --tp 2 --dp 4 --micro-batches 2 "
         f"--max-tiles 12 --max-tokens 65536 --lengths {tmp_path / 'long.parquet'} "
-        f"--encoder auto --json -o {tmp_path / 'plan'}",
+        f"--encoder data-parallel --json -o {tmp_path / 'plan'}",
     )
-    found = json.loads(printed)
-    assert found["encoder"]["pipeline_step_ms"] is not None
-    reason = "ranks share packs in the pipeline, and cannot share any with data-parallel"
-    assert reason in found["encoder"]["reason"]
+    assert json.loads(printed)["encoder"]["placement"] == "beside"
+    plan = read_plan(tmp_path / "plan")
+    assert plan.beside is not None and plan.has_shared_packs
+    assert "fullest stage" in run(capsys, f"check {tmp_path / 'plan'}")
 
 
 def test_both_reasons_are_told_where_neither_fits(capsys, tmp_path):
