@@ -12,7 +12,7 @@ from plan_cases import example_lengths
 
 from omnibal import cli
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.analytic import analytic_cost, streamed_bytes_per_ms
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost
 from omnibal.cost.model import CostModel
 from omnibal.data.lengths import write_lengths
@@ -75,6 +75,10 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
     back[0] = 0  # the embedding's backward reads no weight
     reduced = ring_ms([unit.trained_parameters for unit in units], 4, 8)
     assert (reduced > 0).sum() == (1 if frozen else len(units))
+    # Whole gradients are set to zero, and shares in fp32 added: one is read, one read and written.
+    moved = 4 + 3 * 4 / 8
+    rate = streamed_bytes_per_ms(cluster, "bf16")
+    added = [(unit, moved * unit.trained_parameters / rate) for unit in units]
 
     def events_ms(items: int, *, runs_again: bool) -> tuple[float, float]:
         """Forward, and all that comes after the pipeline, of a pass."""
@@ -87,7 +91,7 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
             again = [unit.recompute_ms if unit.has_backward else unit.forward_ms for unit in units]
             again_ms = simulated_ms([unit_ms @ row for unit_ms in again], gathers, nothing)
             kept[0] = 0
-        backward = [unit.backward_ms @ row for unit in units[::-1]]
+        backward = [sums_ms + unit.backward_ms @ row for unit, sums_ms in added[::-1]]
         return forward_ms, again_ms + simulated_ms(backward, kept, reduced[::-1])
 
     for items, kept in ((0, 4), (3, 4), (8, 4), (11, 4), (11, 0), (11, 11)):
