@@ -158,7 +158,8 @@ class EncodersCost:
         return (pipelines * self.ranks_of_pipeline - 1) * self.peer_bytes
 
     def line(self, pipelines: int) -> Line:
-        """Time of a message and of a byte in groups of so many pipelines.
+        """Time of a message and of a byte in groups of so many pipelines; of its part of an
+        all-to-all, where these were measured.
 
         Megatron numbers ranks tensor first, then data, then pipeline: a group reaches from the
         first rank of its first stage to the last one of its last stage.
