@@ -53,6 +53,11 @@ def test_whole_stages_of_many_layouts():
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
 
 
+def test_gradients_of_a_tied_matrix_wait_whole():
+    """Prevents: a plan that fits on paper only, as a tied matrix's gradients count as parts."""
+    assert "passed tied" in succeed(CASES, "tied")
+
+
 def test_a_part_of_a_stage_is_built_in_less_than_training_takes():
     """Prevents: a model that trains in parts, of which each rank must have the whole first."""
     assert "passed building" in succeed(CASES, "building")
