@@ -158,6 +158,8 @@ class CostModel:
     holds any."""
     runs_in_lockstep: bool = False
     """Whether ranks meet in every unit, as those that divide weights do."""
+    weight_parts: int = 1
+    """Ranks that each have a part of every weight: bytes per parameter above are of a part."""
     library_buffers: tuple[LibraryBuffer, ...] = ()
     """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
 

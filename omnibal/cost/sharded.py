@@ -261,6 +261,7 @@ def sharded_cost(
             cost.expert_rates, gradient_reduction_ms=reduction_ms, weight_gather_ms=0.0
         ),
         runs_in_lockstep=True,
+        weight_parts=ranks,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}",
     )
 

@@ -764,8 +764,12 @@ def _unkept_input(cost: CostModel) -> np.ndarray:
 
 
 def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
-    """Gradients of the tied matrix, besides the one that its unit works with. [kinds]"""
+    """Gradients of the tied matrix, besides the one that its unit works with. [kinds]
+
+    They are whole, however weights are divided.
+    """
     matrix_bytes = cost.tied_trained_parameters * cost.weight_bytes_per_parameter
+    matrix_bytes *= cost.weight_parts
     besides = {LANGUAGE_EMBED: 2, HEAD: 0}
     number = [besides.get(each.name, 1) * (each.tower == LANGUAGE) for each in cost.kinds]
     return matrix_bytes * np.array(number)

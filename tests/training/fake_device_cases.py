@@ -394,6 +394,46 @@ def encoders_beside() -> None:
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 
 
+def tied() -> None:
+    """A peak behind the head's backward, where the tied matrix's gradients are whole and wait for
+    the embedding's: packs of few tokens, fewer of which carry loss."""
+    for data, sharded in ((4, 4), (4, 2), (4, 1)):
+        plan, (packs, lengths) = plan_of_answers(Parallel(pipeline=1, data=data, sharded=sharded))
+        job = job_of(plan)
+        windows = heaviest_windows(
+            job.cost, plan, 0, job.workload(packs, lengths, plan.pack_levels)
+        )
+        load = random_rows(plan, 0, packs, lengths)
+        counted = run_fake_stage(plan, 0, windows[:1], load, lambda: None)
+        assert counted.peak_at.startswith("embedding.word_embeddings"), counted.peak_at
+        assert abs(counted.deviation or 1.0) < MOST_DEVIATION, (sharded, counted.deviation)
+
+
+def plan_of_answers(parallel: Parallel) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of a tied model on short texts, each in a pack of its own, with shorter answers."""
+    model = load_model("internvl2.5-1b").with_layers(language=2, vision=1)
+    count = 4 * parallel.data
+    lengths = Lengths(
+        items={"tiles": np.zeros(count, np.int32)},
+        tokens=np.full(count, 500, np.int32),
+        loss_tokens=np.full(count, 5, np.int32),
+        source=np.zeros(count, np.int32),
+        source_names=("texts",),
+        origin=None,
+    )
+    job = JobSpec(
+        model=model.with_tower("language", tied_head=True),
+        cluster=load_cluster("h100-80g"),
+        parallel=parallel,
+        precision="bf16",
+    )
+    levels = (Level(caps=Caps.of(tiles=1, tokens=500)),)
+    samples = SampleData(lengths=lengths, packs_per_step=2 * parallel.data, levels=levels)
+    made = make_plan(PlanRequest(job=job, data=samples))
+    assert made.data is not None
+    return made.plan, made.data
+
+
 def building() -> None:
     """A rank that keeps a part of a stage has a unit of it whole at most while it builds, and never
     as much as training is planned to take."""
@@ -573,7 +613,7 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, building,
+    memory, attention, refusals, host_reads, counts, whole_stages, tied, building,
     encoders_beside, levels, device_checks, planted,
 )  # fmt: skip
 

@@ -59,6 +59,11 @@ def test_stages_beside_encoders_need_what_they_say():
     assert "passed encoders_beside" in succeed(CASES, "encoders_beside")
 
 
+def test_gradients_of_a_tied_matrix_wait_whole():
+    """Prevents: a plan that fits on paper only, as a tied matrix's gradients count as parts."""
+    assert "passed tied" in succeed(CASES, "tied")
+
+
 def test_a_part_of_a_stage_is_built_in_less_than_training_takes():
     """Prevents: a model that trains in parts, of which each rank must have the whole first."""
     assert "passed building" in succeed(CASES, "building")
