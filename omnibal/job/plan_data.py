@@ -112,11 +112,13 @@ class SampleData:
 
         Raises:
             UserError: features are limited that the model does not have, or others are not; a step
-                has too many packs, the epochs too many samples, or the lengths were scanned for
-                another model.
+                has too many packs, or not equally many for every rank, the epochs too many
+                samples, or the lengths were scanned for another model.
         """
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
+        if self.steps is None:
+            _check_even(self.packs_per_step, job.parallel.data)
         _check_epochs(self.settings.epochs, len(self.lengths))
         self.trained_model(job.model)
 
@@ -411,6 +413,16 @@ class StreamData(_UnderCaps):
 
 
 PlanData = SampleData | StreamData | MockData
+
+
+def _check_even(packs_per_step: int, ranks: int) -> None:
+    """Refuse steps that are to be made of packs of which some ranks would have one more."""
+    if packs_per_step < 1 or packs_per_step % ranks:
+        near = max(packs_per_step // ranks, 1) * ranks
+        raise UserError(
+            f"packs_per_step is {packs_per_step:,}, and must be a multiple of the {ranks:,} "
+            f"data-parallel ranks, as each has equally many packs of a step: give {near:,}"
+        )
 
 
 def _check_epochs(epochs: int, samples: int) -> None:

@@ -237,3 +237,10 @@ def test_current_directory_is_not_replaced(tmp_path, monkeypatch, place):
     with pytest.raises(UserError, match="is the current directory or above it"):
         save_plan(make_plan(request()), Path(place))
     assert [path.name for path in tmp_path.iterdir()] == ["inner"]
+
+
+@pytest.mark.parametrize("packs_per_step", [0, 6, 9])
+def test_steps_that_ranks_cannot_share_evenly_are_refused(packs_per_step):
+    """Prevents: steps of other sizes than were asked for, without a word."""
+    with pytest.raises(UserError, match=r"multiple of the 4 data-parallel ranks.*: give [48]$"):
+        request(parallel=Parallel(pipeline=1, data=4), packs_per_step=packs_per_step)
