@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cost.links import shard_group
 from omnibal.job.plan_data import limited_features
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -242,6 +243,8 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     always = request.job.trainer.always_shards
     # One rank has nothing to divide, which is another way unless the trainer knows no other.
     found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
+    if len(ways) > 1:
+        found = [each for each in found if _is_worth_a_try(each, cluster)]
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
         return possible
@@ -252,6 +255,13 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
             "two ranks; use more GPUs, or give --sharding auto"
         )
     raise UserError(_impossible(request, list(filter(request.job.allows, found))))
+
+
+def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
+    """Whether sizes are searched where ways to hold weights are free: not a pipeline whose stages
+    gather weights over the network for every micro-batch, of which it needs many."""
+    is_within = shard_group(parallel).is_within(cluster)
+    return parallel.sharded == 1 or parallel.pipeline == 1 or is_within
 
 
 def _check_given(request: StrategyRequest) -> None:
