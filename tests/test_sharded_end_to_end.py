@@ -12,7 +12,6 @@ from end_to_end_cases import (
     plan_of,
     rank_environments,
     ranks_succeed,
-    refuse,
     succeed,
     training,
     wait_for_steps,
@@ -80,8 +79,12 @@ def test_rank_that_dies_ends_all_that_share_its_weights(sharded, digits, tmp_pat
     assert any("rank 2 has not been heard of" in one.stderr for one in ended)
 
 
-def test_stages_of_sharded_weights_are_refused_before_training(single, digits, tmp_path):
-    """Prevents: ranks that join and then fail, each in its own way."""
+def test_stages_of_sharded_weights_go_on_where_one_process_began(single, digits, tmp_path):
+    """Prevents: a pipeline of divided weights that only starts anew, or with another loss."""
     staged = divided(single, tmp_path / "staged", 2, "--pp", "2", "--dp", "2")
-    told = refuse(*training(staged, digits, tmp_path / "run"), processes=4)
-    assert "--pp 2 was given with weights divided over 2 ranks" in told
+    first = training(single, digits, tmp_path / "first", "--train-iters", "1")
+    succeed(*first)
+    resume = ("--load", tmp_path / "first", "--train-iters", "2")
+    succeed(*training(single, digits, tmp_path / "alone", *resume))
+    ranks_succeed(4, *training(staged, digits, tmp_path / "staged run", *resume))
+    assert losses(tmp_path / "staged run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)

@@ -27,7 +27,7 @@ from omnibal.search.goal import Earlier, Goal, ShapesAlone
 from omnibal.search.parallel_sizes import possible_sizings
 from omnibal.search.strategy import Choice, Setting, StrategyProblem, StrategyRequest, need_gib_of
 
-_MOST_SIZES = 4
+_MOST_SIZES = 12
 """Sizes of a change that are looked at, those of least state first: of these, the least is nearly
 the state's."""
 _MOST_DEVICES = 4  # times the devices

@@ -42,6 +42,10 @@ class Job:
         return BESIDE
 
     @property
+    def levels(self):
+        return ()
+
+    @property
     def model(self):
         return self.whole.reader.model
 

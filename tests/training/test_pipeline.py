@@ -22,7 +22,7 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.schedule import create_pipeline_links
-from megatron.vlm.step.train import _tied_groups, build_trainer, train_step
+from megatron.vlm.step.train import _tied_group, build_trainer, train_step
 from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
@@ -51,7 +51,10 @@ def group_timeouts(links):
     """Of groups made where torch's own default is as short as NCCL's."""
     dist.distributed_c10d._get_default_timeout = lambda backend: datetime.timedelta(minutes=10)
     again = create_pipeline_links()
-    tied = _tied_groups((0, links.size - 1)).embd
+    model = toy_model()
+    language = model.language.model_copy(update={"tied_head": True})
+    model = model.model_copy(update={"language": language})
+    tied = _tied_group(toy_plan(model, stages_of(model, 10)))
     groups = (again.activations, again.gradients, tied, dist.group.WORLD)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
