@@ -20,10 +20,17 @@ from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, li
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level, are_plain
-from omnibal.model.limits import DEFAULT_MICRO_BATCHES, IMAGE_TOKENS, SEARCH_SAMPLES, Caps
+from omnibal.model.limits import (
+    DEFAULT_MICRO_BATCHES,
+    IMAGE_TOKENS,
+    SEARCH_SAMPLES,
+    Caps,
+    memory_cap_gib,
+)
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import OWN, PackRules
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
 from omnibal.search.encoder_placement import (
@@ -64,6 +71,8 @@ from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
 
+_SMALL_COPY = 0.05
+"""Share of a device's memory below which encoders stay whole in a search of sizes."""
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Strategies of at most so many times the best time on drawn samples are planned on all data, and
 most of them: packs of 20,000 samples and of all differ by about a percent."""
@@ -117,10 +126,31 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
-    """The goal, with the free ways to hold weights for data-parallel encoders too."""
+    """The goal, with the free ways to hold weights for data-parallel encoders too.
+
+    Where sizes are free as well, and ways are, encoders are whole or divided over all ranks, and
+    small ones whole: to divide them would leave little more memory.
+    """
     if goal.free.shardings is None:
         return goal
-    return replace(goal, job=replace(goal.job, encoder_shardings=goal.shardings))
+    ways, job = goal.shardings, goal.job
+    if goal.free.sizes is not None and WeightSharding.REPLICATED in ways:
+        whole = _whole_encoders_bytes(job)
+        small = whole <= _SMALL_COPY * memory_cap_gib(job.cluster) * GIB
+        few = (WeightSharding.REPLICATED, *([] if small else [WeightSharding.FULL]))
+        ways = tuple(way for way in few if way in ways)
+    return replace(goal, job=replace(job, encoder_shardings=ways))
+
+
+def _whole_encoders_bytes(job: JobSpec) -> float:
+    """Bytes of weights and gradients of whole data-parallel encoders; 0 where there can be none."""
+    whole = (WeightSharding.REPLICATED,)
+    try:
+        beside = replace(job, placement=EncoderPlacement.DATA_PARALLEL, encoder_shardings=whole)
+    except UserError:
+        return 0.0
+    [cost] = beside.encoders_costs.values()
+    return cost.weights_bytes + cost.gradients_bytes
 
 
 def without_trainer(goal: Goal, result: PlanResult) -> Goal:

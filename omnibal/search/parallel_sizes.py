@@ -259,8 +259,9 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
     """Whether sizes are searched where ways to hold weights are free: not a pipeline whose stages
-    gather weights over the network for every micro-batch, of which it needs many."""
-    is_within = shard_group(parallel).is_within(cluster)
+    gather weights over the network for every micro-batch, of which it needs many, or that divides
+    weights within a node in two ways."""
+    is_within = parallel.tensor == 1 and shard_group(parallel).is_within(cluster)
     return parallel.sharded == 1 or parallel.pipeline == 1 or is_within
 
 
