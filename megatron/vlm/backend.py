@@ -3,7 +3,7 @@
 Megatron-core 0.16.1 names CUDA in many places even where it does nothing that needs it: it asks for
 `torch.cuda.current_device()`, writes `device="cuda"`, compares type strings, forks the CUDA random
 state. `prepare_megatron_core` points each of these at the CPU when there is no CUDA device, and
-touches none of them when there is one. Four repairs apply on every device: see `_repair_*`.
+touches none of them when there is one. Three repairs apply on every device: see `_repair_*`.
 
 Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
