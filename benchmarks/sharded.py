@@ -85,16 +85,21 @@ class Outcome:
     """Whether the process had a part of the cores to itself."""
 
 
-def plan_of(sharded: int) -> Plan:
-    """A plan of one stage on all ranks."""
+def plan_of(
+    sharded: int,
+    model: ModelConfig = MODEL,
+    max_tokens: int = TOKENS,
+    micro_batches: int = MICRO_BATCHES,
+) -> Plan:
+    """A plan of one stage on all ranks, of which so many divide weights."""
     return Plan(
-        model=MODEL,
+        model=model,
         precision="fp32",
         parallel=Parallel(pipeline=1, data=RANKS, sharded=sharded),
-        stages=stages_from_cuts(MODEL, ()),
+        stages=stages_from_cuts(model, ()),
         cluster=one_node(),
         data=None,
-        shapes=Shapes(caps=Caps.of(tokens=TOKENS), micro_batches_per_step=MICRO_BATCHES),
+        shapes=Shapes(caps=Caps.of(tokens=max_tokens), micro_batches_per_step=micro_batches),
     )
 
 

@@ -33,10 +33,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from forked_ranks import outcomes_of, save_outcome
-from levels import one_node
 from own_cores import own_cores, own_cores_in_words
 from profiled_beside import Turns, core_shares, profile_rank, quiet_rounds
-from sharded import OPTIONS, RANKS, SIZES
+from sharded import OPTIONS, RANKS, SIZES, plan_of
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
@@ -46,15 +45,11 @@ from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.cost.profile import Measured, Profile
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan, Shapes
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import prediction_of
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.steps.next_fit import next_fit_packs
 
 PARTS = {310: (0.26, 0.034), 823: (0.18, 0.020), 1415: (0.56, 0.189)}
@@ -101,22 +96,9 @@ def drawn_lengths(seed: int = 0) -> Lengths:
     )
 
 
-def plan_of(max_tokens: int) -> Plan:
-    """A plan of one stage whose ranks divide all weights."""
-    return Plan(
-        model=MODEL,
-        precision="fp32",
-        parallel=Parallel(pipeline=1, data=RANKS, sharded=RANKS),
-        stages=stages_from_cuts(MODEL, ()),
-        cluster=one_node(),
-        data=None,
-        shapes=Shapes(caps=Caps.of(tokens=max_tokens), micro_batches_per_step=SLOTS),
-    )
-
-
 def schedules(lengths: Lengths, max_tokens: int) -> dict[str, ScheduledPacks]:
     """The packs of an epoch in every way."""
-    plan = plan_of(max_tokens)
+    plan = plan_of(RANKS, MODEL, max_tokens, SLOTS)
     data = SampleData(lengths=lengths, levels=plan.pack_levels, packs_per_step=RANKS * SLOTS)
     planned, _ = data.schedule(JobSpec.of_plan(plan))
     as_they_come = next_fit_packs(lengths.tokens, max_tokens)
@@ -188,7 +170,7 @@ def stream_of(
 def train(rank: int, turns: Turns, rounds: int, max_tokens: int, folder: Path) -> Outcome:
     """Take turns of all ways on one rank."""
     launch = Launch(rank=rank, world_size=RANKS, local_rank=rank)
-    plan, lengths = plan_of(max_tokens), drawn_lengths()
+    plan, lengths = plan_of(RANKS, MODEL, max_tokens, SLOTS), drawn_lengths()
     ways = schedules(lengths, max_tokens)
     store = f"file://{folder / 'store'}"
     links = initialize_distributed(launch, plan.parallel, seed=1, init_method=store)
@@ -241,7 +223,7 @@ def predicted(
     profile: Profile, packs: ScheduledPacks, lengths: Lengths, max_tokens: int
 ) -> Prediction:
     """Predict the packs of an epoch from measured costs and rates."""
-    plan = plan_of(max_tokens)
+    plan = plan_of(RANKS, MODEL, max_tokens, SLOTS)
     job = JobSpec.of_plan(plan, Measured(profile))
     workload = job.workload(packs, lengths, plan.pack_levels)
     return prediction_of(plan, job, packs, workload)

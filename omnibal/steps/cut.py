@@ -121,7 +121,13 @@ def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
     """Bounds of the items of a pack that each of its ranks encodes: rank r has from entry r to
     entry r + 1. int64 [..., context + 1]"""
-    return np.asarray(items, np.int64)[..., None] * np.arange(context + 1) // context
+    return first_item(np.asarray(items, np.int64)[..., None], np.arange(context + 1), context)
+
+
+def first_item(items: np.ndarray, part: np.ndarray, context: np.ndarray | int) -> np.ndarray:
+    """First item of a pack that its rank number `part` encodes, of so many that share the pack."""
+    first: np.ndarray = items * part // context
+    return first
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,10 +40,8 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
 
@@ -381,9 +379,7 @@ def encoders_beside() -> None:
         plan, (packs, lengths) = beside_plan_of(layout)
         job = job_of(plan)
         workload = job.workload(packs, lengths, plan.pack_levels)
-        names = feature_names_at(job.cost.features, plan.pack_levels)
-        shares = ItemShares.of(workload, names, job.encoders_cost, 2, plan.beside.item_ms)
-        encoding = HeaviestEncoding.of(plan, packs, job.encoders_cost, shares)
+        encoding = HeaviestEncoding.of(plan, job, packs, workload)
         for stage in range(layout.stages):
             windows = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
             load = random_rows(plan, stage, packs, lengths)

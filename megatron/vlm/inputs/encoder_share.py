@@ -21,6 +21,7 @@ from omnibal.model.encoders import Encoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.steps.cut import first_item
 from omnibal.steps.shares import Shares, shares_of
 
 
@@ -322,8 +323,8 @@ class EncoderShares:
         held, found = self._held, {}
         for name, encoder in self.model.encoders.items():
             items = self.packs.column(encoder.feature).astype(np.int64)[held.pack]
-            first = items * held.part // held.context
-            found[name] = first, items * (held.part + 1) // held.context - first
+            first = first_item(items, held.part, held.context)
+            found[name] = first, first_item(items, held.part + 1, held.context) - first
         return found
 
     def step(self, step: int) -> StepShares:

@@ -17,11 +17,13 @@ from megatron.vlm.inputs.encoder_share import (
 )
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import EncodingWork
-from omnibal.cost.encoder_phase import EncodersCost
+from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
+from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.pipeline.unit_runs import encoders_stage
+from omnibal.pipeline.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +101,15 @@ class HeaviestEncoding:
 
     @classmethod
     def of(
-        cls, plan: Plan, packs: ScheduledPacks, cost: EncodersCost, shares: ItemShares
-    ) -> "HeaviestEncoding":
-        """Find them in all steps, by the bytes that items keep and features take."""
+        cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
+    ) -> "HeaviestEncoding | None":
+        """Find them in all steps, by the bytes that items keep and features take; None where
+        encoders are not data-parallel."""
+        cost, beside = job.encoders_cost, plan.beside
+        if cost is None or beside is None:
+            return None
+        names = feature_names_at(job.cost.features, plan.pack_levels)
+        shares = ItemShares.of(workload, names, cost, beside.pipelines, beside.item_ms)
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
         for name, one in cost.encoders.items():

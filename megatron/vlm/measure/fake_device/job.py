@@ -21,8 +21,6 @@ from omnibal.job.fake_replay import (
 from omnibal.job.plan import Plan
 from omnibal.job.replay import plan_sha256
 from omnibal.model.config import Precision, Provider
-from omnibal.model.units import feature_names_at
-from omnibal.pipeline.encoder_waits import ItemShares
 
 _TRAINER = Path(__file__).parents[2]
 _SOURCES = (".py", ".cpp")
@@ -67,16 +65,6 @@ def check_fake_device_precision(precision: Precision) -> None:
         )
 
 
-def heaviest_encoding(job: ReplayJob) -> HeaviestEncoding | None:
-    """What data-parallel encoders of a plan do at most; None where there are none."""
-    cost, beside = job.planned.job.encoders_cost, job.plan.beside
-    if cost is None or beside is None:
-        return None
-    names = feature_names_at(job.planned.job.cost.features, job.plan.pack_levels)
-    shares = ItemShares.of(job.workload, names, cost, beside.pipelines, beside.item_ms)
-    return HeaviestEncoding.of(job.plan, job.packs, cost, shares)
-
-
 def run_fake_stages(
     job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
 ) -> None:
@@ -95,11 +83,12 @@ def run_fake_stages(
     info = fake_replay_info(job.plan)
     left = stages_left(PRETENDED_FILES, info, job, stages, output, launch, store)
     cost, workload = job.cost, job.workload
+    encoding = HeaviestEncoding.of(job.plan, job.planned.job, job.packs, workload)
     windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
     runs = sum(1 + len(windows[stage]) for stage in left)
     with shared_progress("trying stages", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
             counted = run_fake_stage(
-                job.plan, stage, windows[stage], job.rows_of(stage), on_run, heaviest_encoding(job)
+                job.plan, stage, windows[stage], job.rows_of(stage), on_run, encoding
             )
             PRETENDED_FILES.write(counted, output)
