@@ -35,14 +35,12 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import LANGUAGE, UnitKind
 
-_CHANNELS = 3  # red, green, blue
-
 
 def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
     """Count patches into vectors, learned positions interpolated and added, and a norm if any."""
     h, size = tower.hidden_size, device.element_bytes
     rows = features.one(tower.feature) * tower.positions_per_item
-    values = patch_values(tower)
+    values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
     # Bilinear: of four neighbours each, weighed and summed (Qwen3-VL's fast_pos_embed).
     positions_bytes = 5 * output_bytes if tower.learned_positions else 0 * rows
@@ -354,8 +352,3 @@ def deepstack_bytes(
     cells = np.sum([features.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
     share = device.whole if kind.tower == LANGUAGE else 1.0
     return kind.carried * share * cells * model.language.hidden_size * device.element_bytes
-
-
-def patch_values(tower: ImagesEncoder) -> int:
-    """Numbers of a patch."""
-    return _CHANNELS * tower.frames_per_patch * tower.patch_size**2

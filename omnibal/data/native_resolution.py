@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from omnibal.model.encoders import ImageRule, VideoConfig
 
@@ -18,6 +19,20 @@ MAX_ASPECT_RATIO = 200
 
 class OddImage(ValueError):
     """An image that no processor takes; the message says why, and the caller which it is."""
+
+
+class Grid(NamedTuple):
+    """Patches of an image or of a video; those of a cell are neighbours where they are listed."""
+
+    times: int
+    """Groups of frames that share patches: 1 of an image."""
+    rows: int
+    columns: int
+
+    @property
+    def patches(self) -> int:
+        """Patches of all times."""
+        return self.times * self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from omnibal.families.text import (
 )
 from omnibal.families.vision import Square, VisionTable, pixels, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
-from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
@@ -36,10 +36,26 @@ _NEWER_VIDEO = VideoConfig(
 """Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
 
 
-class Qwen25VLText(Qwen2Text):
+class Sectioned(TextTable):
+    """RoPE of a language model whose frequencies turn by time, row and column."""
+
+    default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
+    interleaves: ClassVar[bool] = True
+
+    @property
+    def rope_fields(self) -> dict[str, Any]:
+        """Fields of a LanguageConfig about RoPE."""
+        time, rows, columns = self.rope.mrope_section or self.default_sections
+        sections = RopeSections(time=time, rows=rows, columns=columns, interleaved=self.interleaves)
+        return super().rope_fields | {"rope_sections": sections}
+
+
+class Qwen25VLText(Sectioned, Qwen2Text):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
     default_theta: ClassVar[float] = 1_000_000.0
+    default_sections: ClassVar[tuple[int, int, int]] = (16, 24, 24)
+    interleaves: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = True
 
     vocab_size: PositiveInt = 152_064
@@ -78,7 +94,6 @@ class Qwen25VLVision(VisionTable):
         "in_chans": "in_channels",
         "spatial_patch_size": "patch_size",
     }
-    without_effect: ClassVar[frozenset[str]] = frozenset({"tokens_per_second"})
 
     depth: PositiveInt = 32
     hidden_size: PositiveInt = 3584
@@ -87,11 +102,12 @@ class Qwen25VLVision(VisionTable):
     num_heads: PositiveInt = 16
     patch_size: Square = 14
     window_size: PositiveInt = 112
+    tokens_per_second: PositiveFloat = 4
     out_hidden_size: PositiveInt = 3584
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
 
-class Qwen3VLText(Qwen3Text):
+class Qwen3VLText(Sectioned, Qwen3Text):
     """Language model of a dense Qwen3-VL."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -99,7 +115,7 @@ class Qwen3VLText(Qwen3Text):
     max_position_embeddings: PositiveInt = 128_000
 
 
-class Qwen3VLMoeText(Qwen3MoeText):
+class Qwen3VLMoeText(Sectioned, Qwen3MoeText):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
 
     default_theta: ClassVar[float] = 500_000.0
@@ -251,6 +267,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         normalization="LayerNorm",
         qkv_bias=True,
         qk_norm=False,
+        activation="quick_gelu",
         patch_bias=False,
         **pixels(path, sizes, **_OLDER_PIXELS),
         video=VideoConfig(),
@@ -272,7 +289,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
         **pixels(path, sizes, **_OLDER_PIXELS),
-        video=VideoConfig(),
+        video=VideoConfig(positions_per_second=table.tokens_per_second),
     )
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
@@ -316,6 +333,7 @@ def read_newer(
         **sizes,
         normalization="LayerNorm",
         qkv_bias=True,
+        activation="gelu_tanh",
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
         **pixels(path, sizes, **_NEWER_PIXELS),

@@ -43,6 +43,8 @@ class Rope(Numbered):
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
     partial_rotary_factor: float | None = None
+    mrope_section: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    mrope_interleaved: bool | None = None
     full_attention: "Rope | None" = None
     """Rotary embedding of layers that attend to all tokens, where others have another."""
 

@@ -74,6 +74,22 @@ class RopeScaling(Frozen):
         return self
 
 
+class RopeSections(Frozen):
+    """RoPE whose frequencies turn by three positions of a token: time, row and column.
+
+    Multimodal RoPE of Qwen2-VL (arXiv 2409.12191, section 2.1). The counts add up to half a head.
+    """
+
+    time: Width
+    rows: Width
+    columns: Width
+    interleaved: bool = Field(
+        default=False,
+        description="whether frequencies of the three alternate, the last being time's (Qwen3-VL), "
+        "or follow each other",
+    )
+
+
 _VOCABULARY_MULTIPLE = 128
 """Padding of each tensor-parallel rank's words, as in Megatron-LM: products are faster."""
 
@@ -122,6 +138,12 @@ class LanguageConfig(Frozen):
     rope_scaling: RopeScaling | None = Field(
         default=None, description="of samples of any length (Llama 3.1); left out: there is none"
     )
+    rope_sections: RopeSections | None = Field(
+        default=None,
+        exclude_if=lambda sections: sections is None,
+        description="of a token's time, row and column (Qwen2-VL and later); left out: all turn by "
+        "its place in the sample",
+    )
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
@@ -166,6 +188,18 @@ class LanguageConfig(Frozen):
             )
         if self.rope_factor is not None and self.rope_scaling is not None:
             raise ValueError("rope_factor and rope_scaling scale RoPE in two ways; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _sections_are_all_frequencies(self) -> "LanguageConfig":
+        sections = self.rope_sections
+        if sections is None:
+            return self
+        counts = (sections.time, sections.rows, sections.columns)
+        if 2 * sum(counts) != self.head_width:
+            raise ValueError(
+                f"rope_sections {counts} must add up to half of a head, {self.head_width // 2}"
+            )
         return self
 
     @model_validator(mode="after")

@@ -218,6 +218,11 @@ class VideoConfig(Frozen):
         "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
         "seconds behind it (GLM-4.5V)",
     )
+    positions_per_second: PositiveFloat | None = Field(
+        default=None,
+        exclude_if=lambda rate: rate is None,
+        description="by which tokens' times count (Qwen2.5-VL); left out: one a patch of frames",
+    )
     around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
 
 
@@ -286,6 +291,12 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     kind: Literal["images"] = "images"
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
     gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field(
+        default="gelu",
+        exclude_if=lambda name: name == "gelu",
+        description="of feed-forwards without a gate: by the error function, by its approximation "
+        "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
+    )
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
     patch_bias: bool = Field(default=True, description="of the product that embeds patches")
     class_token: bool = Field(
@@ -364,6 +375,11 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     def squares(self) -> str:
         """Feature of full attention: sum over images and frames of their tokens squared."""
         return squares_of(self.feature)
+
+    @property
+    def values_per_patch(self) -> int:
+        """Colours of a patch's pixels, of all its frames."""
+        return 3 * self.frames_per_patch * self.patch_size**2
 
     @property
     def positions_per_item(self) -> int:

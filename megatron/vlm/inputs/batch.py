@@ -1,8 +1,9 @@
 """One micro-batch as tensors; each pipeline stage holds only the fields its units need.
 
-Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames;
-S packed tokens, M image tokens, N audio tokens, F image features, L loss positions, A answers. Of a
-pack that several ranks share, all are this rank's alone.
+Shapes: of pixels T tiles, C channels, P pixels per side; of images at their native resolution Y
+patches of X values; of frames C clips, B mel bins, F frames; S packed tokens, M image tokens, N
+audio tokens, F image features, L loss positions, A answers. Of a pack that several ranks share, all
+are this rank's alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.inputs.pack_share import Share, Sharing
 from omnibal.data.lengths import Lengths
+from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.packing.packs import ScheduledPacks
 
@@ -34,15 +36,15 @@ class MicroBatchShape:
     """Ranks that share the pack."""
     clips: int = 0
     """Clips of all recordings of the pack together."""
+    image_tokens: int = 0
+    """Tokens of all images at their native resolution."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
         """Shapes that the plan gives to some rows of its packs, which no ranks share."""
-        columns = (packs.column(name)[rows].tolist() for name in ("tiles", "clips", "tokens"))
-        return [
-            cls(tiles=tiles, clips=clips, tokens=tokens)
-            for tiles, clips, tokens in zip(*columns, strict=True)
-        ]
+        names = ("tiles", "clips", "image_tokens", "tokens")
+        columns = (packs.column(name)[rows].tolist() for name in names)
+        return [cls(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
 
     @classmethod
     def of_shares(
@@ -64,7 +66,8 @@ class MicroBatchShape:
     def __str__(self) -> str:
         shared = f", shared by {self.context} ranks" if self.context > 1 else ""
         clips = f", {self.clips} clips" if self.clips else ""
-        return f"{self.tiles} tiles{clips} and {self.tokens} tokens{shared}"
+        images = f", {self.image_tokens} image tokens" if self.image_tokens else ""
+        return f"{self.tiles} tiles{clips}{images} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, multiple: int) -> int:
         """Tokens that a stage computes, a multiple of `multiple` and not 0: a rank without tokens
@@ -78,6 +81,7 @@ class MicroBatch:
 
     tiles: int
     clips: int = 0
+    image_tokens: int = 0
     tokens: int
     segment_tokens: tuple[int, ...]
     """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
@@ -89,11 +93,20 @@ class MicroBatch:
     """This rank's share of the pack; None where it has all of it."""
     pixels_TCPP: torch.Tensor | None = None
     """Pixels of the tiles; where the vision embed is."""
+    image_grids: tuple[Grid, ...] = ()
+    """Patches of each image or video at its native resolution, in order; where any unit of their
+    encoder is."""
+    patches_YX: torch.Tensor | None = None
+    """Values of these patches, float32, as the model's processor makes them: cell after cell, of
+    channels, frames, rows and columns; where the vision embed is."""
+    rope_positions_3S: torch.Tensor | None = None
+    """Time, row and column of every token within its sample, int64; where language layers are, of a
+    model whose RoPE turns by these."""
     token_ids_S: torch.Tensor | None = None
     """Token ids of the pack; where the language embed is."""
     image_positions_M: torch.Tensor | None = None
-    """Positions in the pack that image features replace; where the language embed is, unless the
-    model takes no images."""
+    """Positions in the pack that image features replace; where the language embed is, or a layer
+    that takes deepstack features, unless the model takes no images."""
     frames_CBF: torch.Tensor | None = None
     """Log-mel frames of the clips, float32; where the audio embed is."""
     audio_positions_N: torch.Tensor | None = None
@@ -139,6 +152,12 @@ class MicroBatch:
             side = model.vision.image_size
             fields["pixels_TCPP"] = torch.zeros((0, 3, side, side), device=device)
             fields["image_positions_M"] = nothing
+        if model.images is not None:
+            values = model.images.values_per_patch
+            fields["patches_YX"] = torch.zeros((0, values), device=device)
+            fields["image_positions_M"] = nothing
+        if model.language.rope_sections is not None:
+            fields["rope_positions_3S"] = nothing.expand(3, 0)
         if model.takes_audio:
             sizes = (0, model.audio.mel_bins, model.audio.frames)
             fields["frames_CBF"] = torch.zeros(sizes, device=device)
@@ -150,7 +169,11 @@ class MicroBatch:
         """Sizes that determine the tensors sent between stages."""
         context = 1 if self.share is None else self.share.context
         return MicroBatchShape(
-            tiles=self.tiles, clips=self.clips, tokens=self.tokens, context=context
+            tiles=self.tiles,
+            clips=self.clips,
+            image_tokens=self.image_tokens,
+            tokens=self.tokens,
+            context=context,
         )
 
     @property
