@@ -33,6 +33,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.vlm.model.tensor_parallel import divide
 from omnibal.model.adapters import AdapterConfig, Linear
 
+ADAPTERS = ".adapters."
+"""Part of the names of all parameters of adapters, and of no others."""
 _Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
