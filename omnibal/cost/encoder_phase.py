@@ -33,6 +33,7 @@ from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line, exchanged_line
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime
@@ -188,6 +189,7 @@ def encoders_cost(
     frozen: Collection[str] = (),
     source: CostSource = ANALYTIC,
     *,
+    adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
     """Cost of a model's data-parallel encoders.
@@ -201,7 +203,7 @@ def encoders_cost(
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     sizes = copies if sharded == 1 else copies.of_shards
-    whole = source.costs(model, cluster, sizes, precision, frozen)
+    whole = source.costs(model, cluster, sizes, precision, frozen, adapters=adapters)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
