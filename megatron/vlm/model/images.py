@@ -38,15 +38,16 @@ class ImageEmbedding(torch.nn.Module):
     def forward(self, patches_PX: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
         """Embed patches: [P, X] to [P, 1, H], in the order in which layers take them."""
         dtype = self.patch_projection.weight.dtype
-        embedded_PH = self.patch_projection(places.ordered(patches_PX.to(dtype)))
+        patches_P1X = places.ordered(patches_PX.to(dtype)).unsqueeze(1)
+        embedded_P1H = self.patch_projection(patches_P1X)
         if self.positions is not None:
             neighbours_P4, weights_P4 = places.neighbours()
             # Weighted and summed in float32, as weights in 16 bit would not add up to 1.
             positions_PH = F.embedding_bag(
                 neighbours_P4, self.positions.float(), per_sample_weights=weights_P4, mode="sum"
             )
-            embedded_PH = embedded_PH + positions_PH.to(dtype)
-        return embedded_PH.unsqueeze(1)
+            embedded_P1H = embedded_P1H + positions_PH.to(dtype).unsqueeze(1)
+        return embedded_P1H
 
 
 class ImageProjector(MegatronModule):

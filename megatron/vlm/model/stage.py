@@ -444,8 +444,8 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
 
 
 def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
-    """The axis, of time, row and column, that each frequency turns by, int64 [head_size / 2]; None where all
-    turn by the place in the sample."""
+    """The axis, of time, row and column, that each frequency turns by, int64 [head_size / 2]; None
+    where all turn by the place in the sample."""
     if sections is None:
         return None
     counts = (sections.time, sections.rows, sections.columns)
