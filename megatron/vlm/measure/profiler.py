@@ -475,7 +475,7 @@ def _encoder_functions(
             encoded[name] = units.projector(hidden_VBH)
             return encoded[name]
 
-        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, name))
+        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower))
         for layer in units.layers.layers:
             yield f"{name}_layer", layer_function(layer)
         yield projector_name(stage.model_config, name), project
