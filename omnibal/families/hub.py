@@ -53,6 +53,21 @@ def read_hub_config(path: Path) -> ModelConfig:
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     given = read_config_file(path)
+    with naming(path):
+        return read_config_table(given, model_name(path.parent), path)
+
+
+def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Read the content of a `config.json`.
+
+    Args:
+        name: of the model that is made.
+        path: of the file, beside which the image processor's may be.
+
+    Raises:
+        UserError: as `read_hub_config`.
+        ValueError: a part does not go with another.
+    """
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise UserError(
@@ -68,8 +83,7 @@ def read_hub_config(path: Path) -> ModelConfig:
             f"{', '.join(sorted(_READERS))}; describe another model in a file of its own, as "
             "docs/models.md says"
         )
-    with naming(path):
-        return reader(given, model_name(path.parent), path)
+    return reader(given, name, path)
 
 
 def config_notes(path: Path) -> list[str]:
