@@ -113,9 +113,9 @@ class PlannedBlock(TransformerBlock):
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
         self._routing = routing
-        self._beside = beside or Beside()
         if not hidden_states.numel():
-            return self._empty_forward(hidden_states)
+            return self._empty_forward(hidden_states, beside or Beside())
+        self._beside = beside or Beside()
         if self.training or beside is None:
             return super().forward(hidden_states, attention_mask, **arguments)
         # Core's own loop over layers has nothing beside them.
@@ -129,7 +129,7 @@ class PlannedBlock(TransformerBlock):
             hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
         )
 
-    def _empty_forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+    def _empty_forward(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
         """Hidden states of no position, which core's attention cannot reshape.
 
         The parameters still join the graph, by none of their elements, so that this pack too gives
@@ -139,9 +139,9 @@ class PlannedBlock(TransformerBlock):
             hidden_SBH = hidden_SBH + sum(
                 weight.flatten()[:0].sum() for weight in layer.parameters()
             )
-            projector = self._beside.projectors.get(layer.layer_number - 1)
+            projector = beside.projectors.get(layer.layer_number - 1)
             if projector is not None:
-                self._beside.made.append(projector(hidden_SBH))
+                beside.made.append(projector(hidden_SBH))
         return hidden_SBH
 
     def _checkpointed_forward(
@@ -158,6 +158,7 @@ class PlannedBlock(TransformerBlock):
         # before this one's layers are recomputed.
         scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
         routing, beside = self._routing, self._beside
+        self._beside = Beside()  # so that its tensors go with their micro-batch
         packed_again = packed_seq_params
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()

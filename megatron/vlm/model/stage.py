@@ -269,13 +269,13 @@ class VLMStage(MegatronModule):
         of the sequence alone: [S, 1, E]."""
         places_M = batch.image_positions_M
         assert places_M is not None
-        if self.sequence_parts == 1:
-            return hidden_S1E.index_add(0, places_M, features_KE.unsqueeze(1))
         # Put in their places as at the language embed, so that gradients come back whole.
         tokens = len(hidden_S1E) * self.sequence_parts
         whole_S1E = features_KE.new_zeros((tokens, 1, features_KE.shape[1]))
-        whole_S1E = whole_S1E.index_copy(0, places_M, features_KE.unsqueeze(1))
-        return hidden_S1E + tensor_parallel.scatter_to_sequence_parallel_region(whole_S1E)
+        whole_S1E.index_put_((places_M, torch.zeros_like(places_M)), features_KE)
+        if self.sequence_parts > 1:
+            whole_S1E = tensor_parallel.scatter_to_sequence_parallel_region(whole_S1E)
+        return hidden_S1E + whole_S1E
 
     @property
     def _layers_up_to_here(self) -> int:

@@ -58,7 +58,7 @@ def sectioned_rotation(
         axes_F: which of the three each frequency turns by, int64 [D / 2].
         frequencies: float32 [D / 2].
     """
-    angles = positions_3S.index_select(0, axes_F).to(frequencies.dtype).T * frequencies
+    angles = positions_3S.T.index_select(1, axes_F) * frequencies
     return Rotation(angles.cos(), angles.sin())
 
 
