@@ -91,6 +91,14 @@ PLANS |= {
 }
 
 
+OF_IMAGES = {
+    "qwen2.5-vl-7b": preset_plan("qwen2.5-vl-7b", 10, tensor=2),
+    # Features of deepstack layers cross the first cut.
+    "qwen3-vl-8b": preset_plan("qwen3-vl-8b", 20, 40, tensor=2, data=2),
+    "qwen3-vl-2b": preset_plan("qwen3-vl-2b", 29),
+}
+
+
 @contextmanager
 def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
     """The stage of one rank of a world that is not there, of tensors that have no values."""
@@ -147,7 +155,7 @@ def stored_shape(parameter: Parameter) -> tuple[int, ...]:
     return parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", (PLANS | OF_IMAGES).values(), ids=PLANS | OF_IMAGES)
 def test_ranks_hold_just_what_the_map_knows(plan):
     """Prevents: parameters that an import leaves as they were drawn, or an export leaves out; and
     shards that leave rows out or have them twice, at the sizes and splits of real jobs."""

@@ -36,7 +36,7 @@ from megatron.vlm.conversion.tensor_map import Layout, has_stacked_experts, head
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.base.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
-from omnibal.families.hub import is_quantized, read_config_table
+from omnibal.families.hub import TRAINED_TYPES, is_quantized, read_config_table
 from omnibal.families.hub_table import as_table
 from omnibal.families.internvl import (
     NORMS,
@@ -145,9 +145,8 @@ def _text_only_config(
     known = [kind for kind in _TEXT_ONLY if kind == stated]
     if not known:
         raise ValueError(
-            f"is of a model of type {stated!r}; only InternVL's own (internvl_chat) and "
-            f"Transformers' (internvl), Qwen's ({words(list(MODEL_TYPES))}), and text-only ones "
-            f"({words(list(_TEXT_ONLY))}) are converted"
+            f"is of a model of type {stated!r}, which is not converted; it must be one of "
+            f"{words(list(TRAINED_TYPES), 'or')}"
         )
     kind = language_type(given, known)
     table = as_table(LANGUAGES[kind], given, str(path), lenient=True)

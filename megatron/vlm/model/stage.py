@@ -449,7 +449,8 @@ def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
     if sections is None:
         return None
     counts = (sections.time, sections.rows, sections.columns)
-    axes_F = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    # Of numbers alone: a fake device has no values to repeat by.
+    axes_F = torch.tensor([axis for axis, count in enumerate(counts) for _ in range(count)])
     if sections.interleaved:
         # Row and column, in turn, take the second and third of every three frequencies.
         axes_F = torch.zeros(sum(counts), dtype=torch.int64)
