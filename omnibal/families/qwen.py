@@ -20,18 +20,32 @@ from omnibal.families.text import (
     TextTable,
     runs_of,
 )
-from omnibal.families.vision import Square, VisionTable, pixels, square
+from omnibal.families.vision import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Pixels,
+    Square,
+    VisionTable,
+    pixels,
+    square,
+)
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
-_OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
+_OLDER_PIXELS = Pixels(56 * 56, 128 * 28 * 28 * 128, CLIP_MEAN, CLIP_STD)
 """Pixels of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
-_NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
+_NEWER_PIXELS = Pixels(256 * 256, 4096 * 4096)
 """Pixels of the released Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
-    min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
+    min_pixels=4096,
+    max_pixels=24_576 * 32 * 32,
+    counts_frames=True,
+    times="before",
+    sampling="ends",
+    # As Transformers 5 leaves them of the chat template's; 4.57 took them away.
+    around=("<|vision_start|>", "<|vision_end|>"),
 )
 """Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
 
@@ -278,7 +292,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         qk_norm=False,
         activation="quick_gelu",
         patch_bias=False,
-        **pixels(path, sizes, **_OLDER_PIXELS),
+        **pixels(path, sizes, _OLDER_PIXELS),
         video=VideoConfig(),
     )
     return vision_language(name, whole, text, encoder, table.hidden_size)
@@ -298,7 +312,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         patch_bias=False,
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
-        **pixels(path, sizes, **_OLDER_PIXELS),
+        **pixels(path, sizes, _OLDER_PIXELS),
         video=VideoConfig(positions_per_second=table.tokens_per_second),
     )
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
@@ -347,7 +361,7 @@ def read_newer(
         activation="gelu_tanh",
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
-        **pixels(path, sizes, **_NEWER_PIXELS),
+        **pixels(path, sizes, _NEWER_PIXELS),
         video=_NEWER_VIDEO,
     )
     return vision_language(name, whole, language, encoder, table.out_hidden_size)
