@@ -50,6 +50,10 @@ _NEWER_VIDEO = VideoConfig(
 """Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
 
 
+_UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}
+"""RoPE that is not scaled, also as released files of Qwen2-VL and 2.5-VL name it."""
+
+
 class Sectioned(TextTable):
     """RoPE of a language model whose frequencies turn by time, row and column."""
 
@@ -64,9 +68,11 @@ class Sectioned(TextTable):
         return super().rope_fields | {"rope_sections": sections}
 
 
-class Qwen25VLText(Sectioned, Qwen2Text):
+# Behind the others, so that fields have their defaults, and not a TextTable's.
+class Qwen25VLText(Qwen2Text, Sectioned):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 1_000_000.0
     default_sections: ClassVar[tuple[int, int, int]] = (16, 24, 24)
     interleaves: ClassVar[bool] = False
@@ -121,17 +127,19 @@ class Qwen25VLVision(VisionTable):
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
 
-class Qwen3VLText(Sectioned, Qwen3Text):
+class Qwen3VLText(Qwen3Text, Sectioned):
     """Language model of a dense Qwen3-VL."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
     max_position_embeddings: PositiveInt = 128_000
 
 
-class Qwen3VLMoeText(Sectioned, Qwen3MoeText):
+class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
     intermediate_size: PositiveInt = 5632
@@ -267,6 +275,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen2-VL, of files as those of Qwen2.5-VL are."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen2VLVision, Qwen25VLText, given, path)
+    text.check_rope()
     sizes = {
         "layers": table.depth,
         "hidden_size": table.embed_dim,
@@ -293,6 +302,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
     """Qwen2.5-VL, of files with the language model's keys outside, in a table, or both."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen25VLVision, Qwen25VLText, given, path)
+    text.check_rope()
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -342,6 +352,7 @@ def read_newer(
 ) -> ModelConfig:
     """Qwen3-VL, and Qwen3.5, 3.6 and 3.8, by the tables of their language model and tower."""
     whole, table, language = read_whole(WholeTable, vision, text, given, path)
+    language.check_rope()
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,

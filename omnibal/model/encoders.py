@@ -45,6 +45,11 @@ class EncoderLayers(Frozen):
         return self
 
     @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.hidden_size // self.heads
+
+    @property
     def squares(self) -> str | None:
         """Name of the feature that full attention costs, the sum over inputs of their items
         squared; None where positions attend within their item alone."""
@@ -391,6 +396,10 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         if self.window_pixels is None:
             return None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether positions attend within their window in the layer of this number."""
+        return self.window_pixels is not None and layer not in self.full_layers
 
     @property
     def head_width(self) -> int:

@@ -1,11 +1,13 @@
 """The units of a stage, in their order, whose weights data-parallel ranks divide."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
 from megatron.vlm.model.groups import ShardGroups
+from megatron.vlm.model.images import ImageEmbedding
 from megatron.vlm.model.sharded_weights import (
     FirstValues,
     FlatWeights,
@@ -16,7 +18,7 @@ from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.vision import VisionEmbedding
 from omnibal.model.units import LANGUAGE
 
-_READS_NO_WEIGHTS_BACK = (VisionEmbedding, LanguageModelEmbedding)
+_READS_NO_WEIGHTS_BACK = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
 """Modules whose backward reads no weight: nothing before them wants a gradient."""
 
 
@@ -40,7 +42,11 @@ def divide_weights(
     units = _Units({True: dense, False: experts}, first_values)
     for name, encoder in stage.encoders.items():
         units.is_fed = name in fed
-        units.add_tower(name, [encoder.embedding, *_layers(stage, name), encoder.projector])
+        units.add_tower(name, [encoder.embedding])
+        for layer in _layers(stage, name):
+            projector = encoder.deepstack_projectors.get(layer.layer_number - 1)
+            units.add(name, (layer,) if projector is None else (layer, projector))
+        units.add_tower(name, [encoder.projector])
     units.is_fed = units.has_trained or LANGUAGE in fed
     units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
@@ -51,7 +57,7 @@ def divide_weights(
     stage.sharded = ShardedWeights(units=tuple(units.units))
 
 
-def _layers(stage: VLMStage, tower: str) -> list[torch.nn.Module]:
+def _layers(stage: VLMStage, tower: str) -> list[Any]:
     block = stage.blocks.get(tower)
     return [] if block is None else list(block.layers)
 
@@ -103,15 +109,16 @@ class _Units:
         self.units.append(unit)
 
     def _divided(self, parameters: Sequence[torch.nn.Parameter]) -> list[FlatWeights]:
-        """Divide the parameters of a unit by type and by the ranks that hold the same ones, and a
-        tied matrix by itself."""
-        alike: dict[tuple[bool, bool, torch.dtype], list[torch.nn.Parameter]] = {}
+        """Divide the parameters of a unit by type, by the ranks that hold the same ones and by
+        whether they are trained, and a tied matrix by itself."""
+        alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             # Core's marks of parameters that only some data-parallel ranks hold, and of a tied
             # matrix, which two stages then divide alike.
             marks = vars(parameter)
             is_tied = marks.get("shared_embedding", False)
-            key = marks.get("allreduce", True), is_tied, parameter.dtype
+            is_trained = parameter.requires_grad
+            key = marks.get("allreduce", True), is_tied, parameter.dtype, is_trained
             alike.setdefault(key, []).append(parameter)
         flats = [
             FlatWeights(own, self._groups[key[0]], self._first_values) for key, own in alike.items()
