@@ -223,7 +223,7 @@ class CostModel:
 def with_features(unit: UnitCost, more: int) -> dict[str, Any]:
     """Coefficients of a unit's costs with so many features more, of 0, by their fields."""
     return {
-        each.name: np.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, more)])
+        each.name: np.concatenate([value, np.zeros((*value.shape[:-1], more))], axis=-1)
         for each in fields(unit)
         if isinstance(value := getattr(unit, each.name), np.ndarray)
     }

@@ -130,6 +130,16 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
+    if plan.adapters is not None and plan.adapters.experts:
+        obstacles.append(
+            "adapters are of experts' matrices too, beside which the trainer has none: set "
+            "experts of adapters to false"
+        )
+    if plan.adapters is not None and plan.precision == "fp8":
+        obstacles.append(
+            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
+            "with --precision bf16"
+        )
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "

@@ -23,6 +23,7 @@ from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig, adapter_mistake
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -50,8 +51,9 @@ class JobSpec:
     """A training job without its data: model, devices, parallel sizes and the costs of all units.
 
     Raises:
-        UserError: the parallel sizes do not fit the model or the cluster, a frozen part is
-            not the model's, nothing is trained, or the source has no costs of such a job.
+        UserError: the parallel sizes do not fit the model or the cluster, a frozen part or a
+            target of adapters is not the model's, nothing is trained, or the source has no costs
+            of such a job.
     """
 
     model: ModelConfig
@@ -61,6 +63,8 @@ class JobSpec:
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
+    adapters: AdapterConfig | None = None
+    """Adapters that are trained beside frozen matrices; None where there are none."""
     cost_source: CostSource = ANALYTIC
     """What costs are counted or measured by."""
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
@@ -82,6 +86,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.model, self.frozen)
+        mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
             raise UserError(mistake)
         if self.has_data_parallel_encoders:
@@ -288,6 +293,7 @@ class JobSpec:
             parallel=plan.parallel,
             precision=plan.precision,
             frozen=plan.frozen,
+            adapters=plan.adapters,
             cost_source=cost_source,
             placement=EncoderPlacement.DATA_PARALLEL if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,

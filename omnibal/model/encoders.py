@@ -210,6 +210,17 @@ class VideoConfig(Frozen):
         default=2.0, description="that are seen, and of the frames in a folder"
     )
     max_frames: Count = 768
+    min_frames: Count = Field(
+        default=4,
+        exclude_if=lambda least: least == 4,
+        description="that are seen of a video in a file, if it has as many",
+    )
+    sampling: Literal["steps", "ends"] = Field(
+        default="steps",
+        exclude_if=lambda way: way == "steps",
+        description="of the frames of a file: steps: by equal steps from the first one, whole "
+        "patches of them (Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
+    )
     min_pixels: Count = 128 * 28 * 28
     max_pixels: Count = 768 * 28 * 28
     counts_frames: bool = Field(
@@ -301,6 +312,21 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         exclude_if=lambda name: name == "gelu",
         description="of feed-forwards without a gate: by the error function, by its approximation "
         "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
+    )
+    pixel_mean: tuple[float, float, float] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda mean: mean == (0.5, 0.5, 0.5),
+        description="of red, green and blue, taken from colours that are scaled by pixel_scale",
+    )
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda std: std == (0.5, 0.5, 0.5),
+        description="by which they are then divided",
+    )
+    pixel_scale: PositiveFloat = Field(
+        default=1 / 255,
+        exclude_if=lambda scale: scale == 1 / 255,
+        description="by which colours of 0 to 255 are multiplied first",
     )
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
     patch_bias: bool = Field(default=True, description="of the product that embeds patches")

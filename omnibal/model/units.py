@@ -155,11 +155,16 @@ def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
 
 def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
     """All units of the language model, to whose first layers `carried` features go, one each."""
-    units = [_language_kind(LANGUAGE_EMBED, carried=carried)]
-    for number, layer in enumerate(model.language.kinds):
-        left = max(carried - 1 - number, 0)
-        units.append(_language_kind(layer.name, layer=layer, carried=left))
-    return [*units, _language_kind(HEAD)]
+    kinds = model.language.kinds
+    # Most layers are one object, which is described once for as many as carry nothing.
+    alike = {id(layer): _language_kind(layer.name, layer=layer) for layer in kinds}
+    carrying = [
+        _language_kind(layer.name, layer=layer, carried=carried - 1 - number)
+        for number, layer in enumerate(kinds[: max(carried - 1, 0)])
+    ]
+    embed = _language_kind(LANGUAGE_EMBED, carried=carried)
+    others = [alike[id(layer)] for layer in kinds[len(carrying) :]]
+    return [embed, *carrying, *others, _language_kind(HEAD)]
 
 
 def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 0) -> UnitKind:
@@ -188,9 +193,9 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
         replace(
             kind,
             period=period,
-            places=tuple(n for n, each in enumerate(layers[:period]) if each == kind),
+            places=tuple(n for n, each in enumerate(layers[:period]) if each.name == name),
         )
-        for kind in dict.fromkeys(layers)
+        for name, kind in {each.name: each for each in layers}.items()
     ]
 
 

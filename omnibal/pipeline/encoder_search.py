@@ -28,8 +28,13 @@ from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.least_peak import least_peak_of_splits
-from omnibal.pipeline.partition import SearchResult, sampled_steps, search_stages
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.partition import (
+    SearchResult,
+    estimated_step_ms,
+    sampled_steps,
+    search_stages,
+)
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _KEPT_CHOICES = 12
@@ -107,6 +112,10 @@ class _Choice:
     """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]; what comes
     after it with the longer update, as if it were a wait."""
 
+    def shortest_ms(self) -> float:
+        """Mean time of a step whose pipelines took none."""
+        return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bound:
@@ -138,9 +147,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     Raises:
         DoesNotFit: no choice fits the memory cap.
     """
-    choices = list(_choices(problem))
-    if not choices:
-        raise _too_large(problem)
+    choices = _choices(problem)
     best: EncoderSearch | None = None
     of_all, simulated = _bound_of_all(problem, choices, effort), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
@@ -173,6 +180,31 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
         simulated=simulated,
     )
     return replace(best, search=search)
+
+
+def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
+    """Simulated step time of a good split beside the choice of shortest waits that leaves room for
+    one, in a fraction of what `search_encoders` takes: nothing is proven.
+
+    Args:
+        effort: as there.
+
+    Raises:
+        DoesNotFit: no choice fits the memory cap.
+    """
+    for choice in sorted(_choices(problem), key=_Choice.shortest_ms):
+        try:
+            return estimated_step_ms(
+                problem.cost_beside(choice.beside),
+                problem.model,
+                problem.with_encoders(choice.beside),
+                problem.stages,
+                problem.memory_cap_bytes,
+                effort=effort,
+            )
+        except DoesNotFit:
+            continue
+    raise _too_large(problem)
 
 
 def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> EncoderSearch | None:
@@ -287,15 +319,40 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
     return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
 
 
-def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
-    """All choices that are not over the memory cap by themselves."""
+def _choices(problem: PlacementProblem) -> list[_Choice]:
+    """All choices that leave room for the pipeline, as far as what they hold alone tells.
+
+    Raises:
+        DoesNotFit: there is none.
+    """
+    choices = list(_choices_within(problem, _least_beside(problem)))
+    if not choices:
+        raise _too_large(problem)
+    return choices
+
+
+def _least_beside(problem: PlacementProblem) -> float:
+    """Bytes that the fullest stage takes at least besides what encoders hold, over all splits."""
+    workload = problem.with_encoders(next(_smallest(problem)))
+    assert workload.encoding is not None
+    # A pipeline has as many features whoever encodes its items.
+    features = EncoderMemory(features=_taken(workload).features)
+    alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
+    return least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+
+
+def _choices_within(problem: PlacementProblem, least_bytes: float) -> Iterator[_Choice]:
+    """Choices that leave room for so many bytes besides what they hold."""
+    cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
         # Many groups are too large for their buffers alone.
         ways = {
             sharded: encoders
             for sharded, encoders in problem.encoders.items()
-            if encoders.state_bytes + encoders.buffers_bytes(pipelines) <= problem.memory_cap_bytes
+            if fits_cap(
+                encoders.state_bytes + encoders.buffers_bytes(pipelines) + least_bytes, cap_bytes
+            )
         }
         for largest in _passes(problem, pipelines) if ways else ():
             sizes = dict.fromkeys(any_encoders.encoders, largest)
@@ -307,7 +364,8 @@ def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
                 for sharded, encoders in ways.items():
                     beside = _beside(problem, pipelines, sizes, kept, sharded)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
-                    if encoder_memory.held + encoder_memory.encoding <= problem.memory_cap_bytes:
+                    besides = max(encoder_memory.encoding, least_bytes)
+                    if fits_cap(encoder_memory.held + besides, cap_bytes):
                         waits_ms = _waits_of(problem, sample, beside, of_sample)
                         yield _Choice(
                             beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms

@@ -24,7 +24,7 @@ from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
-from omnibal.pipeline.encoder_search import search_encoders
+from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
@@ -198,8 +198,8 @@ def estimated_ms_per_sample(size: StepSize) -> float:
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
     if job.has_data_parallel_encoders:
-        beside = search_encoders(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
-        return beside.search.step_ms / size.samples
+        problem = placement_problem(job, some, levels)
+        return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / size.samples
     step_ms = estimated_step_ms(
         job.cost_of_all(levels),
         job.pipeline_model,

@@ -40,6 +40,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig, model_toml
 from omnibal.model.units import LANGUAGE
 
@@ -54,8 +55,10 @@ _TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "processor_config.json",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
     "tokenization_*.py",
 )
 
@@ -66,6 +69,8 @@ class ImportSource(ABC):
     directory: Path
     """Folder of the released checkpoint."""
     model: ModelConfig
+    adapters: AdapterConfig | None = None
+    """Adapters beside its weights, if any."""
 
     @property
     def bytes(self) -> int:
@@ -129,6 +134,8 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
     """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
+    if layout.has_turned_experts and not _are_turned(model, layout, files.tensors):
+        layout = Layout.QWEN3_VL_MOE_STACKED
     _check_tensors(directory, model, layout, files.tensors)
     checkpoint = ReleasedCheckpoint(directory=directory, files=files, model=model, layout=layout)
     head = head_name(layout)
@@ -142,6 +149,20 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
                 )
             return replace(checkpoint, model=model.with_tower(LANGUAGE, tied_head=False))
     return checkpoint
+
+
+def _are_turned(model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
+    """Whether experts in one tensor have rows of their matrices as columns.
+
+    Of a layer's two stacks one has matrices that are not square, and tells it.
+    """
+    for parameter in parameters(model):
+        if ".experts." not in parameter.key or len(set(parameter.shape[1:])) == 1:
+            continue
+        [name] = released(parameter, model, layout).names
+        if name in tensors:
+            return tensors[name].shape != parameter.shape
+    return True
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -192,7 +213,7 @@ def import_checkpoint(
         (folder / MODEL_FILE).write_text(model_toml(source.model), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(folder / TOKENIZER_FOLDER)
-        write_weights(folder, source.model, dtypes, order, read)
+        write_weights(folder, source.model, dtypes, order, read, source.adapters)
     lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
     experts = source.model.language.kinds[0].experts
     if experts is not None and not experts.auxiliary_loss:

@@ -17,7 +17,7 @@ from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
 from omnibal.data.sample import Sample
 from omnibal.job.plan import Plan
-from omnibal.model.config import ModelConfig, PlainPrecision, load_cluster
+from omnibal.model.config import PlainPrecision, load_cluster
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
@@ -32,16 +32,18 @@ def load_whole_model(
     Raises:
         UserError: the checkpoint is broken.
     """
-    plan = _whole_plan(checkpoint.model, precision)
+    plan = _whole_plan(checkpoint, precision)
     stage = build_stage(plan, 0)
     load_weights(directory, plan, [stage])
     return stage.eval()
 
 
-def _whole_plan(model: ModelConfig, precision: PlainPrecision) -> Plan:
+def _whole_plan(checkpoint: CheckpointIdentity, precision: PlainPrecision) -> Plan:
     """Plan with all units in one stage, without data; its cluster is not used."""
+    model = checkpoint.model
     return Plan(
         model=model,
+        adapters=checkpoint.adapters,
         precision=precision,
         parallel=Parallel(pipeline=1),
         stages=stages_from_cuts(model, ()),

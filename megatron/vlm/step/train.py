@@ -51,6 +51,7 @@ from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import ExpertBalance
+from omnibal.model.adapters import trained_kinds
 from omnibal.model.config import Provider
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import LANGUAGE, unit_kinds
@@ -399,7 +400,8 @@ def _build_encoders(
     trained = frozenset(
         kind.tower
         for kind in unit_kinds(plan.model)
-        if kind.tower != LANGUAGE and kind.part not in plan.frozen
+        if kind.tower != LANGUAGE
+        and kind.name in trained_kinds(plan.model, plan.frozen, plan.adapters)
     )
     held: DataParallel | None = None
     if is_sharded:
