@@ -58,7 +58,11 @@ _TOWER = {
     "layers": 3, "hidden_size": 24, "heads": 3, "ffn_hidden_size": 40, "patch_size": 4,
     "frames_per_patch": 2, "qkv_bias": True, "qk_norm": False,
 }  # fmt: skip
-_OLDER_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128}
+_OLDER_PIXELS = {
+    "min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128,
+    "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
+    "pixel_std": (0.26862954, 0.26130258, 0.27577711),
+}  # fmt: skip
 _NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096}
 _NEWER_VIDEO = VideoConfig(
     min_pixels=4096,
