@@ -251,6 +251,14 @@ LAYOUTS = (
     Layout(model="internvl2.5-8b", stages=2, data=4, sharded=4),
     Layout(model="internvl2.5-1b", tied=True, stages=2, data=4, sharded=2),
     Layout(model="internvl2.5-8b", stages=2, data=2, sharded=2, recompute=RecomputeRule.FULL),
+    # Experts that ranks divide, that every rank of a group has for itself, and of a pipeline.
+    Layout(model="internvl3.5-30b-a3b", data=4, sharded=4, expert=2, frozen=("vision",)),
+    Layout(model="internvl3.5-30b-a3b", data=8, sharded=2, expert=4),
+    Layout(
+        model="internvl3.5-30b-a3b", tensor=2, sequence=True, data=4, sharded=4, expert=4,
+        recompute=RecomputeRule.FULL,
+    ),
+    Layout(model="qwen3-30b-a3b", vision=0, language=4, stages=2, data=4, sharded=4, expert=2),
 )  # fmt: skip
 
 
