@@ -17,7 +17,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
-from omnibal.model.parallel import WeightSharding, beside_sharded, expert_counts
+from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
@@ -98,13 +98,9 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
             f"{ranks}, and weights of {trainer.title}, which made_for names, are {able}: set "
             f"parallel.sharded so, remove made_for, or {_ANEW}"
         )
-    if parallel.sharded == 1:
-        return
-    beside = [f"parallel.{name} {size}" for name, size in beside_sharded(plan.model, parallel)]
-    beside += ['precision "fp8"'] if plan.precision == "fp8" else []
-    if beside:
+    if parallel.sharded > 1 and plan.precision == "fp8":
         raise UserError(
-            f"{ranks}, and weights that ranks divide are planned without {words(beside)}: set "
+            f'{ranks}, and weights that ranks divide are planned without precision "fp8": set '
             f"parallel.sharded to 1, or {_ANEW}"
         )
 
