@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     Field,
     PositiveFloat,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
@@ -236,6 +237,8 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
+    _carried_features: int = PrivateAttr(default=0)
+
     @field_validator("encoders", mode="before")
     @classmethod
     def _have_kinds(cls, encoders: Any) -> Any:
@@ -354,8 +357,18 @@ class ModelConfig(Frozen):
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
     def without_encoders(self) -> "ModelConfig":
-        """Return the language model alone."""
-        return self.model_copy(update={"encoders": {}})
+        """Return the language model alone, whose first layers take what deepstack projectors of
+        the encoders make."""
+        alone = self.model_copy(update={"encoders": {}})
+        made = sum(tower.deepstack_features for tower in self.encoders.values())
+        alone._carried_features = self.carried_features + made
+        return alone
+
+    @property
+    def carried_features(self) -> int:
+        """Deepstack features of encoders elsewhere that the first language layers take, one each:
+        of a language model alone."""
+        return self._carried_features
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
         """Return the model with some fields of the encoder `name`, or of "language", changed."""

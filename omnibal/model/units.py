@@ -101,7 +101,7 @@ def unit_names(model: ModelConfig) -> tuple[str, ...]:
 def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
     kinds: dict[str, UnitKind] = {}
     names: list[str] = []
-    carried = 0
+    carried = model.carried_features
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
         embed, *layers = _encoder_units(name, tower, carried)
