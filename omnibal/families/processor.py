@@ -1,10 +1,10 @@
-"""Pixels that a family's image processor allows, from the file beside `config.json`."""
+"""Pixels that a family's image processor allows and makes, from the file beside `config.json`."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, PositiveInt
+from pydantic import BaseModel, PositiveFloat, PositiveInt
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import parse_json_model, read_text
@@ -24,13 +24,23 @@ class _Limits(BaseModel):
     in_patch_limit: PositiveInt | None = None
 
 
-class Processor(BaseModel):
-    """What of an image processor's file says how many tokens an image becomes.
+Colour = tuple[float, float, float]
+"""A number each of red, green and blue."""
 
-    The keys of pixel values (means, rescaling) cost nothing.
+
+class Processor(BaseModel):
+    """What of an image processor's file says how many tokens an image becomes, and of what values.
+
+    The keys of values (means, rescaling) cost nothing.
     """
 
     do_resize: bool = True
+    do_rescale: bool = True
+    do_normalize: bool = True
+    resample: int | None = None
+    rescale_factor: PositiveFloat = 1 / 255
+    image_mean: Colour | None = None
+    image_std: Colour | None = None
     patch_size: PositiveInt | dict[str, PositiveInt] | None = None
     merge_size: PositiveInt | None = None
     temporal_patch_size: PositiveInt | None = None

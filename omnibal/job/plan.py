@@ -23,7 +23,13 @@ from omnibal.model.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
-from omnibal.model.units import LANGUAGE, frozen_mistake, model_parts, unit_kinds
+from omnibal.model.units import (
+    LANGUAGE,
+    deepstack_of,
+    frozen_mistake,
+    model_parts,
+    unit_kinds,
+)
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
 
@@ -167,17 +173,20 @@ class Plan(Frozen):
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
-        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back,
+        and deepstack features that have one.
 
         Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
-        the language model all units there and data-parallel encoders.
+        deepstack features those but the projector, of the language model all units there and
+        data-parallel encoders.
         """
         parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
         if self.beside is not None:
             parts |= set(model_parts(self.model)) - {LANGUAGE}
         trained = parts - set(self.frozen)
         towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
-        return frozenset(towers | {LANGUAGE} if towers else ())
+        features = {each.name for each in deepstack_of(self.model) if each.tower in trained}
+        return frozenset(towers | features | {LANGUAGE} if towers else ())
 
     @property
     def token_multiple(self) -> int:

@@ -45,6 +45,11 @@ class EncoderLayers(Frozen):
         return self
 
     @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.hidden_size // self.heads
+
+    @property
     def squares(self) -> str | None:
         """Name of the feature that full attention costs, the sum over inputs of their items
         squared; None where positions attend within their item alone.
@@ -213,6 +218,17 @@ class VideoConfig(Frozen):
         default=2.0, description="that are seen, and of the frames in a folder"
     )
     max_frames: Count = 768
+    min_frames: Count = Field(
+        default=4,
+        exclude_if=lambda least: least == 4,
+        description="that are seen of a video in a file, if it has as many",
+    )
+    sampling: Literal["steps", "ends"] = Field(
+        default="steps",
+        exclude_if=lambda way: way == "steps",
+        description="of the frames of a file: steps: by equal steps from the first one, whole "
+        "patches of them (Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
+    )
     min_pixels: Count = 128 * 28 * 28
     max_pixels: Count = 768 * 28 * 28
     counts_frames: bool = Field(
@@ -305,6 +321,21 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         description="of feed-forwards without a gate: by the error function, by its approximation "
         "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
     )
+    pixel_mean: tuple[float, float, float] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda mean: mean == (0.5, 0.5, 0.5),
+        description="of red, green and blue, taken from colours that are scaled by pixel_scale",
+    )
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda std: std == (0.5, 0.5, 0.5),
+        description="by which they are then divided",
+    )
+    pixel_scale: PositiveFloat = Field(
+        default=1 / 255,
+        exclude_if=lambda scale: scale == 1 / 255,
+        description="by which colours of 0 to 255 are multiplied first",
+    )
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
     patch_bias: bool = Field(default=True, description="of the product that embeds patches")
     class_token: bool = Field(
@@ -373,6 +404,10 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         if self.window_pixels is None:
             return None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether positions attend within their window in the layer of this number."""
+        return self.window_pixels is not None and layer not in self.full_layers
 
     @property
     def head_width(self) -> int:

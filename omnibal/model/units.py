@@ -128,7 +128,7 @@ def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
 
 
 def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
-    windowed = tower.window_pixels is not None and number not in tower.full_layers
+    windowed = tower.is_windowed(number)
     deepstack = number in tower.deepstack_layers
     alike = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
     carried = base.carried + sum(each <= number for each in tower.deepstack_layers)
@@ -186,6 +186,29 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
         )
         for name, kind in {each.name: each for each in layers}.items()
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deepstack:
+    """Features that a projector of its own makes of an encoder layer's output, for one of the first
+    language layers."""
+
+    name: str
+    """Name of the features, and of the projector in the whole model: "vision_deepstack.0"."""
+    tower: str
+    """Name of the encoder, with which the projector is trained or frozen."""
+    layer: int
+    """Number of the encoder's layer, from 0."""
+
+
+def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
+    """List a model's deepstack features in the order of the language layers that take them."""
+    return tuple(
+        Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
+        for name, tower in model.encoders.items()
+        if isinstance(tower, ImagesEncoder)
+        for index, layer in enumerate(tower.deepstack_layers)
+    )
 
 
 def projector_name(model: ModelConfig, encoder: str) -> str:

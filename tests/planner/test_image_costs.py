@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cli_cases import run, status
+from cli_cases import run
 from PIL import Image
 from tokenizer_cases import byte_level_bpe
 from torch.utils.flop_counter import FlopCounterMode

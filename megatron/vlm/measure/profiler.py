@@ -40,6 +40,7 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
+from megatron.vlm.measure.random_images import image_fields
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
 from megatron.vlm.model.groups import create_context_groups
@@ -402,15 +403,18 @@ def random_batch(
     stage: Stage | None = None,
     *,
     clips: int = 0,
+    images: Sequence[int] = (),
 ) -> MicroBatch:
     """Make a micro-batch of these sizes with random content, on the host.
 
     Args:
         stage: whose fields it has; None for those of all stages.
+        images: tokens of each image at its native resolution.
     """
     tokens = sum(segment_tokens)
-    generator = torch.Generator().manual_seed(clips * 104_729 + tiles * 7919 + tokens)
-    fields: dict[str, torch.Tensor] = {}
+    items = tiles + sum(images)
+    generator = torch.Generator().manual_seed(clips * 104_729 + items * 7919 + tokens)
+    fields = image_fields(model, images, segment_tokens, stage, generator)
     if model.takes_images and (stage is None or stage.holds("vision embed")):
         shape = (tiles, IMAGE_CHANNELS, model.vision.image_size, model.vision.image_size)
         fields["pixels_TCPP"] = torch.randn(shape, generator=generator)
@@ -420,7 +424,7 @@ def random_batch(
     ids = torch.randint(model.language.vocab_size, (tokens,), generator=generator)
     if stage is None or stage.holds("language embed"):
         fields["token_ids_S"] = ids
-        first = 0
+        first = sum(images)
         if model.takes_images:
             first = tiles * model.vision.tokens_per_item
             fields["image_positions_M"] = torch.arange(first)
@@ -475,7 +479,7 @@ def _encoder_functions(
             encoded[name] = units.projector(hidden_VBH)
             return encoded[name]
 
-        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, name))
+        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower))
         for layer in units.layers.layers:
             yield f"{name}_layer", layer_function(layer)
         yield projector_name(stage.model_config, name), project
