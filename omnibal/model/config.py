@@ -237,7 +237,7 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
-    _carried_features: int = PrivateAttr(default=0)
+    _encoders_elsewhere: dict[str, Encoder] = PrivateAttr(default={})
 
     @field_validator("encoders", mode="before")
     @classmethod
@@ -360,15 +360,13 @@ class ModelConfig(Frozen):
         """Return the language model alone, whose first layers take what deepstack projectors of
         the encoders make."""
         alone = self.model_copy(update={"encoders": {}})
-        made = sum(tower.deepstack_features for tower in self.encoders.values())
-        alone._carried_features = self.carried_features + made
+        alone._encoders_elsewhere = self.encoders_elsewhere | self.encoders
         return alone
 
     @property
-    def carried_features(self) -> int:
-        """Deepstack features of encoders elsewhere that the first language layers take, one each:
-        of a language model alone."""
-        return self._carried_features
+    def encoders_elsewhere(self) -> dict[str, Encoder]:
+        """Encoders that a language model alone has the features of, by name."""
+        return self._encoders_elsewhere
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
         """Return the model with some fields of the encoder `name`, or of "language", changed."""
