@@ -112,7 +112,7 @@ def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
 def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
     kinds: dict[str, UnitKind] = {}
     names: list[str] = []
-    carried = 0
+    carried = sum(each.deepstack_features for each in model.encoders_elsewhere.values())
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
         embed, *layers = _encoder_units(name, tower, carried)
@@ -213,10 +213,11 @@ class Deepstack:
 
 
 def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
-    """List a model's deepstack features in the order of the language layers that take them."""
+    """List a model's deepstack features in the order of the language layers that take them; of a
+    language model alone those of its encoders elsewhere."""
     return tuple(
         Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
-        for name, tower in model.encoders.items()
+        for name, tower in (model.encoders_elsewhere | model.encoders).items()
         if isinstance(tower, ImagesEncoder)
         for index, layer in enumerate(tower.deepstack_layers)
     )
