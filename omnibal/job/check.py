@@ -127,16 +127,7 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    if plan.adapters is not None and plan.adapters.experts:
-        obstacles.append(
-            "adapters are of experts' matrices too, beside which the trainer has none: set "
-            "experts of adapters to false"
-        )
-    if plan.adapters is not None and plan.precision == "fp8":
-        obstacles.append(
-            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
-            "with --precision bf16"
-        )
+    obstacles += _adapter_obstacles(plan)
     if plan.beside is not None and takes_whole_samples(plan.model):
         obstacles.append(
             f"encoders of {plan.model.name} for images at their native resolution are "
@@ -152,6 +143,24 @@ def training_obstacles(plan: Plan) -> list[str]:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} takes images at their native "
             "resolution, which the trainer does not divide: plan with levels of context 1"
+        )
+    return obstacles
+
+
+def _adapter_obstacles(plan: Plan) -> list[str]:
+    """Reasons why a plan's adapters cannot be trained, a sentence each."""
+    if plan.adapters is None:
+        return []
+    obstacles = []
+    if plan.adapters.experts:
+        obstacles.append(
+            "adapters are of experts' matrices too, beside which the trainer has none: set "
+            "experts of adapters to false"
+        )
+    if plan.precision == "fp8":
+        obstacles.append(
+            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
+            "with --precision bf16"
         )
     return obstacles
 
