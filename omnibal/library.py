@@ -29,6 +29,7 @@ from omnibal.job.planner import PlanResult
 from omnibal.lint.all_rules import findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launch
+from omnibal.model.adapters import AdapterConfig, adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.limits import Caps
@@ -76,6 +77,7 @@ def training_job(
     parallel: Parallel | None = None,
     precision: Precision = "bf16",
     frozen: tuple[str, ...] = (),
+    adapters: AdapterConfig | None = None,
     profile: Path | str | None = None,
     trainer: str | None = None,
 ) -> JobSpec:
@@ -86,6 +88,7 @@ def training_job(
         cluster: a preset or a TOML file.
         parallel: parallel sizes; None for the smallest, where they are to be searched for.
         frozen: parts of the model that are not trained, such as "vision".
+        adapters: trained beside frozen matrices, of parts that `frozen` does not name.
         profile: measured costs, in place of counted ones.
         trainer: another trainer to plan for, such as "ms-swift"; None for this project's.
 
@@ -104,6 +107,7 @@ def training_job(
         parallel=planned_for.held(sizes),
         precision=precision,
         frozen=frozen,
+        adapters=adapters,
         cost_source=costs,
         trainer=planned_for,
     )
@@ -236,6 +240,7 @@ __all__ = [
     "Goal",
     "Planned",
     "Samples",
+    "adapters_of",
     "check",
     "export_plan",
     "lint_line",

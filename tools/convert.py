@@ -4,6 +4,7 @@
     python tools/convert.py import InternVL3-8B --audio whisper-large-v3 -o imported
     python tools/convert.py export run --like InternVL2-2B -o mine
     python tools/convert.py export run --layout transformers --tokenizer-model tokenizer -o mine
+    python tools/convert.py export run --adapter --like InternVL3-8B-hf -o adapter
 
 Tensors are read and written a few at a time: no more than about one file's are in memory.
 """
@@ -23,6 +24,7 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
+from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, trained_whole
 from megatron.vlm.conversion.added_audio import add_audio
 from megatron.vlm.conversion.exporting import (
     Export,
@@ -83,6 +85,9 @@ def import_(
         int, typer.Option(min=1, max=4096, help="with --audio: of 20 ms each, that become a token")
     ] = 2,
     seed: Annotated[int, typer.Option(min=0, help="with --audio: of what has no weights yet")] = 0,
+    adapter: Annotated[
+        Path | None, typer.Option(help="folder of an adapter of that model that PEFT has saved")
+    ] = None,
 ) -> None:
     """Make a run directory of a released checkpoint: weights, model.toml and tokenizer.
 
@@ -94,8 +99,14 @@ def import_(
 
     With --audio the model gets Whisper's encoder, a projector of its own with first weights, and
     words for recordings, which the tokenizer gets too.
+
+    With --adapter the run has the adapter's matrices beside the weights: a plan with the same rank
+    and targets (`omnibal plan --lora-rank ...`) goes on with them.
     """
-    check_folder("-o", output, [path for path in (source, audio) if path is not None])
+    inputs = [path for path in (source, audio, adapter) if path is not None]
+    check_folder("-o", output, inputs)
+    if audio is not None and adapter is not None:
+        raise UserError("--adapter does not go with --audio; import the one and then the other")
     check_new_folder(output)
     released = open_released(source)
     print(f"{source}: {released.model.name}, layout {released.layout}, {released.bytes:,} bytes")
@@ -103,6 +114,9 @@ def import_(
     if audio is not None:
         wanted = add_audio(released, audio, positions_per_token, seed)
         print(f"{audio}: {wanted.model.name}, {wanted.bytes:,} bytes with the encoder")
+    if adapter is not None:
+        wanted = add_adapter(released, adapter)
+        print(f"{adapter}: rank {wanted.adapters.rank}, {', '.join(wanted.adapters.targets)}")
     with _progress("importing", wanted.bytes) as advance:
         lines = import_checkpoint(wanted, output, advance)
     print("\n".join(lines))
@@ -133,8 +147,14 @@ def export(
         typer.Option(help="of the tensors (default: as in --like, or as stored)"),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="without --like: of a file")] = "5GB",
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="write the run's adapters alone, in PEFT's format")
+    ] = False,
 ) -> None:
     """Write the weights of a run as a checkpoint that other tools load.
+
+    Adapters are added to the weights that they are beside; with --adapter they are written alone,
+    as PEFT opens them on the model of --like, or on one of --layout.
 
     With --like, everything but the weights is copied from there: configuration, code, tokenizer.
     Where that is a Whisper, the audio encoder alone is written, and its decoder copied too.
@@ -149,6 +169,9 @@ def export(
     check_folder("-o", output, [path for path in (run, like, tokenizer_model) if path is not None])
     check_new_folder(output)
     stored = open_newest(run)
+    if adapter:
+        _export_adapter(stored, like, layout, output)
+        return
     if like is not None and is_whisper(like):
         _export_audio(stored, like, output, dtype)
         return
@@ -165,6 +188,26 @@ def export(
     with _progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)
     print(_summary(planned, output) + note)
+
+
+def _export_adapter(
+    stored: CheckpointIdentity, like: Path | None, layout: Layout | None, output: Path
+) -> None:
+    opened = None if like is None else open_released(like)
+    if opened is not None:
+        layout = opened.layout
+    assert layout is not None  # where --like is
+    modules = export_adapter(stored, layout, output, None if like is None else str(like))
+    print(
+        f"wrote {output}: the adapters of step {stored.step} of {stored.path.parent}, beside "
+        f"{modules} modules of layout {layout}"
+    )
+    whole = trained_whole(stored)
+    if whole:
+        print(
+            f"note: {', '.join(whole)} was trained whole, which no adapter holds; without "
+            "--adapter the whole model is exported, with its adapters in the weights"
+        )
 
 
 def _export_audio(stored: CheckpointIdentity, like: Path, output: Path, dtype: str | None) -> None:

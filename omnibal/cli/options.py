@@ -13,6 +13,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
+from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapters_of
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -32,7 +33,7 @@ from omnibal.model.limits import (
 )
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.model.targets import OWN, TrainerConstraints
-from omnibal.model.units import model_parts
+from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packing import PackingMethod
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
@@ -172,6 +173,35 @@ FreezeOption = Annotated[
         help="part that is not trained, such as vision, projector or language (may be repeated)"
     ),
 ]
+RankOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=2**16,
+        help="train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze "
+        "says what is: then all else is trained whole",
+    ),
+]  # fmt: skip
+AlphaOption = Annotated[
+    float | None,
+    typer.Option(help="with --lora-rank: scale of adapters times their rank (default: 2 x rank)"),
+]
+TargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="with --lora-rank: linears that have adapters, as released checkpoints name them: "
+        "names such as q_proj,v_proj, all-linear, or a regular expression (default: all-linear)"
+    ),
+]
+AdaptedOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="with --lora-rank: part that has adapters (may be repeated; default: language)"
+    ),
+]
+RankStabilizedOption = Annotated[
+    bool,
+    typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)"),
+]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
@@ -217,6 +247,11 @@ class JobOptions:
     model: ModelOption
     cluster: ClusterOption
     freeze: FreezeOption = None
+    lora_rank: RankOption = None
+    lora_alpha: AlphaOption = None
+    lora_targets: TargetsOption = None
+    lora_part: AdaptedOption = None
+    lora_rslora: RankStabilizedOption = False
     precision: PrecisionOption = "bf16"
     profile: ProfileOption = None
     memory_gib: MemoryOption = None
@@ -261,6 +296,7 @@ class JobOptions:
             parallel=trainer.held(parallel),
             precision=self.precision,
             frozen=self._frozen(model),
+            adapters=self._adapters(),
             cost_source=source,
             placement=placement,
             trainer=trainer,
@@ -287,8 +323,10 @@ class JobOptions:
         return changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
-        """The parts given, each once, in model order."""
+        """The parts given, each once, in model order; with adapters alone, all that have none."""
         parts = model_parts(model)
+        if self.lora_rank is not None and self.freeze is None:
+            return tuple(part for part in parts if part not in (self.lora_part or [LANGUAGE]))
         unknown = sorted(set(self.freeze or ()) - set(parts))
         if unknown:
             raise UserError(
@@ -302,6 +340,31 @@ class JobOptions:
                 "must be left to train: leave one out"
             )
         return frozen
+
+    def _adapters(self) -> AdapterConfig | None:
+        """The adapters given, if any.
+
+        Raises:
+            UserError: an option of theirs is given without --lora-rank, or is no such value.
+        """
+        more = {
+            "--lora-alpha": self.lora_alpha,
+            "--lora-targets": self.lora_targets,
+            "--lora-part": self.lora_part,
+            "--lora-rslora": self.lora_rslora or None,
+        }
+        given = [option for option, value in more.items() if value is not None]
+        if self.lora_rank is None:
+            if given:
+                raise UserError(f"{given[0]} is of adapters, which --lora-rank asks for: give it")
+            return None
+        return adapters_of(
+            rank=self.lora_rank,
+            alpha=self.lora_alpha,
+            targets=self.lora_targets or ALL_LINEAR,
+            parts=tuple(self.lora_part or [LANGUAGE]),
+            rank_stabilized=self.lora_rslora,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

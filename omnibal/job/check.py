@@ -14,7 +14,6 @@ from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.job.planner import prediction_of
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import takes_whole_samples
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
@@ -131,11 +130,15 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    if plan.beside is not None and takes_whole_samples(plan.model):
+    if plan.adapters is not None and plan.adapters.experts:
         obstacles.append(
-            f"encoders of {plan.model.name} for images at their native resolution are "
-            "data-parallel, which the trainer does not run: the plan can be studied but not "
-            "trained; plan with --encoder pipeline"
+            "adapters are of experts' matrices too, beside which the trainer has none: set "
+            "experts of adapters to false"
+        )
+    if plan.adapters is not None and plan.precision == "fp8":
+        obstacles.append(
+            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
+            "with --precision bf16"
         )
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(

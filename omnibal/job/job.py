@@ -22,8 +22,9 @@ from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.sample_items import SampleItems
+from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig, adapter_mistake
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -43,7 +44,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import Shares, shares_of
+from omnibal.steps.shares import shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,8 +52,9 @@ class JobSpec:
     """A training job without its data: model, devices, parallel sizes and the costs of all units.
 
     Raises:
-        UserError: the parallel sizes do not fit the model or the cluster, a frozen part is
-            not the model's, nothing is trained, or the source has no costs of such a job.
+        UserError: the parallel sizes do not fit the model or the cluster, a frozen part or a
+            target of adapters is not the model's, nothing is trained, or the source has no costs
+            of such a job.
     """
 
     model: ModelConfig
@@ -62,6 +64,8 @@ class JobSpec:
     """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
+    adapters: AdapterConfig | None = None
+    """Adapters that are trained beside frozen matrices; None where there are none."""
     cost_source: CostSource = ANALYTIC
     """What costs are counted or measured by."""
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
@@ -83,6 +87,7 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.model, self.frozen)
+        mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
             raise UserError(mistake)
         if self.has_data_parallel_encoders:
@@ -273,22 +278,15 @@ class JobSpec:
             workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
         else:
             workload = Workload.of_shares(shares, unpadded, self.parallel.data)
-        workload = replace(workload, samples=self._samples(packs, lengths, levels, shares))
+        if self.has_data_parallel_encoders:
+            samples = samples_of_shares(self.model, packs, lengths, levels, shares)
+            workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
         if self.beside is None or self.encoders_cost is None:
             return workload
         return with_encoders(workload, names, self.encoders_cost, self.beside)
-
-    def _samples(
-        self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level], shares: Shares
-    ) -> dict[str, SampleItems]:
-        """Samples of every share, of data-parallel encoders that take whole ones."""
-        if not self.has_data_parallel_encoders:
-            return {}
-        whole = {tower.feature for tower in self.model.encoders.values() if tower.squares}
-        return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
@@ -299,6 +297,7 @@ class JobSpec:
             parallel=plan.parallel,
             precision=plan.precision,
             frozen=plan.frozen,
+            adapters=plan.adapters,
             cost_source=cost_source,
             placement=EncoderPlacement.DATA_PARALLEL if plan.beside else EncoderPlacement.PIPELINE,
             beside=plan.beside,

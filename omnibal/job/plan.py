@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.data.lengths import LengthsOrigin
+from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.fp8 import FP8_MULTIPLE
@@ -23,15 +24,10 @@ from omnibal.model.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
-from omnibal.model.units import (
-    LANGUAGE,
-    deepstack_of,
-    frozen_mistake,
-    model_parts,
-    unit_kinds,
-)
+from omnibal.model.units import LANGUAGE, deepstack_of, frozen_mistake, unit_kinds
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
+from omnibal.pipeline.unit_runs import stage_units
 
 SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
@@ -143,6 +139,8 @@ class Plan(Frozen):
     parallel: Parallel
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
+    adapters: Annotated[AdapterConfig | None, Field(exclude_if=lambda given: given is None)] = None
+    """Adapters that are trained beside frozen matrices; None where there are none."""
     made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
     """The trainer that the plan was limited to, and is predicted as; None for this project's."""
     stages: tuple[Stage, ...]
@@ -168,6 +166,7 @@ class Plan(Frozen):
     @model_validator(mode="after")
     def _trains_something(self) -> "Plan":
         mistake = frozen_mistake(self.model, self.frozen)
+        mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
             raise ValueError(mistake)
         return self
@@ -180,12 +179,15 @@ class Plan(Frozen):
         deepstack features those but the projector, of the language model all units there and
         data-parallel encoders.
         """
-        parts = {part for stage in self.stages[: cut + 1] for part in stage.parts}
+        kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
+        held = {name for stage in before for name in stage_units(kinds, stage)}
         if self.beside is not None:
-            parts |= set(model_parts(self.model)) - {LANGUAGE}
-        trained = parts - set(self.frozen)
-        towers = {kind.tower for kind in unit_kinds(self.model) if kind.part in trained}
-        features = {each.name for each in deepstack_of(self.model) if each.tower in trained}
+            held |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
+        names = held & trained_kinds(self.model, self.frozen, self.adapters)
+        trained = [kind for kind in kinds if kind.name in names]
+        towers = {kind.tower for kind in trained}
+        encoding = {kind.tower for kind in trained if not kind.is_projector}
+        features = {each.name for each in deepstack_of(self.model) if each.tower in encoding}
         return frozenset(towers | features | {LANGUAGE} if towers else ())
 
     @property

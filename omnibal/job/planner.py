@@ -152,6 +152,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
+        adapters=job.adapters,
         made_for=job.trainer.name,
         stages=stages_at[0] if are_plain(levels) else _without_recompute(stages_at[0]),
         levels=() if are_plain(levels) else _planned(levels, stages_at),

@@ -64,8 +64,12 @@ class UnitKind:
 
     def is_like(self, other: "UnitKind") -> bool:
         """Whether two kinds differ in nothing but what they carry over cuts."""
-        own, others = (each.without_carried or each.name for each in (self, other))
-        return self.tower == other.tower and own == others
+        return self.tower == other.tower and self.measured_name == other.measured_name
+
+    @property
+    def measured_name(self) -> str:
+        """Name under which it is measured, with kinds that differ only in what they carry."""
+        return self.without_carried or self.name
 
     @property
     def is_embed(self) -> bool:
@@ -96,6 +100,13 @@ def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
 def unit_names(model: ModelConfig) -> tuple[str, ...]:
     """List the name of every unit's kind, in model order."""
     return _units(model)[1]
+
+
+def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
+    """List the names under which a tower's layers are measured, one a layer."""
+    kinds = {kind.name: kind for kind in unit_kinds(model)}
+    units = (kinds[name] for name in unit_names(model))
+    return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
 
 
 def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:

@@ -167,7 +167,15 @@ DIVIDED_AXIS = {
 }  # fmt: skip
 
 
+BESIDE_ROWS = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_2")
+"""Adapters of linears whose inputs are divided."""
+
+
 def axis_of(name):
+    if ".adapters." in name:
+        piece, matrix = name.split(".")[-2:]
+        divides_inputs = piece in BESIDE_ROWS
+        return None if divides_inputs == (matrix == "lora_b") else int(divides_inputs)
     if name.startswith(("projector.norm.", "vision_embedding.")) or ".experts." in name:
         return None
     if name.startswith("language.") and "_layernorm" in name:  # one weight for all heads

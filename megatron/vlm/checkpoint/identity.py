@@ -12,7 +12,9 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step
 from omnibal.base.errors import UserError
+from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, model_sizes
+from omnibal.model.units import unit_kinds
 
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
@@ -37,13 +39,19 @@ class CheckpointIdentity:
     """SHA-256 of the plan's steps; None without data."""
     options: dict[str, Any] | None
     """The optimizer's settings; None where there are weights alone, such as imported ones."""
+    adapters: AdapterConfig | None = None
+    """Adapters that it holds beside the model's weights; None where it holds none."""
 
 
 def identity_state(
-    model: ModelConfig, steps_sha256: str | None, options: Mapping[str, Any] | None
+    model: ModelConfig,
+    steps_sha256: str | None,
+    options: Mapping[str, Any] | None,
+    adapters: AdapterConfig | None = None,
 ) -> dict[str, Any]:
     """Entry "omnibal" of a checkpoint's common state."""
-    return {
+    of_adapters = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
+    return of_adapters | {
         "model": model.model_dump(mode="json"),
         "steps_sha256": steps_sha256,
         "options": None if options is None else dict(options),
@@ -81,7 +89,35 @@ def open_newest(directory: Path) -> CheckpointIdentity:
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
             options=identity["options"],
+            adapters=_adapters_of(identity),
         )
+
+
+def _adapters_of(identity: Mapping[str, Any]) -> AdapterConfig | None:
+    given = identity.get("adapters")
+    return None if given is None else AdapterConfig.model_validate(given)
+
+
+def adapter_differences(
+    model: ModelConfig, there: AdapterConfig, here: AdapterConfig | None
+) -> list[str]:
+    """Reasons why a checkpoint's adapters are not those of a plan; empty if they are."""
+    if here is None:
+        return ["it has adapters, and the plan none: export it with them in its weights first"]
+    both = (_described(model, there), _described(model, here))
+    return differences(*both, "in the plan")
+
+
+def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
+    """What of adapters decides their shapes and what they add, however targets were named."""
+    beside = {
+        kind.part: ", ".join(
+            piece.name for one in adapted_linears(model, kind, adapters) for piece in one.adapted
+        )
+        for kind in unit_kinds(model)
+        if has_adapters(model, kind, adapters)
+    }
+    return {"adapters": {"rank": adapters.rank, "scale": adapters.scale, "beside": beside}}
 
 
 def architecture_differences(

@@ -50,6 +50,7 @@ from megatron.vlm.checkpoint.files import (
 from megatron.vlm.checkpoint.identity import (
     CHECKPOINT_BACKEND,
     CheckpointIdentity,
+    adapter_differences,
     architecture_differences,
     differences,
     identity_state,
@@ -60,7 +61,6 @@ from megatron.vlm.checkpoint.state import Optimizer, joined_settings, state_of
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
-from omnibal.model.config import ModelConfig
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -106,7 +106,9 @@ class CheckpointWriter:
         self._directory = directory
         self._state = state_of(stages, optimizers)
         self._scheduler = scheduler
-        self._identity = identity_state(plan.model, _steps_sha256(plan), _plain(options))
+        self._identity = identity_state(
+            plan.model, _steps_sha256(plan), _plain(options), plan.adapters
+        )
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # A separate group on the host: polling for completion must not wait for the devices.
@@ -470,12 +472,16 @@ def load_checkpoint(
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
     """Restore weights alone from the newest checkpoint; collective, returns its step.
 
+    Adapters keep their first weights where it has none.
+
     Raises:
-        UserError: there is no checkpoint, it is broken, or of another model; the same on every
-            rank.
+        UserError: there is no checkpoint, it is broken, of another model or has other adapters;
+            the same on every rank.
     """
-    path = _open(directory, plan).path
-    step: int = state_of(stages, [None] * len(stages)).load_weights(path)["step"]
+    found = _open(directory, plan)
+    state = state_of(stages, [None] * len(stages))
+    has_adapters = plan.adapters is None or found.adapters is not None
+    step: int = state.load_weights(found.path, adapters=has_adapters)["step"]
     return step
 
 
@@ -493,19 +499,26 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
     """Open the newest checkpoint and check that it is of the plan's model; collective."""
     try:
-        return _agree(lambda: _open_alone(directory, plan.model))
+        return _agree(lambda: _open_alone(directory, plan))
     except _RankError as error:
         raise UserError(error.reason) from error
 
 
-def _open_alone(directory: Path, model: ModelConfig) -> CheckpointIdentity:
-    found = open_newest(directory)
+def _open_alone(directory: Path, plan: Plan) -> CheckpointIdentity:
+    found, model = open_newest(directory), plan.model
     different = architecture_differences(found.model, model)
     if different:
         raise UserError(
             f"{found.path}: is a checkpoint of another model: {'; '.join(different)}; load one of "
             f"{model.name}, or plan for the model of the checkpoint"
         )
+    if found.adapters is not None:
+        others = adapter_differences(model, found.adapters, plan.adapters)
+        if others:
+            raise UserError(
+                f"{found.path}: is of other adapters: {'; '.join(others)}; plan with those of the "
+                "checkpoint, or load one without"
+            )
     return found
 
 

@@ -15,6 +15,7 @@ from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
 from megatron.vlm.checkpoint.identity import one_error
 from megatron.vlm.checkpoint.stored_blocks import blocks_of, load_blocks
+from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.sharded_weights import MainRange, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
 
@@ -46,8 +47,13 @@ class State(Protocol):
     def changing(self) -> Iterator[torch.Tensor]:
         """Described tensors that training changes; others were made for the save."""
 
-    def load_weights(self, path: Path) -> dict[str, Any]:
-        """Restore the weights; returns what else a checkpoint has in common for all ranks."""
+    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
+        """Restore the weights; returns what else a checkpoint has in common for all ranks.
+
+        Args:
+            adapters: whether the checkpoint has adapters, where the stage has any; else they keep
+                their first weights.
+        """
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
         """Restore the optimizer's state, of which the checkpoint has these settings."""
@@ -93,9 +99,10 @@ class _JoinedState:
         """Tensors of all that training changes."""
         return (tensor for one in self._states.values() for tensor in one.changing())
 
-    def load_weights(self, path: Path) -> dict[str, Any]:
+    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
         """Restore the weights of all."""
-        return [one.load_weights(path) for one in self._states.values()][-1]
+        loaded = [one.load_weights(path, adapters=adapters) for one in self._states.values()]
+        return loaded[-1]
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
         """Restore the state of all optimizers; each takes what is its own of the settings."""
@@ -125,14 +132,13 @@ class _WholeState:
         for one in self._optimizers:
             yield from _optimizer_tensors(one.optimizer)
 
-    def load_weights(self, path: Path) -> dict[str, Any]:
+    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
         """Restore all weights of the stage."""
+        entries = _stored(self._stage.sharded_state_dict(), adapters=adapters)
         with one_error(path):
-            loaded: dict[str, Any] = dist_checkpointing.load(
-                {"model": self._stage.sharded_state_dict()}, str(path)
-            )
+            loaded: dict[str, Any] = dist_checkpointing.load({"model": entries}, str(path))
         # Core puts the halves of gated layers together in tensors of their own, which go with this.
-        self._stage.load_state_dict(loaded.pop("model"))
+        self._stage.load_state_dict(loaded.pop("model"), strict=adapters)
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
@@ -162,6 +168,11 @@ class _WholeState:
                 for kind in _KINDS:
                     key = _STORED.format(kind, entry.key)
                     yield from blocks_of(entry, key, place.start, place.end, state[kind])
+
+
+def _stored(entries: dict[str, Any], *, adapters: bool) -> dict[str, Any]:
+    """The entries of a stage, without those of its adapters where a checkpoint has none."""
+    return {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
 
 
 def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
@@ -208,13 +219,14 @@ class _PartState:
         yield from (flat.own_Q for flat in self._weights.flats)
         yield from _optimizer_tensors(self._optimizer.inner)
 
-    def load_weights(self, path: Path) -> dict[str, Any]:
+    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
         """Restore this rank's parts of the weights."""
         with one_error(path):
             loaded: dict[str, Any] = dist_checkpointing.load(
                 {"model": self._whole_entries()}, str(path)
             )
-            load_blocks(self._weight_blocks(), path)
+            blocks = self._weight_blocks()
+            load_blocks((one for one in blocks if adapters or ADAPTERS not in one.key), path)
         self._stage.load_state_dict(loaded.pop("model", {}), strict=False)
         return loaded
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_differences
+from megatron.vlm.conversion.adapter_files import MergedWeights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.qwen_files import PROCESSOR_FILE
@@ -268,7 +269,8 @@ def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def write_export(export: Export, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write the folder `target`, a file's tensors in memory at a time.
+    """Write the folder `target`, a file's tensors in memory at a time; adapters are added to the
+    weights that they are beside.
 
     It gets its name when all in it is written.
 
@@ -285,7 +287,7 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
             shutil.copyfile(path, folder / path.name)
         for name, text in export.made.items():
             (folder / name).write_text(text, encoding="utf-8")
-        weights = StoredWeights(export.stored.path)
+        weights = MergedWeights(export.stored)
         for file in export.files:
             write_file(folder / file.name, _tensors(export, file, weights), file.metadata)
             on_written(file.bytes)
@@ -327,7 +329,7 @@ def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
     ]
 
 
-def _tensors(export: Export, file: _File, weights: StoredWeights) -> dict[str, torch.Tensor]:
+def _tensors(export: Export, file: _File, weights: MergedWeights) -> dict[str, torch.Tensor]:
     wanted = list(dict.fromkeys(piece.parameter for piece in file.pieces))
     split = {
         parameter: released(parameter, export.model, export.layout).arrangement.split(values)

@@ -40,6 +40,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig, model_toml
 from omnibal.model.units import LANGUAGE
 
@@ -68,6 +69,8 @@ class ImportSource(ABC):
     directory: Path
     """Folder of the released checkpoint."""
     model: ModelConfig
+    adapters: AdapterConfig | None = None
+    """Adapters beside its weights, if any."""
 
     @property
     def bytes(self) -> int:
@@ -210,7 +213,7 @@ def import_checkpoint(
         (folder / MODEL_FILE).write_text(model_toml(source.model), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(folder / TOKENIZER_FOLDER)
-        write_weights(folder, source.model, dtypes, order, read)
+        write_weights(folder, source.model, dtypes, order, read, source.adapters)
     lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
     experts = source.model.language.kinds[0].experts
     if experts is not None and not experts.auxiliary_loss:

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from megatron.vlm.checkpoint.files import begin_checkpoint, part_path, publish_checkpoint
 from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
 from megatron.vlm.conversion.tensor_map import Parameter
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
 
 WEIGHTS_STEP = 0
@@ -50,6 +51,7 @@ def write_weights(
     dtypes: Mapping[str, torch.dtype],
     parameters: Sequence[Parameter],
     read: Callable[[Parameter], torch.Tensor],
+    adapters: AdapterConfig | None = None,
 ) -> Path:
     """Write a checkpoint of weights alone, at step 0; returns its folder.
 
@@ -60,6 +62,7 @@ def write_weights(
         dtypes: by checkpoint key.
         parameters: of the whole model, in the order in which they are read and written.
         read: a parameter's values; called once for each, in order.
+        adapters: whose matrices are among the parameters, if any.
     """
     begin_checkpoint(directory, WEIGHTS_STEP)
     path = part_path(directory, WEIGHTS_STEP)
@@ -71,7 +74,7 @@ def write_weights(
     common = {
         "step": WEIGHTS_STEP,
         "training_state": {},
-        "omnibal": identity_state(model, steps_sha256=None, options=None),
+        "omnibal": identity_state(model, steps_sha256=None, options=None, adapters=adapters),
     }
     torch.save(common, path / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))

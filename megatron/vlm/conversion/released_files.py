@@ -49,12 +49,15 @@ class TensorInfo:
 class ReleasedFiles:
     """The tensors of one checkpoint folder; keeps no more than two files open.
 
+    Args:
+        single_file: name of the file that holds all of them where there is no index.
+
     Raises:
         UserError: there are no safetensors files, one is missing, truncated or broken, the index
             and the files disagree, or a tensor is not of 16 or 32 bit floating point.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, single_file: str = SINGLE_FILE) -> None:
         if not directory.is_dir():
             raise UserError(
                 f"{directory}: no such folder; pass that of a released checkpoint, which holds "
@@ -73,12 +76,12 @@ class ReleasedFiles:
             found = self._headers(files)
             _check_index(index, listed.weight_map, found)
         else:
-            if not (directory / SINGLE_FILE).is_file():
+            if not (directory / single_file).is_file():
                 raise UserError(
-                    f"{directory}: holds neither {INDEX_FILE} nor {SINGLE_FILE}; only safetensors "
+                    f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
                     "are read: save pickled weights anew with `save_pretrained`"
                 )
-            found = self._headers([SINGLE_FILE])
+            found = self._headers([single_file])
         self.tensors: Mapping[str, TensorInfo] = found
         """Header entries by tensor name."""
 

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.vlm.inputs.reader import SampleReader, UnreadableFile, check_count, shown_frames
+from megatron.vlm.inputs.reader import (
+    Prompt,
+    SampleReader,
+    UnreadableFile,
+    check_count,
+    shown_frames,
+)
 from omnibal.data.chat import EncodedSample
 from omnibal.data.native_resolution import Grid, Shown, repeated_tokens, segments_of
 from omnibal.data.sample import Sample
@@ -90,7 +96,7 @@ def read_native_images(
         shown = tuple(reader.shown(sample))
     except UnreadableFile as error:
         return _blank(planned, encoder, patches, str(error))
-    cells = sum(segments_of(grid, encoder).all_tokens for grid, _ in shown)
+    cells = shown_cells(shown, encoder)
     check_count(cells, planned, "image tokens", sample)
     values, unreadable = None, None
     try:
@@ -127,6 +133,41 @@ def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
     token_ids = np.full(tokens, reader.answer_end)
     token_ids[:cells] = reader.tokenizer.required(repeated_tokens(encoder)[0])
     return EncodedSample(token_ids=token_ids, loss_mask=np.zeros(tokens, bool))
+
+
+def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
+    """Tokens of images and videos; of a model that takes none, 0."""
+    if encoder is None:
+        return 0
+    return sum(segments_of(grid, encoder).all_tokens for grid, _ in shown)
+
+
+def asked_fields(
+    reader: SampleReader, asked: Sequence[tuple[Prompt, int]], patches: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """Fields of a micro-batch of questions about images and videos, and about positions.
+
+    Args:
+        asked: every prompt, and how many tokens of an answer follow it.
+        patches: values of the patches of every question's sample, which may show more than the
+            prompt does; empty where they are not needed.
+    """
+    model = reader.model
+    fields: dict[str, Any] = {}
+    if model.language.rope_sections is not None:
+        positions = [
+            reader.rope_positions(np.pad(prompt.token_ids, (0, more)), prompt.shown, more)
+            for prompt, more in asked
+        ]
+        fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
+    if model.images is None:
+        return fields
+    fields["image_tokens"] = sum(shown_cells(prompt.shown, model.images) for prompt, _ in asked)
+    fields["image_grids"] = tuple(grid for prompt, _ in asked for grid, _ in prompt.shown)
+    if patches:
+        own = [each[: prompt.patches] for each, (prompt, _) in zip(patches, asked, strict=True)]
+        fields["patches_YX"] = torch.cat(own)
+    return fields
 
 
 def image_fields(

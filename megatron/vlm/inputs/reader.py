@@ -55,6 +55,11 @@ class Prompt:
     """Images and videos at their native resolution that are shown so far, the first of the
     sample's."""
 
+    @property
+    def patches(self) -> int:
+        """Patches of what is shown so far."""
+        return sum(grid.patches for grid, _ in self.shown)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
@@ -73,6 +78,14 @@ class SampleReader:
     def answer_end(self) -> int:
         """The token that closes an answer."""
         return answer_end(self.model, self.tokenizer)
+
+    def shown_sample(self, sample: Sample) -> Sample:
+        """The sample as the model is shown it: a video as frames, where images become tiles.
+
+        Raises:
+            UserError: it shows what the model cannot take.
+        """
+        return sample if self.model.images is not None else sample.shown(self.model.tiling)
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
         """Tile counts of the images that the model is shown, from their headers."""
@@ -204,8 +217,7 @@ class SampleReader:
             UserError: it is longer, with its answer, than the model takes.
         """
         rule, shown = self.model.images, self.shown(sample)
-        if rule is None:
-            sample = sample.shown(self.model.tiling)
+        sample = self.shown_sample(sample)
         tiles = [] if rule is not None else self.tiles_per_image(sample)
         per_image = tiles if rule is None else tokens_of_places(shown, rule)
         clips = self.clips_per_recording(sample)

@@ -40,6 +40,30 @@ def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outpu
     return run_for_gradient
 
 
+def _is_trained(layer: torch.nn.Module) -> bool:
+    return torch.is_grad_enabled() and any(one.requires_grad for one in layer.parameters())
+
+
+def _wanting(hidden_SBH: torch.Tensor) -> torch.Tensor:
+    """The input of a layer that is recomputed, which core's checkpoint gives gradients only where
+    it wants one itself: not that of the first layer with adapters, where all before is frozen."""
+    if hidden_SBH.requires_grad:
+        return hidden_SBH
+    return _Wanting.apply(hidden_SBH, hidden_SBH.new_empty(0).requires_grad_())
+
+
+class _Wanting(torch.autograd.Function):
+    """A tensor as it is, whose gradient ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
     """What is done with the outputs of some layers, by number, besides handing them on."""
@@ -163,10 +187,9 @@ class PlannedBlock(TransformerBlock):
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()
         for index, layer in enumerate(self.layers):
-            # Core's checkpoint gives gradients only where its input wants one; before the first
-            # trained parameter there is nothing to keep anyway.
+            # Before the first trained parameter there is nothing to keep.
             number = layer.layer_number - 1
-            is_again = number in again and hidden_states.requires_grad
+            is_again = number in again and (hidden_states.requires_grad or _is_trained(layer))
             packed = packed_again if is_again else packed_seq_params
             projector = beside.projectors.get(number)
 
@@ -196,7 +219,9 @@ class PlannedBlock(TransformerBlock):
                 return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
 
             if is_again:
-                hidden_states, *features = self._checkpoint(_for_gradient(run), hidden_states)
+                hidden_states, *features = self._checkpoint(
+                    _for_gradient(run), _wanting(hidden_states)
+                )
             else:
                 hidden_states, *features = run(hidden_states)
             if features:

@@ -241,7 +241,8 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: tuple[int, ...]
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows_RI, weight_XOI)
+        # Only gradients of the weights need the rows.
+        ctx.save_for_backward(rows_RI if ctx.needs_input_grad[1] else None, weight_XOI)
         ctx.counts = counts
         return _products(rows_RI, weight_XOI.transpose(1, 2), counts)
 

@@ -53,7 +53,8 @@ def initialize_parameters(stage: VLMStage, seed: int) -> None:
     standard deviation 0.02. Each rank draws whole matrices and keeps its part.
 
     Matrices that end a residual branch are divided by sqrt(2 * layers), as in GPT-2. Vectors keep
-    what their modules gave them: ones for norms and zeros for biases.
+    what their modules gave them: ones for norms and zeros for biases. Of adapters, A is uniform
+    within 1 / sqrt(inputs) and B zeros, as PEFT has them.
     """
     for name, parameter in stage.named_parameters():
         _initialize(stage, seed, name, parameter)
@@ -89,6 +90,10 @@ def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: in
         return torch.zeros(*shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    if name.endswith(".lora_a"):
+        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+    if name.endswith(".lora_b"):
+        return torch.zeros(*shape)
     values = torch.randn(shape, generator=generator)
     return values * _standard_deviation(model, name, inputs=math.prod(shape[1:]))
 

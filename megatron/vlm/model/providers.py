@@ -20,6 +20,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
 from omnibal.base.errors import UserError
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import Precision, Provider
 
 _CURRENT_SCALING = "2.2.0"
@@ -73,6 +74,19 @@ def check_precision(precision: Precision, provider: Provider) -> None:
         raise UserError(
             f"precision fp8 needs Transformer Engine {_CURRENT_SCALING} or newer, and "
             f"{get_te_version()} is installed; install a newer one, or plan with --precision bf16"
+        )
+
+
+def check_adapters(adapters: AdapterConfig | None, provider: Provider) -> None:
+    """Refuse adapters beside linears that they were not tried with.
+
+    Raises:
+        UserError: the provider is Transformer Engine.
+    """
+    if adapters is not None and provider == "te":
+        raise UserError(
+            "--provider te was given for a plan with adapters, which stand beside this project's "
+            "linears alone: leave --provider out"
         )
 
 

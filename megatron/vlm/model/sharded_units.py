@@ -109,15 +109,16 @@ class _Units:
         self.units.append(unit)
 
     def _divided(self, parameters: Sequence[torch.nn.Parameter]) -> list[FlatWeights]:
-        """Divide the parameters of a unit by type and by the ranks that hold the same ones, and a
-        tied matrix by itself."""
-        alike: dict[tuple[bool, bool, torch.dtype], list[torch.nn.Parameter]] = {}
+        """Divide the parameters of a unit by type, by the ranks that hold the same ones and by
+        whether they are trained, and a tied matrix by itself."""
+        alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             # Core's marks of parameters that only some data-parallel ranks hold, and of a tied
             # matrix, which two stages then divide alike.
             marks = vars(parameter)
             is_tied = marks.get("shared_embedding", False)
-            key = marks.get("allreduce", True), is_tied, parameter.dtype
+            is_trained = parameter.requires_grad
+            key = marks.get("allreduce", True), is_tied, parameter.dtype, is_trained
             alike.setdefault(key, []).append(parameter)
         flats = [
             FlatWeights(own, self._groups[key[0]], self._first_values) for key, own in alike.items()

@@ -29,6 +29,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
+from megatron.vlm.model.adapters import Adapters
 from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
@@ -40,16 +41,24 @@ from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
-from megatron.vlm.model.providers import check_precision, layer_parts
+from megatron.vlm.model.providers import check_adapters, check_precision, layer_parts
 from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig, Provider, RopeSections
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import LANGUAGE, deepstack_of, projector_name, projector_unit
+from omnibal.model.units import (
+    LANGUAGE,
+    UnitKind,
+    deepstack_of,
+    projector_name,
+    projector_unit,
+    unit_kinds,
+)
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage, stages_from_cuts
 
@@ -342,11 +351,13 @@ class VLMStage(MegatronModule):
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
-        for name in self.encoders:
+        # Of encoders that may be elsewhere; deepstack features have their places in layers.
+        for name, places_M in places.items():
+            if name not in features:
+                continue
             features_KE = features[name]
             if name == "vision":
                 features_KE = self._features_of_own_tokens(batch, features_KE)
-            places_M = places[name]
             assert places_M is not None
             embedded_S1E = embedded_S1E.index_put(
                 (places_M, torch.zeros_like(places_M)), features_KE
@@ -475,9 +486,10 @@ def build_stage(
         context_groups: from `create_context_groups`; without, no packs are shared.
 
     Raises:
-        UserError: the provider does not multiply in the plan's precision.
+        UserError: the provider does not multiply in the plan's precision, or has no adapters.
     """
     check_precision(plan.precision, provider)
+    check_adapters(plan.adapters, provider)
     prefer_flash_attention_3()
     arguments = (plan.pipeline_model, plan.stages, plan.parallel, plan.precision)
     stage = VLMStage(
@@ -490,7 +502,7 @@ def build_stage(
     )
     at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
-    _freeze(stage, plan.frozen)
+    _freeze(stage, plan)
     return stage.to(current_device())
 
 
@@ -511,7 +523,7 @@ def build_encoders(
         drop_path_rate,
         groups=groups,
     )
-    _freeze(stage, plan.frozen)
+    _freeze(stage, plan)
     return stage.to(current_device())
 
 
@@ -525,7 +537,36 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
     return model.language.tied_head and stage.holds("language embed") != stage.holds("head")
 
 
-def _freeze(stage: VLMStage, parts: Collection[str]) -> None:
+def _freeze(stage: VLMStage, plan: Plan) -> None:
+    """Freeze the plan's frozen parts, and those with adapters but for these."""
+    adapted = () if plan.adapters is None else plan.adapters.parts
+    _freeze_parts(stage, (*plan.frozen, *adapted))
+    if plan.adapters is not None:
+        _add_adapters(stage, plan.adapters)
+
+
+def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
+    """Put adapters beside the linears of the stage's layers and projectors."""
+    model = stage.model_config
+    for kind in unit_kinds(model):
+        linears = adapted_linears(model, kind, adapters)
+        for owner in _modules_of(stage, kind) if linears else ():
+            groups = 1
+            if kind.is_layer:
+                groups = owner.self_attention.num_query_groups_per_partition
+            owner.adapters = Adapters(owner, owner.config, linears, adapters, groups)
+
+
+def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
+    """Modules of the units of a kind, of layers or a projector, that the stage holds."""
+    if kind.is_layer:
+        layers = stage.blocks[kind.tower].layers if kind.tower in stage.blocks else []
+        return [layer for layer in layers if kind.has_layer(layer.layer_number - 1)]
+    projector = stage.encoders[kind.tower].projector
+    return [] if projector is None else [projector]
+
+
+def _freeze_parts(stage: VLMStage, parts: Collection[str]) -> None:
     modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
         LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
@@ -558,7 +599,7 @@ def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
     deepstack = deepstack_of(model)
     names = [
         each
-        for tower in model.towers
+        for tower in (*model.encoders_elsewhere, *model.towers)
         for each in (tower, *(one.name for one in deepstack if one.tower == tower))
     ]
     return [name for name in names if name in held]
@@ -579,7 +620,9 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
 
     shapes: dict[str, tuple[int, ...]] = {}
     for number, each in enumerate(deepstack_of(model)):
-        is_made = any(each.layer in stage.layers(each.tower) for stage in before)
+        is_made = plan.beside is not None or any(
+            each.layer in stage.layers(each.tower) for stage in before
+        )
         if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):
             shapes[each.name] = (items_of_shape(shape, model.encoders[each.tower]), width)
     if are_done("language embed"):

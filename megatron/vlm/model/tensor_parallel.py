@@ -25,8 +25,9 @@ from omnibal.model.config import ModelConfig
 
 _VOCABULARY_NAME = re.compile(r"^(embedding\.word_embeddings|head)\.weight$")
 _HEADS_NAME = re.compile(
-    r"^([a-z0-9]+)\.layers\.\d+\.self_attention\."
-    r"(?:linear_(qkv)\.(?:weight|bias)|linear_proj\.weight|[qk]_layernorm\.weight)$"
+    r"^([a-z0-9]+)\.layers\.\d+\.(?:self_attention\."
+    r"(?:linear_(qkv)\.(?:weight|bias)|linear_proj\.weight|[qk]_layernorm\.weight)"
+    r"|adapters\.(?:(qkv)\.lora_b|[qkv]_proj\.lora_b|(?:out_)?proj\.lora_a))$"
 )
 
 
@@ -43,7 +44,7 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
     if match is None or match[1] not in model.encoders:
         return None
     tower = model.encoders[match[1]]
-    return tower.heads * tower.head_width * (3 if match[2] else 1)
+    return tower.heads * tower.head_width * (3 if match[2] or match[3] else 1)
 
 
 def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
@@ -57,9 +58,9 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
     for module in stage.modules():
         if isinstance(module, columns):
             for parameter in module.parameters(recurse=False):
-                _divide(parameter, dim=0)
+                divide(parameter, dim=0)
         elif isinstance(module, rows):
-            _divide(module.weight, dim=1)
+            divide(module.weight, dim=1)
     for module in stage.modules():
         if isinstance(module, MLP) and module.config.gated_linear_unit:
             # A rank holds its part of the gate, then its part of what is gated.
@@ -67,12 +68,12 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
                 parameter.partition_stride = 2
         if isinstance(module, StackedLinear):
             # Over expert-parallel ranks: every tensor-parallel rank's count in the norm.
-            _divide(module.weight, dim=0)
+            divide(module.weight, dim=0)
     for parameter in stage.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
-def _divide(parameter: Any, dim: int) -> None:
+def divide(parameter: Any, dim: int) -> None:
     """Give a parameter core's attributes; Transformer Engine's have some of them already."""
     parameter.tensor_model_parallel = True
     parameter.partition_dim, parameter.partition_stride = dim, 1

@@ -220,11 +220,13 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     """Train from the start or from --load to the end or to --train-iters."""
     arguments, evaluation = run.arguments, run.arguments.evaluation
     assert run.training_data is not None
-    options = asdict(trainer.options) | {
+    options: dict[str, Any] = asdict(trainer.options) | {
         "seed": arguments.seed,
         "augmented": list(run.training_data.augmented),
         "frozen": list(run.plan.frozen),
     }
+    if run.plan.adapters is not None:
+        options["adapters"] = run.plan.adapters.model_dump(mode="json")
     first_step, skipped_steps = _load(run, trainer, options)
     last_step = min(arguments.train_iters or run.packs.steps, run.packs.steps)
     if first_step >= last_step:
@@ -289,6 +291,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
         ranks=ranks,
         packs=run.packs,
         levels=plan.pack_levels,
+        lengths=run.lengths,
     )
 
 

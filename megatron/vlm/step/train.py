@@ -51,9 +51,10 @@ from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 from omnibal.job.plan import Plan
 from omnibal.job.runlog import ExpertBalance
+from omnibal.model.adapters import trained_kinds
 from omnibal.model.config import Provider
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import LANGUAGE, unit_kinds
+from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
@@ -399,7 +400,8 @@ def _build_encoders(
     trained = frozenset(
         kind.tower
         for kind in unit_kinds(plan.model)
-        if kind.tower != LANGUAGE and kind.part not in plan.frozen
+        if kind.tower != LANGUAGE
+        and kind.name in trained_kinds(plan.model, plan.frozen, plan.adapters)
     )
     held: DataParallel | None = None
     if is_sharded:
@@ -418,6 +420,11 @@ def _build_encoders(
         data_parallel=held,
         group=group,
         trained=trained,
+        made={
+            name: (name, *(each.name for each in deepstack_of(plan.model) if each.tower == name))
+            for name in plan.model.encoders
+        },
+        trained_features=plan.trained_towers(0),
         items_per_pass=plan.beside.items_per_pass,
     )
 

@@ -1,0 +1,409 @@
+"""Adapters in PEFT's format: read beside a released checkpoint, written, or added to the weights.
+
+    adapter_model.safetensors   a pair of every adapted module of the released model, by its name
+    adapter_config.json         rank, scale and which modules they are
+
+Modules are those of the released model as it is in memory, whose names for Transformers' InternVL
+begin with `model.`. Where a piece of this project is several modules there, as q, k and v of image
+tiles are in Transformers, each has a copy of A and its rows of B.
+
+Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, Field
+
+from megatron.vlm.checkpoint.identity import CheckpointIdentity
+from megatron.vlm.conversion.importing import FoundTokenizer, ImportSource, ReleasedCheckpoint
+from megatron.vlm.conversion.own_weights import StoredWeights
+from megatron.vlm.conversion.released_config import check_exportable
+from megatron.vlm.conversion.released_files import (
+    ReleasedFiles,
+    check_room,
+    check_tensors,
+    write_file,
+    writing,
+)
+from megatron.vlm.conversion.tensor_map import Layout, Parameter, QueryKeyValue, Shape, released
+from megatron.vlm.model.adapters import OutputRows
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic_directory, read_json_model
+from omnibal.model.adapters import AdapterConfig, Linear, Piece, adapted_linears
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PREFIX = "base_model.model."
+_IN_MEMORY = {
+    Layout.TRANSFORMERS: Layout.TRANSFORMERS_PREFIXED,
+    Layout.TRANSFORMERS_STACKED: Layout.TRANSFORMERS_PREFIXED,
+}
+"""Layouts whose files name tensors otherwise than the modules that they are loaded into."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdaptedPiece:
+    """A pair of matrices, and the linear that they are beside."""
+
+    base: Parameter
+    """Weight of the linear."""
+    linear: Linear
+    piece: Piece
+    groups: int
+    """Groups that the rows of q, k and v lie in."""
+    lora_a: Parameter
+    lora_b: Parameter
+
+
+def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[AdaptedPiece]:
+    """Yield every pair of matrices of a model's adapters, in the order of the forward pass."""
+    for kind in unit_kinds(model):
+        for linear in adapted_linears(model, kind, adapters):
+            for place in _places(model, kind):
+                for piece in linear.adapted:
+                    yield _adapted_piece(model, kind, linear, piece, adapters.rank, place)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    owner: str
+    """Name of the layers of a tower, or of a projector, in this project's checkpoints."""
+    layer: int | None = None
+    layers: int | None = None
+
+    def parameter(self, name: str, *shape: int) -> Parameter:
+        key = f"{self.owner}.{name}"
+        return Parameter(key=key, shape=shape, layer=self.layer, layers=self.layers)
+
+
+def _places(model: ModelConfig, kind: UnitKind) -> list[_Place]:
+    """Where the units of a kind are in a checkpoint."""
+    if not kind.is_layer:
+        return [_Place(owner="projector" if kind.tower == "vision" else f"{kind.tower}_projector")]
+    tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
+    owner, layers = f"{kind.tower}.layers", tower.layers
+    numbers = filter(kind.has_layer, range(layers))
+    return [_Place(owner=owner, layer=number, layers=layers) for number in numbers]
+
+
+def _adapted_piece(
+    model: ModelConfig, kind: UnitKind, linear: Linear, piece: Piece, rank: int, place: _Place
+) -> AdaptedPiece:
+    tower = model.encoders.get(kind.tower)
+    outputs = sum(each.outputs for each in linear.pieces)
+    name = f"adapters.{piece.name}"
+    return AdaptedPiece(
+        base=place.parameter(f"{linear.module}.weight", outputs, piece.inputs),
+        linear=linear,
+        piece=piece,
+        groups=model.language.kv_heads if tower is None else tower.heads,
+        lora_a=place.parameter(f"{name}.lora_a", rank, piece.inputs),
+        lora_b=place.parameter(f"{name}.lora_b", piece.outputs, rank),
+    )
+
+
+class MergedWeights:
+    """The parameters in a checkpoint's folder, with what its adapters add to them.
+
+    Raises:
+        UserError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, stored: CheckpointIdentity) -> None:
+        self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
+        self._beside: dict[tuple[str, int | None], list[AdaptedPiece]] = {}
+        for one in adapted_pieces(stored.model, stored.adapters) if stored.adapters else ():
+            self._beside.setdefault((one.base.key, one.base.layer), []).append(one)
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type in which the parameter is stored."""
+        return self._weights.dtype(parameter)
+
+    def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+        """Read the values of the parameters, in their order.
+
+        Raises:
+            UserError: a file is missing or broken.
+        """
+        return list(map(self._merged, parameters, self._weights.read(parameters)))
+
+    def _merged(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
+        beside = self._beside.get((parameter.key, parameter.layer))
+        if beside is None or self._adapters is None:
+            return values
+        matrices = self._weights.read([each for one in beside for each in (one.lora_a, one.lora_b)])
+        rows = OutputRows.of(beside[0].linear, len(values), beside[0].groups)
+        joined_OR = rows.joined([matrix.float() for matrix in matrices[1::2]])
+        below_RI = torch.cat([matrix.float() for matrix in matrices[::2]])
+        return (values.float() + self._adapters.scale * joined_OR @ below_RI).to(values.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Modules:
+    """The modules of a released model that one pair is made of."""
+
+    piece: AdaptedPiece
+    names: tuple[str, ...]
+    split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+    """B's rows of each module."""
+    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+    def tensors(self) -> Iterator[tuple[str, str]]:
+        """Names of A and of B of every module."""
+        for name in self.names:
+            yield f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"
+
+
+def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Modules:
+    """Find the released modules of a pair.
+
+    Raises:
+        UserError: one of them is of several pieces, of which each has an A of its own.
+    """
+    made_of = released(piece.base, model, _IN_MEMORY.get(layout, layout))
+    names = tuple(name.removesuffix(".weight") for name in made_of.names)
+    pieces = piece.linear.pieces
+    # Of q, k and v of tiles as one piece, rows are arranged otherwise, or in several modules.
+    if len(pieces) == 1 and isinstance(made_of.arrangement, QueryKeyValue):
+        return _Modules(
+            piece=piece,
+            names=names,
+            split=made_of.arrangement.split,
+            join=lambda parts: made_of.arrangement.join(parts, piece.lora_b.shape),
+        )
+    if len(names) != len(pieces):
+        raise UserError(
+            f"layout {layout} has {names[0]} in one module, and adapters of "
+            f"{', '.join(each.name for each in pieces)} are apart: choose another layout"
+        )
+    own = names[[each.name for each in pieces].index(piece.piece.name)]
+    return _Modules(
+        piece=piece, names=(own,), split=lambda rows: (rows,), join=lambda parts: parts[0]
+    )
+
+
+def check_adapters(stored: CheckpointIdentity, layout: Layout) -> AdapterConfig:
+    """Find the adapters of a checkpoint, which a layout has modules for.
+
+    Raises:
+        UserError: it has none, or the layout cannot hold the model.
+    """
+    if stored.adapters is None:
+        raise UserError(
+            f"{stored.path}: has no adapters, which --adapter was given for; leave it out to "
+            "export the whole model"
+        )
+    check_exportable(stored.model, layout)
+    return stored.adapters
+
+
+def export_adapter(
+    stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
+) -> int:
+    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them.
+
+    Args:
+        base: where the model is that they are beside, as PEFT notes it.
+
+    Raises:
+        UserError: as `check_adapters`; or the folder cannot be written.
+    """
+    adapters, weights = check_adapters(stored, layout), StoredWeights(stored.path)
+    tensors: dict[str, torch.Tensor] = {}
+    names: list[str] = []
+    for piece in adapted_pieces(stored.model, adapters):
+        own = _modules(piece, stored.model, layout)
+        lora_a, lora_b = weights.read([piece.lora_a, piece.lora_b])
+        for (name_a, name_b), rows in zip(own.tensors(), own.split(lora_b), strict=True):
+            tensors |= {name_a: lora_a, name_b: rows}
+        names += own.names
+    check_room(target, sum(tensor.nbytes for tensor in tensors.values()))
+    with atomic_directory(target) as folder, writing(target):
+        write_file(folder / WEIGHTS_FILE, tensors, {"format": "pt"})
+        (folder / CONFIG_FILE).write_text(_peft_config(adapters, names, base), encoding="utf-8")
+    return len(names)
+
+
+def trained_whole(stored: CheckpointIdentity) -> list[str]:
+    """Parts of a run's model that were trained whole, beside others that have adapters."""
+    if stored.adapters is None or stored.options is None:
+        return []
+    known = {*stored.adapters.parts, *stored.options.get("frozen", ())}
+    return [part for part in model_parts(stored.model) if part not in known]
+
+
+def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None) -> str:
+    # Layers are numbers; all of a tower have the same adapters.
+    patterns = sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in names})
+    config = {
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_alpha": adapters.alpha,
+        "lora_dropout": 0.0,
+        "peft_type": "LORA",
+        "r": adapters.rank,
+        "target_modules": "|".join(patterns),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": adapters.rank_stabilized,
+    }
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
+
+
+class _PeftConfig(BaseModel, extra="ignore"):
+    """What of an adapter_config.json decides what adapters compute."""
+
+    peft_type: str
+    r: int
+    lora_alpha: float
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    fan_in_fan_out: bool = False
+    bias: str = "none"
+    rank_pattern: dict[str, Any] = Field(default_factory=dict)
+    alpha_pattern: dict[str, Any] = Field(default_factory=dict)
+    modules_to_save: list[str] | None = None
+    target_parameters: list[str] | None = None
+
+    def obstacles(self) -> list[str]:
+        """Settings that this project's adapters do not have."""
+        has = {
+            f"peft_type {self.peft_type}": self.peft_type != "LORA",
+            "use_dora": self.use_dora,
+            "lora_bias": self.lora_bias,
+            "fan_in_fan_out": self.fan_in_fan_out,
+            f"bias {self.bias}": self.bias != "none",
+            "rank_pattern": bool(self.rank_pattern),
+            "alpha_pattern": bool(self.alpha_pattern),
+            "modules_to_save": bool(self.modules_to_save),
+            "target_parameters": bool(self.target_parameters),
+        }
+        return [name for name, is_there in has.items() if is_there]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWithAdapter(ImportSource):
+    """A released checkpoint with adapters beside its weights."""
+
+    directory: Path
+    released: ReleasedCheckpoint
+    model: ModelConfig
+    files: ReleasedFiles
+    adapters: AdapterConfig
+    modules: Mapping[str, tuple[_Modules, bool]]
+    """Modules of every parameter of adapters, by its name, and whether it is an A."""
+
+    def dtype(self, parameter: Parameter) -> torch.dtype:
+        """Type in which the parameter is written: adapters' is that of the weight beside them."""
+        if parameter.name not in self.modules:
+            return self.released.dtype(parameter)
+        return self.released.dtype(self.modules[parameter.name][0].piece.base)
+
+    def read(self, parameter: Parameter) -> torch.Tensor:
+        if parameter.name not in self.modules:
+            return self.released.read(parameter)
+        own, is_a = self.modules[parameter.name]
+        values = [self.files.read(a if is_a else b) for a, b in own.tensors()]
+        if is_a and any(not torch.equal(values[0], other) for other in values[1:]):
+            raise UserError(
+                f"{', '.join(own.names)} have an A each in {WEIGHTS_FILE}, and are one linear with "
+                "one A here: such adapters cannot be imported; merge them with PEFT first"
+            )
+        whole = values[0] if is_a else own.join(values)
+        return whole.to(self.dtype(parameter))
+
+    def file_order(self) -> list[Parameter]:
+        pairs = [own.piece for own, is_a in self.modules.values() if is_a]
+        beside = [each for one in pairs for each in (one.lora_a, one.lora_b)]
+        return [*self.released.file_order(), *beside]
+
+    def found_tokenizer(self) -> FoundTokenizer | None:
+        return self.released.found_tokenizer()
+
+
+def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapter:
+    """Open adapters in PEFT's format as ones beside a released checkpoint.
+
+    Raises:
+        UserError: a file is missing or broken, a setting is none of this project's adapters, or
+            they are beside modules that have none here.
+    """
+    given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
+    obstacles = given.obstacles()
+    if obstacles:
+        raise UserError(
+            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, which adapters do not have "
+            "here; merge it into the model with PEFT, and import that"
+        )
+    files = ReleasedFiles(folder, WEIGHTS_FILE)
+    everywhere = AdapterConfig(
+        rank=given.r,
+        alpha=given.lora_alpha,
+        rank_stabilized=given.use_rslora,
+        parts=tuple({kind.part: None for kind in unit_kinds(source.model)}),
+    )
+    found = [
+        own
+        for piece in adapted_pieces(source.model, everywhere)
+        for own in [_modules(piece, source.model, source.layout)]
+        if any(name in files.tensors for pair in own.tensors() for name in pair)
+    ]
+    adapters = _described(source.model, everywhere, found, folder)
+    pieces = adapted_pieces(source.model, adapters)
+    kept = [_modules(piece, source.model, source.layout) for piece in pieces]
+    _check_files(files, folder, kept)
+    return CheckpointWithAdapter(
+        directory=source.directory,
+        released=source,
+        model=source.model,
+        files=files,
+        adapters=adapters,
+        modules={
+            parameter.name: (own, is_a)
+            for own in kept
+            for parameter, is_a in ((own.piece.lora_a, True), (own.piece.lora_b, False))
+        },
+    )
+
+
+def _described(
+    model: ModelConfig, everywhere: AdapterConfig, found: Sequence[_Modules], folder: Path
+) -> AdapterConfig:
+    """Describe adapters by the modules that have them."""
+    if not found:
+        raise UserError(
+            f"{folder / WEIGHTS_FILE}: no tensor is of a linear of {model.name}; give adapters of "
+            "that model"
+        )
+    names = {own.piece.piece.name for own in found}
+    owners = {own.piece.base.key.partition(".")[0] for own in found}
+    parts = tuple(
+        kind.part
+        for kind in unit_kinds(model)
+        if (kind.is_layer or kind.is_projector)
+        and ("projector" if kind.is_projector else kind.tower) in owners
+    )
+    return everywhere.model_copy(
+        update={"targets": tuple(sorted(names)), "parts": tuple(dict.fromkeys(parts))}
+    )
+
+
+def _check_files(files: ReleasedFiles, folder: Path, modules: Sequence[_Modules]) -> None:
+    shapes: dict[str, tuple[str, Shape]] = {}
+    for own in modules:
+        piece = own.piece
+        for name_a, name_b in own.tensors():
+            rows = piece.lora_b.shape[0] // len(own.names)
+            shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
+            shapes[name_b] = (piece.lora_b.key, (rows, piece.lora_b.shape[1]))
+    check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")

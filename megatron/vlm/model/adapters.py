@@ -1,0 +1,281 @@
+"""Adapters of a stage: pairs of thin matrices beside the linears of layers and projectors (LoRA).
+
+Beside y = x W stands scale * (x A) B. A linear here is one or more of released checkpoints, as that
+of q, k and v is; each of these pieces has an A and a B of its own, which are run as one: the A's
+one below the other, the B's in the rows of the linear's output that are theirs.
+
+Over tensor-parallel ranks, A is whole and B divided where the linear's outputs are, and the other
+way round where its inputs are. What is between them is exchanged, as it is thin: with sequence
+parallelism gathered or scattered, so that the whole ones of every rank see its part of the sequence
+and their gradients are summed over ranks.
+
+Shapes: S sequence, B batch, I inputs and O outputs of a linear on this rank, P outputs of one of
+its pieces, r the rank of an adapter, R that of all adapters of the linear together.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    set_defaults_if_not_set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megatron.vlm.model.tensor_parallel import divide
+from omnibal.model.adapters import AdapterConfig, Linear
+
+ADAPTERS = ".adapters."
+"""Part of the names of all parameters of adapters, and of no others."""
+_Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class Adapter(torch.nn.Module):
+    """The pair of one piece: A [r, I] and B [P, r], with PEFT's rows and columns.
+
+    Args:
+        divides_inputs: whether tensor-parallel ranks divide A's inputs, and not B's outputs.
+        sequence_parallel: whether each rank sees a part of the sequence where the matrix is whole,
+            so that core sums its gradients over ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        inputs: int,
+        outputs: int,
+        dtype: torch.dtype,
+        *,
+        divides_inputs: bool,
+        sequence_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self.lora_a = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
+        self.lora_b = torch.nn.Parameter(torch.zeros(outputs, rank, dtype=dtype))
+        whole: Any = self.lora_b if divides_inputs else self.lora_a
+        whole.sequence_parallel = sequence_parallel
+        set_defaults_if_not_set_tensor_model_parallel_attributes(whole)
+        self._divided = {"lora_a": 1} if divides_inputs else {"lora_b": 0}
+        for name, axis in self._divided.items():
+            divide(self.get_parameter(name), axis)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """State for a checkpoint (core's name)."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            self._divided,
+            sharded_offsets,
+            tp_group=metadata["tp_group"],
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class Adapters(MegatronModule):
+    """The adapters of a layer or of a projector, by the names of their pieces.
+
+    They are run in the forward of the linears that they are beside, whose parameters keep their
+    names: a checkpoint has the same weights with adapters and without.
+
+    Args:
+        owner: the layer or projector.
+        linears: those of its linears that have adapters.
+        groups: in which the rows of q, k and v lie on this rank.
+    """
+
+    def __init__(
+        self,
+        owner: torch.nn.Module,
+        config: TransformerConfig,
+        linears: Sequence[Linear],
+        adapters: AdapterConfig,
+        groups: int,
+    ) -> None:
+        super().__init__(config)
+        self.scale = adapters.scale
+        for linear in linears:
+            base: Any = owner.get_submodule(linear.module)
+            self.tp_group = base.tp_group
+            rows = OutputRows.of(linear, len(base.weight), groups)
+            for piece, outputs in zip(linear.adapted, rows.adapted_outputs, strict=True):
+                adapter = Adapter(
+                    adapters.rank,
+                    base.weight.shape[1],
+                    outputs,
+                    base.weight.dtype,
+                    divides_inputs=linear.divides_inputs,
+                    sequence_parallel=base.sequence_parallel,
+                )
+                self.add_module(piece.name, adapter)
+            base.forward = partial(self._run, base, base.forward, linear, rows)
+
+    def _run(
+        self,
+        base: Any,
+        forward: _Forward,
+        linear: Linear,
+        rows: "OutputRows",
+        hidden_SBI: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias to be added."""
+        own = [self.get_submodule(piece.name) for piece in linear.adapted]
+        hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(one.lora_a for one in own))
+        output_SBO, bias_O = forward(hidden_SBI)
+        low_SBR = _exchanged(low_SBR, base, divides_inputs=linear.divides_inputs)
+        matrices = (one.lora_b for one in own)
+        return _Up.apply(output_SBO, low_SBR, rows, self.scale, *matrices), bias_O
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OutputRows:
+    """Where the outputs of every piece are among those of a linear on this rank.
+
+    They lie in groups, equally many of a piece in each: of q, k and v in core's groups of heads.
+    """
+
+    groups: int
+    widths: tuple[int, ...]
+    """Outputs of every piece in a group."""
+    adapted: tuple[bool, ...]
+    """Whether each piece has an adapter."""
+
+    @classmethod
+    def of(cls, linear: Linear, outputs: int, groups_of_heads: int) -> "OutputRows":
+        """Find them.
+
+        Args:
+            outputs: of the linear on this rank; heads of encoders may be padded, alike in all
+                pieces.
+            groups_of_heads: on this rank.
+        """
+        groups = groups_of_heads if len(linear.pieces) > 2 else 1
+        whole = sum(piece.outputs for piece in linear.pieces)
+        widths = tuple(outputs * piece.outputs // whole // groups for piece in linear.pieces)
+        return cls(
+            groups=groups,
+            widths=widths,
+            adapted=tuple(piece.is_adapted for piece in linear.pieces),
+        )
+
+    @property
+    def adapted_outputs(self) -> list[int]:
+        """Outputs of every piece that has an adapter."""
+        pairs = zip(self.widths, self.adapted, strict=True)
+        return [self.groups * width for width, is_adapted in pairs if is_adapted]
+
+    def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All B's as one, [O, R], zeros where a row is not of the piece of a column."""
+        if len(self.widths) == 1:
+            return matrices[0]
+        rank = matrices[0].shape[1]
+        size = (self.groups, sum(self.widths), rank * len(matrices))
+        joined_GWR = matrices[0].new_zeros(size)
+        for own, matrix in zip(self._blocks(joined_GWR, rank), matrices, strict=True):
+            own.copy_(matrix.view(own.shape))
+        return joined_GWR.flatten(0, 1)
+
+    def split(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
+        """The B's of a joined one, each [P, r]; the inverse of `joined`."""
+        if len(self.widths) == 1:
+            return (joined_OR,)
+        blocks = self._blocks(joined_OR.unflatten(0, (self.groups, -1)), rank)
+        return tuple(block.flatten(0, 1) for block in blocks)
+
+    def _blocks(self, joined_GWR: torch.Tensor, rank: int) -> Iterator[torch.Tensor]:
+        first = column = 0
+        for width, is_adapted in zip(self.widths, self.adapted, strict=True):
+            if is_adapted:
+                yield joined_GWR[:, first : first + width, column : column + rank]
+                column += rank
+            first += width
+
+
+def _exchanged(low_SBR: torch.Tensor, base: Any, *, divides_inputs: bool) -> torch.Tensor:
+    """What is between A and B, as B's rank takes it from all tensor-parallel ranks."""
+    if base.tp_group.size() == 1:
+        return low_SBR
+    if divides_inputs:
+        if base.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low_SBR, group=base.tp_group)
+        return reduce_from_tensor_model_parallel_region(low_SBR, group=base.tp_group)
+    if base.sequence_parallel:
+        return gather_from_sequence_parallel_region(low_SBR, group=base.tp_group)
+    return copy_to_tensor_model_parallel_region(low_SBR, group=base.tp_group)
+
+
+class _Down(torch.autograd.Function):
+    """A linear's input, and its product with all A's: [S, B, I] and [S, B, R].
+
+    Backward adds the product's gradient to the linear's own, where that is. The input is kept, and
+    no joined matrix.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_SBI: torch.Tensor, *matrices: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden_SBI, *matrices)
+        low_SBR = hidden_SBI @ _below(matrices).t()
+        same = hidden_SBI.view_as(hidden_SBI)
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(same)
+        return same, low_SBR
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        hidden_SBI, *matrices = ctx.saved_tensors
+        gradient_SBI, gradient_SBR = gradients
+        low = gradient_SBR.reshape(-1, gradient_SBR.shape[-1])
+        of_hidden = None
+        if ctx.needs_input_grad[0]:
+            # It is the linear's alone, which has just made it.
+            gradient_SBI.view(-1, gradient_SBI.shape[-1]).addmm_(low, _below(matrices))
+            of_hidden = gradient_SBI
+        of_matrices = low.t() @ hidden_SBI.reshape(-1, hidden_SBI.shape[-1])
+        return of_hidden, *of_matrices.chunk(len(matrices))
+
+
+def _below(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
+
+
+class _Up(torch.autograd.Function):
+    """A linear's output with that of its adapters added, [S, B, O]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output_SBO: torch.Tensor,
+        low_SBR: torch.Tensor,
+        rows: OutputRows,
+        scale: float,
+        *matrices: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(low_SBR, *matrices)
+        ctx.rows, ctx.scale = rows, scale
+        added = torch.addmm(
+            output_SBO.reshape(-1, output_SBO.shape[-1]),
+            low_SBR.reshape(-1, low_SBR.shape[-1]),
+            rows.joined(matrices).t(),
+            alpha=scale,
+        )
+        return added.view(output_SBO.shape)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        low_SBR, *matrices = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_low = (gradient @ ctx.rows.joined(matrices)) * ctx.scale
+        joined = gradient.t() @ (low_SBR.reshape(-1, low_SBR.shape[-1]) * ctx.scale)
+        of_matrices = ctx.rows.split(joined, matrices[0].shape[1])
+        return gradients[0], of_low.view(low_SBR.shape), None, None, *of_matrices

@@ -1,0 +1,398 @@
+"""Adapters: pairs of thin matrices, trained beside frozen ones, and what they may be beside.
+
+Beside y = x W stands (alpha / rank) x A B, with A of `rank` columns (Hu et al. 2021, LoRA, arXiv
+2106.09685, section 4.1). A linear of this project may be several in released checkpoints, as q, k
+and v are: each of these pieces has a pair of its own, or none.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import Count, Frozen
+from omnibal.model.config import LanguageConfig, ModelConfig
+from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
+from omnibal.model.layers import LayerKind
+from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
+
+ALL_LINEAR = "all-linear"
+"""Target that is every linear of the adapted parts' layers and projectors, as PEFT has it."""
+_PLAIN = re.compile(r"[\w.-]+")
+"""A name of a module, or the end of one; what has other characters is a regular expression."""
+
+
+class AdapterConfig(Frozen):
+    """Adapters of a job: their rank, their scale and the linears that have them."""
+
+    rank: Annotated[Count, Field(le=2**16)]
+    alpha: Annotated[float, Field(gt=0, le=1e9)]
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
+    """As PEFT's `target_modules`: names of modules or their ends, such as `q_proj`; or alone
+    `all-linear`, or a regular expression that whole names match."""
+    parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
+    """Parts of the model that are frozen but for adapters."""
+    rank_stabilized: Annotated[bool, Field(exclude_if=lambda is_so: not is_so)] = False
+    """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA, arXiv 2312.03732)."""
+    experts: Annotated[bool, Field(exclude_if=lambda has: not has)] = False
+    """Whether `all-linear` is of experts' matrices too, as in other trainers; this project's has
+    none beside them."""
+
+    @model_validator(mode="after")
+    def _patterns_are_alone(self) -> Self:
+        patterns = [target for target in self.targets if not _PLAIN.fullmatch(target)]
+        if (patterns or self.is_of_all) and len(self.targets) > 1:
+            raise ValueError(
+                f"targets are {', '.join(self.targets)}; a regular expression, or {ALL_LINEAR}, "
+                "must be the only one: join what is wanted with |"
+            )
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(
+                    f"target {pattern!r} is no regular expression ({error}): correct it"
+                ) from None
+        return self
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether every linear is a target."""
+        return ALL_LINEAR in self.targets
+
+    @property
+    def scale(self) -> float:
+        """Factor of what an adapter adds."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+    def takes(self, path: str) -> bool:
+        """Whether a module of a released checkpoint is a target."""
+        if self.is_of_all:
+            return True
+        if all(map(_PLAIN.fullmatch, self.targets)):
+            return any(path == name or path.endswith(f".{name}") for name in self.targets)
+        return re.fullmatch(self.targets[0], path) is not None
+
+
+def adapters_of(
+    *,
+    rank: int,
+    alpha: float | None = None,
+    targets: str = ALL_LINEAR,
+    parts: tuple[str, ...] = (LANGUAGE,),
+    rank_stabilized: bool = False,
+) -> AdapterConfig:
+    """Describe adapters as a command line does.
+
+    Args:
+        alpha: None for twice the rank.
+        targets: names between commas, `all-linear`, or one regular expression.
+
+    Raises:
+        UserError: a value is out of its range, or targets do not go together.
+    """
+    names = tuple(filter(None, (name.strip() for name in targets.split(","))))
+    is_pattern = not names or not all(map(_PLAIN.fullmatch, names))
+    try:
+        return AdapterConfig(
+            rank=rank,
+            alpha=2 * rank if alpha is None else alpha,
+            targets=(targets,) if is_pattern else names,
+            parts=parts,
+            rank_stabilized=rank_stabilized,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "adapters"
+        raise UserError(
+            f"{place} of adapters: {first['msg']}, and {first['input']!r} was given; correct it"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A linear as released checkpoints have it."""
+
+    name: str
+    """Last part of its name, such as `q_proj`."""
+    inputs: int
+    outputs: int
+    paths: tuple[str, ...]
+    """Its names in released layouts, with `*` for the number of the layer."""
+    is_adapted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Linear:
+    """A linear of this project, which is one or more of released checkpoints."""
+
+    module: str
+    """Name within its layer or projector, such as `self_attention.linear_qkv`."""
+    pieces: tuple[Piece, ...]
+    divides_inputs: bool
+    """Whether tensor-parallel ranks divide its inputs, and not its outputs."""
+
+    @property
+    def adapted(self) -> tuple[Piece, ...]:
+        """The pieces that have adapters."""
+        return tuple(piece for piece in self.pieces if piece.is_adapted)
+
+
+def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
+    """List the linears of a unit that may have adapters.
+
+    Those of latent and linear attention, and experts', have no names here: they are adapted where
+    all linears are.
+    """
+    if kind.layer is not None:
+        return _language_layer(model.language, kind.layer)
+    if kind.tower == LANGUAGE:
+        return ()
+    tower = model.encoders[kind.tower]
+    if kind.is_layer:
+        return _encoder_layer(tower)
+    return _projector(model, tower) if kind.is_projector else ()
+
+
+def adapted_linears(
+    model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None
+) -> tuple[Linear, ...]:
+    """The linears of a unit of which any piece has adapters."""
+    if adapters is None or kind.part not in adapters.parts:
+        return ()
+    marked = (
+        replace(
+            one, pieces=tuple(replace(p, is_adapted=_is_taken(adapters, p)) for p in one.pieces)
+        )
+        for one in linears(model, kind)
+    )
+    return tuple(one for one in marked if one.adapted)
+
+
+def has_adapters(model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None) -> bool:
+    """Whether a unit has adapters."""
+    if adapters is None or kind.part not in adapters.parts:
+        return False
+    # Kinds of attention without names are adapted together with all else.
+    return (adapters.is_of_all and kind.is_layer) or bool(adapted_linears(model, kind, adapters))
+
+
+def trained_kinds(
+    model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
+) -> frozenset[str]:
+    """Names of the kinds of unit of which anything is trained, all of it or adapters."""
+    adapted = () if adapters is None else adapters.parts
+    return frozenset(
+        kind.name
+        for kind in unit_kinds(model)
+        if kind.part not in (*frozen, *adapted) or has_adapters(model, kind, adapters)
+    )
+
+
+def adapter_mistake(
+    model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
+) -> str | None:
+    """Error message for adapters that a model cannot have; None if it can."""
+    if adapters is None:
+        return None
+    parts = model_parts(model)
+    unknown = [part for part in adapters.parts if part not in parts]
+    if unknown or len(set(adapters.parts)) < len(adapters.parts):
+        return (
+            f"adapters are of {', '.join(adapters.parts)}, and the parts of {model.name} are "
+            f"{', '.join(parts)}: name some of these, each once"
+        )
+    both = [part for part in adapters.parts if part in frozen]
+    if both:
+        return (
+            f"{', '.join(both)} is frozen and has adapters, which freeze it but for themselves: "
+            "leave it out of what is frozen"
+        )
+    return _target_mistake(model, adapters)
+
+
+def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
+    """Error message for targets that match nothing, or some layers of a tower alone."""
+    kinds = [kind for kind in unit_kinds(model) if kind.part in adapters.parts]
+    named = {piece.name: piece for kind in kinds for piece in _pieces(model, kind)}
+    can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"
+    for part in adapters.parts:
+        if not any(has_adapters(model, kind, adapters) for kind in kinds if kind.part == part):
+            return (
+                f"adapters' targets {', '.join(adapters.targets)} match no linear of {part}: {can}"
+            )
+    for target in adapters.targets:
+        one = adapters.model_copy(update={"targets": (target,)})
+        if not any(has_adapters(model, kind, one) for kind in kinds):
+            return f"adapters' target {target} matches nothing: {can}"
+    for kind in kinds:
+        for piece in _pieces(model, kind):
+            if 0 < sum(_taken_layers(adapters, piece, model, kind)) < _layers(model, kind):
+                return (
+                    f"adapters' target {adapters.targets[0]} takes {piece.name} of some layers and "
+                    "not of others; all layers of a tower have the same adapters: leave the number "
+                    "open"
+                )
+    return None
+
+
+def _pieces(model: ModelConfig, kind: UnitKind) -> Iterator[Piece]:
+    return (piece for one in linears(model, kind) for piece in one.pieces)
+
+
+def _is_taken(adapters: AdapterConfig, piece: Piece) -> bool:
+    """Whether a piece is a target, by the first layer's names."""
+    return any(adapters.takes(path.replace("*", "0")) for path in piece.paths)
+
+
+def _taken_layers(
+    adapters: AdapterConfig, piece: Piece, model: ModelConfig, kind: UnitKind
+) -> Iterator[bool]:
+    for number in _numbers(model, kind):
+        yield any(adapters.takes(path.replace("*", str(number))) for path in piece.paths)
+
+
+def _layers(model: ModelConfig, kind: UnitKind) -> int:
+    return len(_numbers(model, kind))
+
+
+def _numbers(model: ModelConfig, kind: UnitKind) -> list[int]:
+    """Numbers of the layers of a kind; one for a unit that is no layer."""
+    if not kind.is_layer:
+        return [0]
+    tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
+    return [number for number in range(tower.layers) if kind.has_layer(number)]
+
+
+_Sizes = tuple[int, int]
+"""Inputs and outputs of a piece."""
+
+
+def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, ...]:
+    return (
+        *(_language_attention(language) if not (kind.latent or kind.linear) else ()),
+        *(_language_feed_forward(language) if kind.experts is None else ()),
+    )
+
+
+def _language_attention(language: LanguageConfig) -> tuple[Linear, Linear]:
+    wide = language.hidden_size
+    query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
+    sizes = {
+        "q_proj": (wide, query + (query if language.output_gate else 0)),
+        "k_proj": (wide, key),
+        "v_proj": (wide, key),
+    }
+    (out,) = _of_language("self_attn", {"o_proj": (query, wide)})
+    qkv = _of_language("self_attn", sizes)
+    return _column("self_attention.linear_qkv", *qkv), _row("self_attention.linear_proj", out)
+
+
+def _language_feed_forward(language: LanguageConfig) -> tuple[Linear, Linear]:
+    wide, inner = language.hidden_size, language.ffn_hidden_size
+    into = _of_language("mlp", {"gate_proj": (wide, inner), "up_proj": (wide, inner)})
+    (back,) = _of_language("mlp", {"down_proj": (inner, wide)})
+    return _column("mlp.linear_fc1", *into), _row("mlp.linear_fc2", back)
+
+
+def _of_language(block: str, sizes: Mapping[str, _Sizes]) -> list[Piece]:
+    prefixes = ("language_model.model", "model.language_model", "model")
+    return [
+        _piece(name, each, *(f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes))
+        for name, each in sizes.items()
+    ]
+
+
+def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
+    match tower:
+        case ClipsEncoder():
+            qkv, out, into, back = _whisper_pieces(tower)
+        case ImagesEncoder():
+            qkv, out, into, back = _images_pieces(tower)
+        case _:
+            qkv, out, into, back = _tiles_pieces(tower)
+    return (
+        _column("self_attention.linear_qkv", *qkv),
+        _row("self_attention.linear_proj", out),
+        _column("mlp.linear_fc1", *into),
+        _row("mlp.linear_fc2", back),
+    )
+
+
+_LayerPieces = tuple[Sequence[Piece], Piece, Sequence[Piece], Piece]
+"""Pieces of a layer: q, k and v, attention's output, into the activation, out of it."""
+
+
+def _tiles_pieces(tower: TilesEncoder) -> _LayerPieces:
+    wide, inner = tower.hidden_size, tower.ffn_hidden_size
+    own, other = "vision_model.encoder.layers.*", "model.vision_tower.encoder.layer.*"
+    projection = f"{other}.attention.projection_layer"
+    return (
+        [_piece("qkv", (wide, 3 * wide), f"{own}.attn.qkv")],
+        _piece("proj", (wide, wide), f"{own}.attn.proj", projection),
+        [_piece("fc1", (wide, inner), f"{own}.mlp.fc1", f"{other}.mlp.fc1")],
+        _piece("fc2", (inner, wide), f"{own}.mlp.fc2", f"{other}.mlp.fc2"),
+    )
+
+
+def _images_pieces(tower: ImagesEncoder) -> _LayerPieces:
+    wide, inner = tower.hidden_size, tower.ffn_hidden_size
+    heads, at = tower.heads * tower.head_width, "model.visual.blocks.*"
+    into, back = ["linear_fc1"], "linear_fc2"
+    if tower.gated:
+        into, back = ["gate_proj", "up_proj"], "down_proj"
+    return (
+        [_piece("qkv", (wide, 3 * heads), f"{at}.attn.qkv")],
+        _piece("proj", (heads, wide), f"{at}.attn.proj"),
+        [_piece(name, (wide, inner), f"{at}.mlp.{name}") for name in into],
+        _piece(back, (inner, wide), f"{at}.mlp.{back}"),
+    )
+
+
+def _whisper_pieces(tower: ClipsEncoder) -> _LayerPieces:
+    wide, inner, at = tower.hidden_size, tower.ffn_hidden_size, "audio_tower.layers.*"
+    names = ("q_proj", "k_proj", "v_proj")
+    return (
+        [_piece(name, (wide, wide), f"{at}.self_attn.{name}") for name in names],
+        _piece("out_proj", (wide, wide), f"{at}.self_attn.out_proj"),
+        [_piece("fc1", (wide, inner), f"{at}.fc1")],
+        _piece("fc2", (inner, wide), f"{at}.fc2"),
+    )
+
+
+def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
+    """Both linears of a projector that is two; others are adapted where all linears are."""
+    wide, width = tower.projector_input_size, model.language.hidden_size
+    inner, first, second = width, ["mlp1.1"], ["mlp1.3"]
+    at = "model.multi_modal_projector"
+    names = {"linear_1": "linear_1", "linear_2": "linear_2"}
+    if isinstance(tower, ImagesEncoder):
+        if tower.projector != "mlp":
+            return ()
+        inner, at = tower.projector_hidden_size or wide, "model.visual.merger"
+        first, second = [f"{at}.mlp.0"], [f"{at}.mlp.2"]
+        names = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
+    # A number in a list is no name: they are known by their own too.
+    first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
+    second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
+    return (
+        _column("linear_fc1", _piece("linear_1", (wide, inner), *first)),
+        _row("linear_fc2", _piece("linear_2", (inner, width), *second)),
+    )
+
+
+def _piece(name: str, sizes: _Sizes, *paths: str) -> Piece:
+    inputs, outputs = sizes
+    return Piece(name=name, inputs=inputs, outputs=outputs, paths=paths)
+
+
+def _column(module: str, *pieces: Piece) -> Linear:
+    return Linear(module=module, pieces=pieces, divides_inputs=False)
+
+
+def _row(module: str, piece: Piece) -> Linear:
+    return Linear(module=module, pieces=(piece,), divides_inputs=True)

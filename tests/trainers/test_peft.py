@@ -1,0 +1,79 @@
+"""Adapters opened by PEFT itself on Transformers' model: logits, loss and every gradient; and those
+that PEFT saves, imported."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from adapter_cases import EVERYWHERE, computed_by, computed_here, farthest, plan_of, trained
+from ranks import run_ranks
+from released import KINDS, save_released, transformers_model
+
+from megatron.vlm.conversion.adapter_files import add_adapter
+from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from omnibal.model.adapters import adapters_of
+from omnibal.model.parallel import Parallel
+
+NAME = "300m-qwen2"
+SOME = adapters_of(rank=3, alpha=9, targets="q_proj,v_proj,down_proj", rank_stabilized=True)
+
+
+def by_peft(links, name, folder):
+    """What PEFT computes of an adapter's folder, and gradients of its matrices."""
+    model = PeftModel.from_pretrained(transformers_model(KINDS[name]), folder, is_trainable=True)
+    return computed_by(model, name)
+
+
+def gradients_here(gradients, model):
+    """Gradients of adapters of the language model, by PEFT's names; q, k and v are apart."""
+    named = {}
+    for name, value in gradients.items():
+        match = re.fullmatch(r"language\.layers\.(\d+)\.adapters\.(\w+)\.lora_([ab])", name)
+        if match:
+            block = "self_attn" if match[2] in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
+            module = f"model.language_model.layers.{match[1]}.{block}.{match[2]}"
+            named[f"base_model.model.{module}.lora_{match[3].upper()}.default.weight"] = value
+    return named
+
+
+@pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])
+def test_peft_computes_what_training_does(tmp_path, adapters):
+    """Prevents: an adapter that PEFT opens as another, or gradients that are not its."""
+    run = trained(NAME, adapters, tmp_path)
+    ours = computed_here(NAME, adapters, run.run)
+    [theirs] = run_ranks(Parallel(pipeline=1), by_peft, NAME, run.adapter)
+    assert farthest(ours, theirs) < 1e-5 and ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+    own = gradients_here(ours.gradients, NAME)
+    expected = {n: g for n, g in theirs.gradients.items() if ".language_model." in n}
+    assert own.keys() == expected.keys() and own
+    for name, gradient in expected.items():
+        atol = 1e-4 * gradient.abs().max().item()
+        torch.testing.assert_close(own[name], gradient, rtol=1e-4, atol=atol, msg=name)
+
+
+def saved_by_peft(links, name, folder):
+    """An adapter of PEFT's own making, with a B that is not zero, and what it computes."""
+    config = LoraConfig(r=5, lora_alpha=7, target_modules=r".*language_model.*\.(k_proj|up_proj)")
+    model = get_peft_model(transformers_model(KINDS[name]), config)
+    generator = torch.Generator().manual_seed(0)
+    for module, parameter in model.named_parameters():
+        if "lora_B" in module:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    model.save_pretrained(folder)
+    return computed_by(model, name)
+
+
+def test_an_adapter_that_peft_has_saved_is_imported(tmp_path):
+    """Prevents: training that goes on from other adapters than the ones that were given."""
+    [theirs] = run_ranks(Parallel(pipeline=1), saved_by_peft, NAME, tmp_path / "adapter")
+    source = save_released(transformers_model(KINDS[NAME]), tmp_path / "released", "stacked")
+    opened = add_adapter(open_released(source), tmp_path / "adapter")
+    import_checkpoint(opened, tmp_path / "run", lambda size: None)
+    ours = computed_here(NAME, opened.adapters, tmp_path / "run")
+    assert farthest(ours, theirs) < 1e-5
+    assert plan_of(NAME, opened.adapters).adapters == opened.adapters
