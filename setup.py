@@ -27,6 +27,7 @@ PLANNER = [
 # checkpoints need psutil, which it does not say. safetensors is what released checkpoints are in.
 # Before torch 2.11, varlen_attn has no window_size, by which packs attend causally.
 TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2.11"]
+VIDEO = ["av"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 # transformers is what tests compare with: other implementations of models and tokenizers. Triton's
@@ -34,7 +35,7 @@ WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdat
 # speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what.
 DEVELOPMENT = [
     *("coverage", "espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist"),
-    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *WEBDATASET),
+    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET),
 ]
 
 setup(
@@ -57,6 +58,7 @@ setup(
         "cuda": [*TRAINER, "transformer-engine[pytorch]"],
         "webdataset": WEBDATASET,
         "energon": ENERGON,
+        "video": VIDEO,
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},

@@ -30,8 +30,9 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.image_headers import image_size
 from omnibal.data.native_resolution import image_segments
-from omnibal.data.scan import image_size, scan_lengths
+from omnibal.data.scan import scan_lengths
 from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.families.named import named_model

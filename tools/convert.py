@@ -1,4 +1,4 @@
-"""Convert released checkpoints (InternVL, Llama, Qwen2, Qwen3) to this project's and back.
+"""Convert released checkpoints (InternVL, Qwen-VL, Llama, Qwen) to this project's and back.
 
     python tools/convert.py import InternVL2-2B -o imported
     python tools/convert.py import InternVL3-8B --audio whisper-large-v3 -o imported
@@ -92,9 +92,9 @@ def import_(
     """Make a run directory of a released checkpoint: weights, model.toml and tokenizer.
 
     Read are InternVL's own checkpoints (InternVLChatModel, with InternLM2, Llama, Qwen2 or Qwen3,
-    dense or with experts), those of Transformers (InternVLForConditionalGeneration), and text-only
-    ones (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM). Train from it
-    with
+    dense or with experts), those of Transformers (InternVLForConditionalGeneration), those of
+    Qwen2-VL, Qwen2.5-VL and Qwen3-VL, dense or with experts, and text-only ones (LlamaForCausalLM,
+    Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM). Train from it with
     `pretrain_vlm.py --load RUN --finetune`, under any plan for model.toml.
 
     With --audio the model gets Whisper's encoder, a projector of its own with first weights, and
@@ -159,8 +159,8 @@ def export(
     With --like, everything but the weights is copied from there: configuration, code, tokenizer.
     Where that is a Whisper, the audio encoder alone is written, and its decoder copied too.
     Without it config.json is made from the model; --layout transformers is what
-    InternVLForConditionalGeneration loads, and llama, qwen2, qwen3 or qwen3-moe what those classes
-    do.
+    InternVLForConditionalGeneration loads, and qwen3-vl, qwen2.5-vl, llama, qwen2, qwen3 or
+    qwen3-moe what those classes do.
     """
     if (like is None) == (layout is None):
         raise UserError("give either --like CHECKPOINT or --layout NAME, and not both")

@@ -85,6 +85,9 @@ class Composition:
 class Composer:
     """Draws random samples of every source from one set of scans."""
 
+    cell_pixels = (30, 35)
+    """Least side of a digit's cell, and one more than the largest."""
+
     def __init__(self, scans: Scans, rng: np.random.Generator) -> None:
         self.scans = scans
         self.rng = rng
@@ -172,7 +175,7 @@ class Composer:
 
     def draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
         """The scans row by row on a grid of square cells, white on black, with noise."""
-        cell = int(self.rng.integers(30, 35))
+        cell = int(self.rng.integers(*self.cell_pixels))
         rows = len(chosen) // columns
         canvas = np.zeros((rows * cell, columns * cell), np.float32)
         for k, scan in enumerate(chosen):
@@ -201,9 +204,8 @@ def split_scans(seed: int) -> tuple[Scans, Scans]:
     return train, heldout
 
 
-def sources(scans: Scans, rng: np.random.Generator) -> dict[str, Callable[[], Composition]]:
+def sources(composer: Composer) -> dict[str, Callable[[], Composition]]:
     """How a sample of every source is drawn."""
-    composer = Composer(scans, rng)
     return {
         "digits_single": composer.single,
         "digits_pair": composer.pair,
@@ -319,8 +321,8 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
             ("train", train, samples, 0),
             ("heldout", heldout, heldout_samples, 1),
         ):
-            rng = np.random.default_rng([seed, stream])
-            write_split(part / name, sources(scans, rng), sample_counts(count, SHARES))
+            composer = Composer(scans, np.random.default_rng([seed, stream]))
+            write_split(part / name, sources(composer), sample_counts(count, SHARES))
         (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
         describe(part, made_with(FORMAT, samples, heldout_samples, seed))
 

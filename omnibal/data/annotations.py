@@ -34,9 +34,16 @@ from omnibal.data.record_files import (
     index_lines,
     is_array,
 )
-from omnibal.data.records import Media, read_record, video_file
-from omnibal.data.sample import Sample
-from omnibal.data.stored_files import IMAGE_SUFFIXES, AudioFile, ImageFile, natural_order
+from omnibal.data.records import Media, read_record
+from omnibal.data.sample import Sample, Video
+from omnibal.data.stored_files import (
+    IMAGE_SUFFIXES,
+    AudioFile,
+    ImageFile,
+    VideoFile,
+    is_video_file,
+    natural_order,
+)
 from omnibal.data.tar_shards import (
     Shard,
     energon_shards,
@@ -119,27 +126,30 @@ class StoredRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """Images, frames and recordings that are files of their own."""
+    """Images, videos and recordings that are files of their own."""
 
     root: Path
 
     def image(self, name: str) -> ImageFile:
         return ImageFile(self.root / name)
 
-    def frames(self, name: str) -> tuple[ImageFile, ...]:
+    def video(self, name: str) -> Video:
         folder = self.root / name
         try:
-            if folder.is_file():
-                raise video_file(name)
+            if is_video_file(name) or folder.is_file():
+                return Video(file=VideoFile(folder))
             found = list(folder.iterdir()) if folder.is_dir() else []
         except OSError:  # of which the reader of the bad image tells
             found = []
         frames = [path for path in found if _is_frame(path)]
         # A video without frames is a sample with a bad image: named, or left out, like any other.
         frames.sort(key=lambda path: natural_order(path.name))
-        return tuple(map(ImageFile, frames)) or (ImageFile(folder),)
+        return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(folder),))
 
     def unnamed(self) -> tuple[ImageFile, ...]:
+        return ()
+
+    def unnamed_videos(self) -> tuple[Video, ...]:
         return ()
 
     def recording(self, name: str) -> AudioFile:
@@ -307,7 +317,7 @@ class Annotations:
             greeting=None if said.greeting is None else said.greeting.text,
             greeting_learned=said.greeting is None or said.greeting.learned,
             tools=read.tools,
-            video=read.video,
+            videos=read.videos,
             augment=source.augment,
             max_dynamic_patch=source.max_dynamic_patch,
         )

@@ -19,6 +19,7 @@ both out.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,13 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.native_resolution import (
-    image_text,
-    repeated_tokens,
-    seen_frames,
-    text_places,
-    video_text,
-)
+from omnibal.data.native_resolution import image_text, repeated_tokens
 from omnibal.data.own_template import (
     OwnTemplate,
     WrittenConversation,
@@ -42,6 +37,7 @@ from omnibal.data.own_template import (
     write_conversation,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
+from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -340,7 +336,7 @@ def encode_prompt(
             model's system message for that.
     """
     if _is_own(model):
-        shown = tiles_per_image[: sample.images_until(turn)]
+        shown = tiles_per_image[: image_places(sample, model, turn)]
         system = model.system_message
         if chatting and model.chat_system_message is not None:
             system = model.chat_system_message
@@ -353,7 +349,7 @@ def encode_prompt(
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
-    tiles = tiles_per_image[: sample.images_until(turn)]
+    tiles = tiles_per_image[: image_places(sample, model, turn)]
     clips = clips_per_recording[: sample.recordings_until(turn)]
     token_ids = np.insert(
         token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
@@ -361,24 +357,31 @@ def encode_prompt(
     return np.concatenate([_bos(template, tokenizer), token_ids])
 
 
-def image_places(sample: Sample, model: ModelConfig) -> int:
+def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) -> int:
     """Places of a conversation's text where tokens of images stand: one an image, but for videos
-    at their native resolution."""
-    if model.images is None or not sample.video:
-        return len(sample.images)
-    frames = seen_frames(len(sample.images), model.images.video)
-    return text_places(frames, model.images)
+    at their native resolution.
 
-
-def _with_images(question: str, sample: Sample, model: ModelConfig) -> str:
-    """A question with what the model's template writes for images and for a video."""
-    if model.images is None:
-        return question.replace(IMAGE, IMAGE_START + IMAGE_END)
+    Args:
+        turn: the last one that counts; left out, all do.
+    """
+    last = len(sample.turns) if turn is None else turn
     rule = model.images
-    if sample.video:
-        frames = seen_frames(len(sample.images), rule.video)
-        question = question.replace(VIDEO, video_text(frames, rule))
-    return question.replace(IMAGE, image_text(rule))
+    images = sample.images_until(last)
+    if rule is None or not sample.videos:
+        return images
+    videos = seen_videos(sample, rule)[: sample.videos_until(last)]
+    return images + sum(video.places(rule) for video in videos)
+
+
+def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -> list[str]:
+    """Questions with what the model's template writes for images and for videos."""
+    rule = model.images
+    if rule is None:
+        return [question.replace(IMAGE, IMAGE_START + IMAGE_END) for question in questions]
+    texts = iter([video.text(rule) for video in seen_videos(sample, rule)])
+    if sample.videos:
+        questions = [re.sub(VIDEO, lambda mark: next(texts), question) for question in questions]
+    return [question.replace(IMAGE, image_text(rule)) for question in questions]
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
@@ -393,12 +396,14 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     if _greets(sample, template):
         greeting = as_written(sample.greeting or "", model)
         messages.append(f"{template.assistant}{greeting}{close}")
-    for turn in sample.turns:
-        texts = [turn.question, turn.answer]
-        if not chatting or template.strips_all:
-            texts = [as_written(text, model) for text in texts]
-        asked, answered = texts
-        question = _with_images(asked, sample, model)
+    questions = [turn.question for turn in sample.turns]
+    answers = [turn.answer for turn in sample.turns]
+    if not chatting or template.strips_all:
+        questions, answers = (
+            [as_written(text, model) for text in texts] for texts in (questions, answers)
+        )
+    questions = _with_images(questions, sample, model)
+    for question, answered in zip(questions, answers, strict=True):
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
         messages.append(f"{template.user}{question}{close}")

@@ -19,10 +19,10 @@ import numpy as np
 import pyarrow as pa
 
 from omnibal.base.errors import UserError
+from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
 from omnibal.data.loongforge_manifest import is_manifest, read_manifest
 from omnibal.data.native_resolution import OddImage, image_segments
-from omnibal.data.scan import BadImage, image_size
 from omnibal.data.stored_files import IMAGE_SUFFIXES, HeldFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
@@ -35,6 +37,14 @@ class Grid(NamedTuple):
         return self.times * self.rows * self.columns
 
 
+class Shown(NamedTuple):
+    """An image or a video that a sample shows."""
+
+    grid: Grid
+    seconds: float | None = None
+    """Time from one patch of a video's frames to the next; None of an image."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Runs of tokens that attend to each other: one of an image, one for each patch of frames."""
@@ -54,7 +64,6 @@ class Segments:
         return self.number * self.tokens**2
 
 
-@lru_cache(maxsize=65_536)
 def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
     """Tokens of an image of `width` x `height` pixels.
 
@@ -65,10 +74,34 @@ def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
     Raises:
         OddImage: it is too long and narrow.
     """
+    return segments_of(image_grid(width, height, rule), rule)
+
+
+def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Segments:
+    """Tokens of so many frames of `width` x `height` pixels, the last repeated to whole patches.
+
+    Raises:
+        OddImage: they are too long and narrow.
+    """
+    return segments_of(video_grid(frames, width, height, rule), rule)
+
+
+def segments_of(grid: Grid, rule: ImageRule) -> Segments:
+    """Tokens of an image or of a video by its patches."""
+    return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
+
+
+@lru_cache(maxsize=65_536)
+def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
+    """Patches of an image of `width` x `height` pixels.
+
+    Raises:
+        OddImage: it is too long and narrow.
+    """
     cell = rule.cell_pixels
     match rule.resize:
         case "fixed":
-            return Segments(1, rule.tokens_of_fixed_image or 0)
+            size = (math.isqrt(rule.max_pixels),) * 2
         case "padded":
             size = _padded(width, height, rule)
         case "smart":
@@ -76,19 +109,18 @@ def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
         case "repeated":
             limits, frames = (rule.min_pixels, rule.max_pixels), rule.frames_per_patch
             size = _smart(*_enlarged(width, height, cell), cell, limits, frames, frames)
-    return Segments(1, size[0] // cell * (size[1] // cell))
+    return _grid(1, size, rule)
 
 
 @lru_cache(maxsize=65_536)
-def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Segments:
-    """Tokens of so many frames of `width` x `height` pixels, the last repeated to whole patches.
+def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
+    """Patches of so many frames of `width` x `height` pixels, as `video_segments` has them.
 
     Raises:
         OddImage: they are too long and narrow.
     """
     if rule.video is None:
-        image = image_segments(width, height, rule)
-        return Segments(frames, image.tokens)
+        return image_grid(width, height, rule)._replace(times=frames)
     cell, together = rule.cell_pixels, rule.frames_per_patch
     limits, groups = (rule.video.min_pixels, rule.video.max_pixels), -(-frames // together)
     if rule.video.counts_frames:
@@ -97,7 +129,12 @@ def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Seg
         size = _smart(*_enlarged(width, height, cell), cell, limits, frames, rounded)
     else:
         size = _smart(width, height, cell, limits)
-    return Segments(groups, size[0] // cell * (size[1] // cell))
+    return _grid(groups, size, rule)
+
+
+def _grid(times: int, size: tuple[int, int], rule: ImageRule) -> Grid:
+    width, height = size
+    return Grid(times, rows=height // rule.patch_size, columns=width // rule.patch_size)
 
 
 def _smart(
@@ -169,19 +206,47 @@ def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
     return [round(step * place) for place in range(video.max_frames)]
 
 
+def sampled_frames(
+    frames: int, frames_per_second: float, video: VideoConfig, rule: ImageRule
+) -> list[int]:
+    """Frames of a video file that the model sees, `video.frames_per_second` of them a second.
+
+    As Qwen's processors choose them: by equal steps from the first one, whole patches of them
+    (Qwen2-VL), or evenly from the first to the last (Qwen3-VL).
+
+    Raises:
+        OddImage: it has fewer frames than share a patch.
+    """
+    together = rule.frames_per_patch
+    if frames < together:
+        raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
+    wanted = frames / frames_per_second * video.frames_per_second
+    if video.sampling == "ends":
+        number = min(max(int(wanted), video.min_frames), video.max_frames, frames)
+        return np.linspace(0, frames - 1, number).round().astype(int).tolist()
+    most = min(video.max_frames, frames) // together * together
+    number = math.floor(min(max(wanted, video.min_frames), most) / together) * together
+    # In 32 bits, as torch.arange has them, which may add one more that is behind the end.
+    steps = (np.arange(number) * (frames / number)).astype(np.float32)
+    return steps.astype(int).tolist()
+
+
 def image_text(rule: ImageRule) -> str:
     """Text of an image, with one of its tokens, which is to be repeated."""
     text = rule.image_text
     return text.before + text.each + text.after
 
 
-def video_text(frames: Sequence[int], rule: ImageRule) -> str:
+def video_text(
+    frames: Sequence[int], rule: ImageRule, frames_per_second: float | None = None
+) -> str:
     """Text of a video, with one token of every segment, which is to be repeated.
 
     Where the model has no rule for videos, every frame is an image.
 
     Args:
-        frames: numbers of the frames that are seen, in a folder of them.
+        frames: numbers of the frames that are seen.
+        frames_per_second: of the video; left out, that of a folder of frames.
     """
     video, together = rule.video, rule.frames_per_patch
     if video is None:
@@ -189,7 +254,8 @@ def video_text(frames: Sequence[int], rule: ImageRule) -> str:
     of_patch = video.text.before + video.text.each + video.text.after
     if video.times == "none":
         return video.around[0] + of_patch + video.around[1]
-    seconds = [frame / video.frames_per_second for frame in frames]
+    rate = frames_per_second or video.frames_per_second
+    seconds = [frame / rate for frame in frames]
     patches = [seconds[first : first + together] for first in range(0, len(seconds), together)]
     if video.times == "before":
         texts = [f"<{(patch[0] + patch[-1]) / 2:.1f} seconds>{of_patch}" for patch in patches]

@@ -23,14 +23,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from omnibal.base.errors import UserError
-from omnibal.data.native_resolution import seen_frames, video_text
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
+from omnibal.data.shown import SeenVideo, seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule
 
 # Of a private plane of Unicode: no text has them but to deceive.
 _BEGIN, _END, _STAND_IN = "\U000f0000", "\U000f0001", "\U000f0002"
 _ITEM = re.compile(f"({IMAGE}|{VIDEO})")
+_IMAGE = re.compile(f"({IMAGE})")
 _REASONED = "</think>"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -264,15 +265,18 @@ class _Conversation:
     learned: list[int]
     """Numbers of the messages that are learned."""
     tools: list | None
-    video: str
-    """Text of the video's frames, if it shows one."""
+    videos: tuple[str, ...]
+    """Text of the frames of every video."""
 
     def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         """Messages as the template writes them, with images and videos as text, and marks
         around what the template marks."""
         text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
-        if self.video and self.template.video is not None:
-            text = text.replace(self.template.video, self.video)
+        if self.videos and self.template.video is not None:
+            # The first ones, where only the first messages are written.
+            first, *behind = text.split(self.template.video)
+            pairs = zip(self.videos, behind, strict=False)
+            text = first + "".join(video + rest for video, rest in pairs)
         images = self.template.images
         return text if images is None else text.replace(images.written, images.text)
 
@@ -326,30 +330,38 @@ class _Conversation:
 
 def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> _Conversation:
     _check(sample, template)
-    frames, video, rule = 0, "", template.rule
-    if sample.video and rule is not None:
-        seen = seen_frames(len(sample.images), rule.video)
-        frames = len(seen)
-        video = "" if rule.video is None else video_text(seen, rule)
-    if video and template.video is None:
+    rule = template.rule
+    seen = [] if rule is None else seen_videos(sample, rule)
+    videos: tuple[str, ...] = ()
+    questions = [turn.question for turn in sample.turns]
+    if rule is not None and rule.video is not None:
+        videos = tuple(video.text(rule) for video in seen)
+    elif seen:
+        questions = _with_frames(questions, seen)
+    if videos and template.video is None:
         raise UserError(
             f"{sample.where}: shows a video, for which the chat template of "
             f"{template.tokenizer.path} writes nothing; name its frames as images"
         )
-    as_images = IMAGE * frames if frames and not video else VIDEO
     given = system if sample.system is None else sample.system
     messages = [] if given is None else [_message("system", given)]
     learned = []
     if sample.greeting is not None:
         learned += [len(messages)] * sample.greeting_learned
         messages.append(_message("assistant", sample.greeting))
-    for turn in sample.turns:
-        question = _parts(turn.question.replace(VIDEO, as_images), sample)
+    for turn, asked in zip(sample.turns, questions, strict=True):
+        question = _parts(asked, sample)
         messages += [_message("tool", result) for result in turn.results]
         messages += [] if turn.results else [_message("user", question)]
         learned += [len(messages)] * turn.learned
         messages.append(_answer(turn))
-    return _Conversation(template, sample.where, messages, learned, _tools(sample), video)
+    return _Conversation(template, sample.where, messages, learned, _tools(sample), videos)
+
+
+def _with_frames(questions: Sequence[str], seen: Sequence[SeenVideo]) -> list[str]:
+    """Questions with an image for every frame that is seen of a video."""
+    left = iter(seen)
+    return [re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text) for text in questions]
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
@@ -388,14 +400,14 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
     """A question as parts, if it shows something."""
-    if not sample.images:
+    if not (sample.images or sample.videos):
         return question
-    pieces = list(filter(None, _ITEM.split(question)))
-    if not _ITEM.search(question):
+    mark = _ITEM if sample.videos else _IMAGE
+    if not mark.search(question):
         return question
     return [
-        {"type": piece.strip("<>")} if _ITEM.fullmatch(piece) else {"type": "text", "text": piece}
-        for piece in pieces
+        {"type": piece.strip("<>")} if mark.fullmatch(piece) else {"type": "text", "text": piece}
+        for piece in filter(None, mark.split(question))
     ]
 
 

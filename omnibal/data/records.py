@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import PurePath
 from typing import Any, Protocol
 from urllib.parse import unquote
 
@@ -15,11 +14,11 @@ from omnibal.data.messages import (
     Messages,
     read_messages,
 )
-from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn
-from omnibal.data.stored_files import AudioFile, ImageFile
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn, Video
+from omnibal.data.stored_files import AudioFile, ImageFile, is_video_file
 
 _PATHS = "a path, a list of paths, or absent"
-_VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
+_VIDEO = "a file, a folder of frames, or a list of their paths"
 _ITEM_KEYS: dict[Medium, tuple[str, str]] = {
     "image": ("image", "images"),
     "video": ("video", "videos"),
@@ -56,8 +55,7 @@ class Record:
     """What a record shows and says."""
 
     images: tuple[ImageFile, ...]
-    video: bool
-    """Whether the images are the frames of one video."""
+    videos: tuple[Video, ...]
     recordings: tuple[AudioFile, ...]
     said: Conversation
     tools: str | None
@@ -65,16 +63,19 @@ class Record:
 
 
 class Media(Protocol):
-    """Images, frames and recordings that the names in a record refer to."""
+    """Images, videos and recordings that the names in a record refer to."""
 
     def image(self, name: str) -> ImageFile:
         """One image or frame."""
 
-    def frames(self, name: str) -> tuple[ImageFile, ...]:
-        """List all frames of the video of that name."""
+    def video(self, name: str) -> Video:
+        """One video, by the name of its file or of the folder of its frames."""
 
     def unnamed(self) -> tuple[ImageFile, ...]:
-        """List the images of a record that names none."""
+        """List the images of a record that names neither images nor videos."""
+
+    def unnamed_videos(self) -> tuple[Video, ...]:
+        """List the videos of such a record."""
 
     def recording(self, name: str) -> AudioFile:
         """One recording."""
@@ -84,34 +85,19 @@ class Media(Protocol):
 
 
 def read_record(record: dict[str, Any], media: Media) -> Record:
-    """Read and check a whole record; a video's mark is left in place.
+    """Read and check a whole record.
 
     Raises:
         InvalidRecordError: it is malformed; names the key.
     """
     _check_keys(record)
     messages = read_messages(record)
-    images, video = _read_images(record, messages, media)
+    images, videos = _read_images(record, messages, media)
     named = _named_items(record, messages, "audio")
     recordings = media.unnamed_recordings() if named is None else tuple(map(media.recording, named))
-    said = _read_conversation(record, messages, len(images), video, len(recordings))
+    said = _read_conversation(record, messages, len(images), len(videos), len(recordings))
     tools = _read_tools(record)
-    return Record(images=images, video=video, recordings=recordings, said=said, tools=tools)
-
-
-def is_video_file(name: str) -> bool:
-    """Whether a file name is that of a video."""
-    return PurePath(name).suffix.lower() in _VIDEO_SUFFIXES
-
-
-def video_file(name: str) -> InvalidRecordError:
-    """Error for a video given as one file, with how to extract its frames."""
-    folder = PurePath(name).with_suffix("")
-    return InvalidRecordError(
-        f'has the video file {name} as its "video"; extract its frames first, as with '
-        f"`mkdir -p {folder} && ffmpeg -i {name} -vf fps=2 {folder}/%05d.jpg` in the folder that "
-        f"names start from, and name {folder} instead"
-    )
+    return Record(images=images, videos=videos, recordings=recordings, said=said, tools=tools)
 
 
 def _check_keys(record: dict[str, Any]) -> None:
@@ -136,40 +122,41 @@ def _similar_key(key: str) -> str | None:
 
 def _read_images(
     record: dict[str, Any], messages: Messages, media: Media
-) -> tuple[tuple[ImageFile, ...], bool]:
-    """The record's images or frames, and whether they are frames."""
-    video = _named_video(record, messages)
+) -> tuple[tuple[ImageFile, ...], tuple[Video, ...]]:
+    """The record's images and videos."""
+    videos = _named_videos(record, messages)
     images = _named_items(record, messages, "image")
-    if not video and images is None:
-        return media.unnamed(), False
-    if not video:
-        return tuple(map(media.image, images or ())), False
-    if images:
-        raise InvalidRecordError('has an "image" and a "video"; a sample may show one of them')
+    if not videos and images is None:
+        return media.unnamed(), media.unnamed_videos()
+    found = tuple(_read_video(video, media) for video in videos)
+    return tuple(map(media.image, images or ())), found
+
+
+def _read_video(video: Any, media: Media) -> Video:
     if isinstance(video, str):
-        if is_video_file(video):
-            raise video_file(video)
-        return media.frames(video), True
-    frames = _names(video, "video", "a folder of frames, or a list of their paths")
-    for name in frames:
-        if is_video_file(name):
-            raise video_file(name)
-    return tuple(map(media.image, frames)), True
-
-
-def _named_video(record: dict[str, Any], messages: Messages) -> Any:
-    """The folder of the video's frames, or a list of their paths; nothing if there is no video."""
-    key, named = _items_given(record, messages, "video")
-    if key == "video" or not named:
-        return named
-    videos = [named] if isinstance(named, str) else named
-    if not isinstance(videos, list) or len(videos) != 1:
-        count = len(videos) if isinstance(videos, list) else 0
+        return media.video(video)
+    frames = _names(video, "video", _VIDEO)
+    of_video = next(filter(is_video_file, frames), None)
+    if of_video is not None:
         raise InvalidRecordError(
-            f'has {count} videos in "{key}"; a sample may show one, given as a folder of frames or '
-            "a list of their paths"
+            f"has the video file {of_video} among frames of a video; name it alone"
         )
-    return _path(videos[0], key) if isinstance(videos[0], dict | str) else videos[0]
+    return Video(frames=tuple(map(media.image, frames)))
+
+
+def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
+    """Every video: a path of a file or of a folder of frames, or a list of paths of frames."""
+    key, named = _items_given(record, messages, "video")
+    if not named:
+        return []
+    are_files = isinstance(named, list) and all(
+        isinstance(name, str) and is_video_file(name) for name in named
+    )
+    if isinstance(named, str | dict) or (key == "video" and not are_files):
+        named = [named]
+    if not isinstance(named, list):
+        raise _odd(key, f"a list of videos, each {_VIDEO}")
+    return [_path(video, key) if isinstance(video, dict | str) else video for video in named]
 
 
 def _named_items(record: dict[str, Any], messages: Messages, medium: Medium) -> list[str] | None:
@@ -241,17 +228,19 @@ def _read_tools(record: dict[str, Any]) -> str | None:
 
 
 def _read_conversation(
-    record: dict[str, Any], messages: Messages, images: int, video: bool, recordings: int
+    record: dict[str, Any], messages: Messages, images: int, videos: int, recordings: int
 ) -> Conversation:
     said = _assembled(record, messages)
     questions = [turn.question for turn in said.turns]
     _check_marks(said, recordings)
     if recordings:
         _place(questions, AUDIO, recordings, "recording")
-    if video:
-        _place_video(questions, loose=not record.get("video"))
-    else:
-        _place(questions, IMAGE, images, "image")
+    if videos and record.get("video"):
+        _place_video(questions)
+    elif videos:
+        questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
+        _place(questions, VIDEO, videos, "video")
+    _place(questions, IMAGE, images, "image")
     kinds = record.get("kinds", [None] * len(questions))
     named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
     if not named or len(kinds) != len(questions):
@@ -294,21 +283,16 @@ def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
         )
 
 
-def _place_video(questions: list[str], loose: bool) -> None:
-    """Put the video first where the first question does not show it.
-
-    Args:
-        loose: its mark needs no line break behind it, as in the forms that have "videos".
-    """
+def _place_video(questions: list[str]) -> None:
+    """Put the only video first where the first question does not show it."""
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
     if VIDEO not in questions[0]:
         questions[0] = VIDEO_LINE + questions[0]
     shown = sum(question.count(VIDEO) for question in questions)
-    has_line = loose or VIDEO_LINE in questions[0]
-    if shown != 1 or not has_line or any(IMAGE in text for text in questions):
+    if shown != 1 or VIDEO_LINE not in questions[0]:
         raise InvalidRecordError(
             f"is about a video; its first question must have {VIDEO} once, with a line break "
-            f"behind it, and no other {VIDEO} or {IMAGE} may stand in a question"
+            f"behind it, and no other {VIDEO} may stand in a question"
         )
 
 

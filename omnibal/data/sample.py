@@ -1,12 +1,14 @@
 """Samples of the training data, and what of them a model takes."""
 
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import PurePath
 
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.data.stored_files import AudioFile, ImageFile
+from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile, VideoFile
 from omnibal.model.encoders import TilingConfig
 
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
@@ -14,11 +16,26 @@ VIDEO_LINE = f"{VIDEO}\n"
 """Stands for all frames, in the first question of a sample about a video."""
 
 
+_SHOWN = re.compile(f"{IMAGE}|{VIDEO}")
+
+
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video: its frames, or the one file that it is in."""
+
+    frames: tuple[ImageFile, ...] = ()
+    file: VideoFile | None = None
+
+    def __str__(self) -> str:
+        return str(self.frames[0] if self.file is None else self.file)
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A question and its reference answer.
 
-    In the question each `<image>` stands for one image, and each `<audio>` for one recording.
+    In the question each `<image>` stands for one image, each `<video>` for one video and each
+    `<audio>` for one recording.
     """
 
     question: str
@@ -37,7 +54,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One conversation about any number of images or a video, and any number of recordings."""
+    """One conversation about any number of images, videos and recordings."""
 
     identity: str
     """Source name and the record's "id" (its key or number where it has none)."""
@@ -45,8 +62,10 @@ class Sample:
     where: str
     """File and line or number of the record, for error messages."""
     images: tuple[ImageFile, ...]
-    """All images, or all frames of the video."""
+    """All images, in the order of their `<image>` in the questions."""
     turns: tuple[Turn, ...]
+    videos: tuple[Video, ...] = ()
+    """All videos, in the order of their `<video>` in the questions."""
     recordings: tuple[AudioFile, ...] = ()
     """All recordings, in the order of their `<audio>` in the questions."""
     system: str | None = None
@@ -57,8 +76,8 @@ class Sample:
     """Whether it is trained on, in templates that write it."""
     tools: str | None = None
     """Tools that the model may call, a JSON list."""
-    video: bool = False
-    """Whether the images are the frames of one video."""
+    of_frames: bool = False
+    """Whether the images are the frames of one video, as a model of tiles is shown them."""
     augment: bool = False
     """The meta's `data_augment`: in training, its tiles are degraded at random."""
     max_dynamic_patch: int | None = None
@@ -70,11 +89,32 @@ class Sample:
         Several images share the most tiles of one; a frame is one tile. As InternVL does.
         """
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
-        return _limited(tiling, 1 if self.video else max(1, most // max(1, len(self.images))))
+        return _limited(tiling, 1 if self.of_frames else max(1, most // max(1, len(self.images))))
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        """All files that it shows and says."""
+        of_videos = [video.frames if video.file is None else [video.file] for video in self.videos]
+        return (*self.images, *(file for files in of_videos for file in files), *self.recordings)
+
+    @property
+    def shown_in_order(self) -> tuple[ImageFile | Video, ...]:
+        """Images and videos in the order in which the questions show them."""
+        if not self.videos:
+            return self.images
+        left: dict[str, list] = {IMAGE: [*self.images], VIDEO: [*self.videos]}
+        marks = [mark for turn in self.turns for mark in _SHOWN.findall(turn.question)]
+        return tuple(left[mark].pop(0) for mark in marks)
 
     def images_until(self, turn: int) -> int:
         """Number of images in the questions up to and including this turn."""
         return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
+
+    def videos_until(self, turn: int) -> int:
+        """Number of videos in the questions up to and including this turn."""
+        if not self.videos:
+            return 0
+        return sum(asked.question.count(VIDEO) for asked in self.turns[: turn + 1])
 
     def recordings_until(self, turn: int) -> int:
         """Number of recordings in the questions up to and including this turn."""
@@ -83,7 +123,8 @@ class Sample:
         return sum(asked.question.count(AUDIO) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig | None) -> "Sample":
-        """Keep the frames that the model sees, each named in the question; images are unchanged.
+        """Put in place of a video the frames that a model of tiles sees, each named in the question
+        and an image; images are unchanged.
 
         To do so again changes nothing.
 
@@ -91,17 +132,37 @@ class Sample:
             tiling: of the model; None if it takes no images.
 
         Raises:
-            UserError: the sample has an image, and the model takes none.
+            UserError: the sample has an image, and the model takes none, or videos beside images or
+                in files.
         """
-        if self.images and tiling is None:
+        shown = len(self.images) + len(self.videos)
+        if shown and tiling is None:
             raise UserError(
-                f"{self.where}: has {len(self.images)} image(s), but the model has no encoder for "
+                f"{self.where}: has {shown} image(s), but the model has no encoder for "
                 "them; leave the sample out, or choose a model with a vision encoder"
             )
-        if not self.video or tiling is None:
+        if not self.videos or tiling is None:
             return self
-        chosen = middle_frames(len(self.images), tiling.max_frames_per_video)
-        return self.with_frames(tuple(self.images[frame] for frame in chosen))
+        frames = self._frames_of_only_video()
+        chosen = middle_frames(len(frames), tiling.max_frames_per_video)
+        return self.with_frames(tuple(frames[frame] for frame in chosen))
+
+    def _frames_of_only_video(self) -> tuple[ImageFile, ...]:
+        [video, *others] = self.videos
+        if others or self.images or VIDEO not in self.turns[0].question:
+            raise UserError(
+                f"{self.where}: shows {len(self.videos)} video(s) and {len(self.images)} image(s); "
+                "to a model of tiles it may show one video in its first question, and nothing else"
+            )
+        if video.file is not None:
+            name = video.file.name or str(video.file.path)
+            folder = PurePath(name).with_suffix("")
+            raise UserError(
+                f"{self.where} has the video file {name}, and the model takes frames; extract them "
+                f"first, as with `mkdir -p {folder} && ffmpeg -i {name} -vf fps=2 "
+                f"{folder}/%05d.jpg`, and name {folder} instead"
+            )
+        return video.frames
 
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
         """Replace the video's frames, each named in the question as InternVL does."""
@@ -109,7 +170,7 @@ class Sample:
         named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
         question = first.question.replace(VIDEO_LINE, VIDEO).replace(VIDEO, named)
         asked = replace(first, question=question)
-        return replace(self, images=frames, turns=(asked, *others))
+        return replace(self, images=frames, videos=(), of_frames=True, turns=(asked, *others))
 
 
 def middle_frames(frames: int, most: int) -> list[int]:

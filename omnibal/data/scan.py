@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
-from PIL import Image
 
 from omnibal import __version__
 from omnibal.base.errors import UserError
@@ -28,6 +27,7 @@ from omnibal.data.chat import (
     text_sha256,
     write_sample,
 )
+from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import (
     Lengths,
     LengthsOrigin,
@@ -36,17 +36,12 @@ from omnibal.data.lengths import (
     image_rule,
     tile_sizes,
 )
-from omnibal.data.native_resolution import (
-    OddImage,
-    Segments,
-    image_segments,
-    seen_frames,
-    video_segments,
-)
+from omnibal.data.native_resolution import Segments, segments_of
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, ScanJournal
-from omnibal.data.stored_files import AudioFile, HeldFile, ImageFile, webp_size, why_unreadable
+from omnibal.data.shown import shown_of
+from omnibal.data.stored_files import AudioFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.config import ModelConfig
@@ -59,8 +54,6 @@ After = TypeVar("After")
 OnError = Literal["stop", "skip"]
 """Treatment of bad samples: raise an error that names the first few, or leave them all out."""
 
-_END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
-_TAIL_BYTES = 1024  # of a file, in which its end marker must be
 _SAMPLES_PER_TASK = 256  # handed to a process at a time
 _MAX_MISTAKES = 5  # that an error names
 
@@ -271,29 +264,12 @@ class _Scanner:
         return sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
 
     def _segments(self, sample: Sample) -> list[Segments]:
-        """Tokens of every image, or of the video, at their native resolution."""
+        """Tokens of every image and video at their native resolution."""
         rule = self.rule
-        if rule is None or not sample.images:
+        if rule is None:
             return []
-        images = sample.images
-        if sample.video:
-            images = tuple(images[frame] for frame in seen_frames(len(images), rule.video))
-        sizes = [self._image_size(image, sample) for image in images]
-        try:
-            if not sample.video:
-                return [image_segments(*size, rule) for size in sizes]
-            other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
-            if other is not None:
-                raise UserError(
-                    f"{sample.where}: frame {images[other]} has {sizes[other]} pixels, and the "
-                    f"video's first {sizes[0]}; frames of a video must be equally large: make "
-                    "them so, or name them as images"
-                )
-            return [video_segments(len(images), *sizes[0], rule)]
-        except OddImage as error:
-            raise UserError(
-                f"{sample.where}: one of its images {error}; crop it or remove the sample"
-            ) from error
+        shown = shown_of(sample, rule, lambda image: self._image_size(image, sample))
+        return [segments_of(each.grid, rule) for each in shown]
 
     def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
         if recording not in self.duration_of:
@@ -310,9 +286,10 @@ class _Scanner:
         found = self.size_of.get(image)
         if found is None:
             try:
-                found = image_size(image)
+                found = image_size(image, upright=self.rule is not None)
             except IsADirectoryError as error:
-                wrong = "holds no frames; fill it" if sample.video else "is no image; name one"
+                of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
+                wrong = "holds no frames; fill it" if of_video else "is no image; name one"
                 raise UserError(
                     f"{sample.where}: folder {image} {wrong} or remove the sample"
                 ) from error
@@ -399,55 +376,3 @@ def _all_of(mistakes: list[str]) -> UserError:
     numbered = enumerate(mistakes[:_MAX_MISTAKES], start=1)
     listed = " ".join(f"({number}) {text}" for number, text in numbered)
     return UserError(f"{found}: {listed}; or leave them out with --on-error skip")
-
-
-class BadImage(ValueError):
-    """An image is unusable; the message ends with the remedy, the caller adds the sample."""
-
-
-def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
-    """Width and height in pixels, of an image that is whole; raises IsADirectoryError too."""
-    try:
-        with image.open() as file:
-            webp = webp_size(file)
-            if webp is not None:
-                return webp
-            with Image.open(file) as header:
-                size, image_format = header.size, header.format
-            truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
-    except FileNotFoundError as error:
-        raise BadImage(
-            f"image {image} does not exist; correct the path, or root in the meta"
-        ) from error
-    except IsADirectoryError:
-        raise
-    except Exception as error:  # what Pillow raises for a broken file has no common type
-        raise BadImage(
-            f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
-            "the sample"
-        ) from error
-    if truncated:
-        raise BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
-    return size
-
-
-def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
-    """Whether an image ends before its format's end marker (formats without one: never).
-
-    Some writers append bytes of their own; where the marker is only found further in, it may also
-    belong to an embedded preview, so that image is decoded.
-    """
-    size = file.seek(0, 2)
-    file.seek(max(0, size - _TAIL_BYTES))
-    if end_marker in file.read(_TAIL_BYTES):
-        return False
-    file.seek(0)
-    if end_marker not in file.read():
-        return True
-    file.seek(0)
-    try:
-        with Image.open(file) as image:
-            image.load()
-    except Exception:
-        return True
-    return False

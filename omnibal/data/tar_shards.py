@@ -3,6 +3,7 @@
     000017.json   the record, as a line of JSONL holds it
     000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: its images
     000017.wav    or 000017.0.wav, 000017.1.wav, ..., or FLAC: its recordings
+    000017.mp4    or 000017.0.mp4, ...: its videos, where it has no image
 
 A plan reads samples in an order of its own, so the shards are indexed once, and then read by seek.
 The libraries say which shards there are and which members make a sample. They import torch where
@@ -23,12 +24,15 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import is_video_file
+from omnibal.data.sample import Video
 from omnibal.data.stored_files import (
     AUDIO_SUFFIXES,
     IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
     AudioFile,
     ImageFile,
+    VideoFile,
+    is_video_file,
     natural_order,
     open_range,
 )
@@ -99,22 +103,24 @@ class ShardSample:
         """The member of that name: all of it, without its folder, or what is behind the key."""
         return self._image(self._named(name, "image"))
 
-    def frames(self, name: str) -> tuple[ImageFile, ...]:
-        """Raises InvalidRecordError: a key has no folders."""
-        raise InvalidRecordError(
-            f'has the "video" {name!r}; in a shard it must be a list of the members that are frames'
-        )
+    def video(self, name: str) -> Video:
+        """The member of that name; raises InvalidRecordError of a folder, as a key has none."""
+        if not is_video_file(name):
+            raise InvalidRecordError(
+                f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
+                "list of the members that are frames"
+            )
+        return self._video(self._named(name, "video"))
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
-        images = self._all_of(IMAGE_SUFFIXES)
-        videos = [member.name for member in self.members if is_video_file(member.name)]
-        if videos and not images:
-            raise InvalidRecordError(
-                f"has the video file {videos[0]} and no image; extract its frames, store them "
-                f'under its key as {self.key}.0.jpg, {self.key}.1.jpg, ... and list them as "video"'
-            )
-        return tuple(map(self._image, images))
+        return tuple(map(self._image, self._all_of(IMAGE_SUFFIXES)))
+
+    def unnamed_videos(self) -> tuple[Video, ...]:
+        """All videos among the members, where there is no image."""
+        if self._all_of(IMAGE_SUFFIXES):
+            return ()
+        return tuple(map(self._video, self._all_of(VIDEO_SUFFIXES)))
 
     def recording(self, name: str) -> AudioFile:
         """The member of that name, as `image` understands it."""
@@ -141,6 +147,9 @@ class ShardSample:
 
     def _image(self, member: _Member) -> ImageFile:
         return ImageFile(self.shard, member.name, member.offset, member.size)
+
+    def _video(self, member: _Member) -> Video:
+        return Video(file=VideoFile(self.shard, member.name, member.offset, member.size))
 
     def _recording(self, member: _Member) -> AudioFile:
         return AudioFile(self.shard, member.name, member.offset, member.size)

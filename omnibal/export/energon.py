@@ -85,7 +85,7 @@ def stored(annotations: Annotations, index: int) -> _Stored:
         UserError: the record is not well-formed, or cannot be read.
     """
     sample, record = annotations[index], annotations.stored(index)
-    shown = (*sample.images, *sample.recordings)
+    shown = sample.files
     if record.in_shard:
         members = (str(file.name).removeprefix(f"{record.name}.") for file in shown)
         parts = tuple(dict.fromkeys(("json", *members)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn, Video
 from omnibal.data.stored_files import StoredFile
 
 _TYPED_BYTES = 10 << 20
@@ -126,7 +126,7 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
             f"{sample.where} begins with what the assistant says, which ms-swift pairs with no "
             "question; leave the sample out, or put a question before it"
         )
-    if sample.video and of_tiles:
+    if of_tiles and any(video.file is None for video in sample.videos):
         raise UserError(
             f"{sample.where} is about a video given as frames, and ms-swift's template of InternVL "
             "reads video files; leave the sample out"
@@ -140,9 +140,9 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
         for message in messages:
             message["content"] = message["content"].replace(f"{IMAGE}\n", IMAGE)
     row: Row = {"messages": messages}
-    if sample.video:
-        row["videos"] = [_paths(sample, sample.images)]
-    elif sample.images:
+    if sample.videos:
+        row["videos"] = [_video(sample, video) for video in sample.videos]
+    if sample.images:
         row["images"] = _paths(sample, sample.images)
     if sample.recordings:
         row["audios"] = _paths(sample, sample.recordings)
@@ -161,6 +161,14 @@ def _messages_of(turn: Turn) -> list[Row]:
 def _answer(turn: Turn) -> Row:
     thought = "" if turn.reasoning is None else f"<think>\n{turn.reasoning}\n</think>\n\n"
     return {"role": "assistant", "content": thought + turn.answer}
+
+
+def _video(sample: Sample, video: Video) -> str | list[str]:
+    """The path of a video's file, or those of its frames."""
+    if video.file is None:
+        return _paths(sample, video.frames)
+    [path] = _paths(sample, [video.file])
+    return path
 
 
 def _paths(sample: Sample, files: Sequence[StoredFile]) -> list[str]:

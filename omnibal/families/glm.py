@@ -10,13 +10,13 @@ from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.deepseek import SharedExpertsText
 from omnibal.families.hub_table import NoDropout
-from omnibal.families.vision import Square, VisionTable, pixels, square
+from omnibal.families.vision import CLIP_MEAN, CLIP_STD, Pixels, Square, VisionTable, pixels, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.model.layers import LayerKind
 
-_PIXELS = {"least": 112 * 112, "most": 14 * 14 * 2 * 2 * 2 * 6144}
+_PIXELS = Pixels(112 * 112, 14 * 14 * 2 * 2 * 2 * 6144, CLIP_MEAN, CLIP_STD)
 """Pixels of the released models, over the two frames that an image counts as."""
 _IMAGE = ImageText(before="<|begin_of_image|>", each="<|image|>", after="<|end_of_image|>")
 _VIDEO = VideoConfig(
@@ -102,7 +102,7 @@ def read_glm4v_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         learned_positions=side**2,
         projector="gated",
         projector_hidden_size=table.intermediate_size,
-        **pixels(path, sizes, **_PIXELS),
+        **pixels(path, sizes, _PIXELS),
         resize="repeated",
         image_text=_IMAGE,
         video=_VIDEO,

@@ -1,6 +1,7 @@
 """The way in: a hub's `config.json` as a ModelConfig."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,32 +14,85 @@ from omnibal.model.limits import words
 
 _QUANTIZED = "quantization_config"
 Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
-_READERS: dict[str, Reader] = {
-    "llama": partial(text.read_text, text.LlamaText),
-    "qwen2": partial(text.read_text, text.Qwen2Text),
-    "qwen3": partial(text.read_text, text.Qwen3Text),
-    "qwen3_moe": partial(text.read_text, text.Qwen3MoeText),
-    "internvl_chat": internvl.read_internvl,
-    "internvl": internvl.read_internvl,
-    "qwen2_vl": qwen.read_qwen2_vl,
-    "qwen2_5_vl": qwen.read_qwen2_5_vl,
-    "qwen3_vl": partial(qwen.read_newer, qwen.Qwen3VLText, qwen.Qwen3VLVision),
-    "qwen3_vl_moe": partial(qwen.read_newer, qwen.Qwen3VLMoeText, qwen.Qwen3VLVision),
-    "qwen3_5": partial(qwen.read_newer, qwen.HybridText, qwen.Qwen35Vision),
-    "qwen3_5_moe": partial(qwen.read_newer, qwen.HybridMoeText, qwen.Qwen35Vision),
-    "qwen3_5_text": partial(text.read_text, qwen.HybridText),
-    "qwen3_5_moe_text": partial(text.read_text, qwen.HybridMoeText),
-    "llavaonevision1_5": llava_onevision.read_llava_onevision_1_5,
-    "glm4v_moe": glm.read_glm4v_moe,
-    "kimi_vl": partial(kimi.read_kimi, kimi.KIMI_VL),
-    "kimi_k25": partial(kimi.read_kimi, kimi.KIMI_K2_5),
-    "gemma3": gemma.read_gemma3,
-    "gemma3_text": partial(text.read_text, gemma.GemmaText),
-    "deepseek_v2": partial(text.read_text, deepseek.DeepseekV2Text),
-    "deepseek_v3": partial(text.read_text, deepseek.DeepseekV3Text),
-    "kimi_k2": partial(text.read_text, deepseek.DeepseekV3Text),
-}
-"""Readers of whole files, by model_type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A family of models, all of which are planned, as docs/models.md lists them."""
+
+    name: str
+    readers: Mapping[str, Reader]
+    """Readers of whole files, by model_type."""
+    is_trained: bool = False
+    """Whether this project's trainer has its layers, and its checkpoints are converted."""
+
+
+FAMILIES = (
+    Family(
+        name="InternVL 1.5 to 3.5",
+        readers={"internvl_chat": internvl.read_internvl, "internvl": internvl.read_internvl},
+        is_trained=True,
+    ),
+    Family(name="Qwen2-VL", readers={"qwen2_vl": qwen.read_qwen2_vl}, is_trained=True),
+    Family(name="Qwen2.5-VL", readers={"qwen2_5_vl": qwen.read_qwen2_5_vl}, is_trained=True),
+    Family(
+        name="Qwen3-VL",
+        readers={
+            "qwen3_vl": partial(qwen.read_newer, qwen.Qwen3VLText, qwen.Qwen3VLVision),
+            "qwen3_vl_moe": partial(qwen.read_newer, qwen.Qwen3VLMoeText, qwen.Qwen3VLVision),
+        },
+        is_trained=True,
+    ),
+    Family(
+        name="Qwen3.5, 3.6, 3.8",
+        readers={
+            "qwen3_5": partial(qwen.read_newer, qwen.HybridText, qwen.Qwen35Vision),
+            "qwen3_5_moe": partial(qwen.read_newer, qwen.HybridMoeText, qwen.Qwen35Vision),
+            "qwen3_5_text": partial(text.read_text, qwen.HybridText),
+            "qwen3_5_moe_text": partial(text.read_text, qwen.HybridMoeText),
+        },
+    ),
+    Family(
+        name="LLaVA-OneVision-1.5",
+        readers={"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5},
+    ),
+    Family(name="GLM-4.5V, 4.6V", readers={"glm4v_moe": glm.read_glm4v_moe}),
+    Family(
+        name="Kimi-VL, Kimi-K2.5",
+        readers={
+            "kimi_vl": partial(kimi.read_kimi, kimi.KIMI_VL),
+            "kimi_k25": partial(kimi.read_kimi, kimi.KIMI_K2_5),
+        },
+    ),
+    Family(
+        name="Gemma 3",
+        readers={
+            "gemma3": gemma.read_gemma3,
+            "gemma3_text": partial(text.read_text, gemma.GemmaText),
+        },
+    ),
+    Family(
+        name="DeepSeek-V2, V3, Kimi-K2",
+        readers={
+            "deepseek_v2": partial(text.read_text, deepseek.DeepseekV2Text),
+            "deepseek_v3": partial(text.read_text, deepseek.DeepseekV3Text),
+            "kimi_k2": partial(text.read_text, deepseek.DeepseekV3Text),
+        },
+    ),
+    Family(
+        name="Llama, Qwen2, Qwen3",
+        readers={
+            "llama": partial(text.read_text, text.LlamaText),
+            "qwen2": partial(text.read_text, text.Qwen2Text),
+            "qwen3": partial(text.read_text, text.Qwen3Text),
+            "qwen3_moe": partial(text.read_text, text.Qwen3MoeText),
+        },
+        is_trained=True,
+    ),
+)
+_READERS = {kind: reader for family in FAMILIES for kind, reader in family.readers.items()}
+TRAINED_TYPES = tuple(kind for family in FAMILIES if family.is_trained for kind in family.readers)
+"""Each model_type whose models are trained and converted."""
 
 
 def read_hub_config(path: Path) -> ModelConfig:
@@ -53,6 +107,21 @@ def read_hub_config(path: Path) -> ModelConfig:
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     given = read_config_file(path)
+    with naming(path):
+        return read_config_table(given, model_name(path.parent), path)
+
+
+def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
+    """Read the content of a `config.json`.
+
+    Args:
+        name: of the model that is made.
+        path: of the file, beside which the image processor's may be.
+
+    Raises:
+        UserError: as `read_hub_config`.
+        ValueError: a part does not go with another.
+    """
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise UserError(
@@ -68,8 +137,7 @@ def read_hub_config(path: Path) -> ModelConfig:
             f"{', '.join(sorted(_READERS))}; describe another model in a file of its own, as "
             "docs/models.md says"
         )
-    with naming(path):
-        return reader(given, model_name(path.parent), path)
+    return reader(given, name, path)
 
 
 def config_notes(path: Path) -> list[str]:

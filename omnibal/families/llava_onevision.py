@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.text import Qwen3Text
-from omnibal.families.vision import Square, VisionTable, pixels
+from omnibal.families.vision import CLIP_MEAN, CLIP_STD, Pixels, Square, VisionTable, pixels
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 
-_PIXELS = {"least": 56 * 56, "most": 3_240_000}
+_PIXELS = Pixels(56 * 56, 3_240_000, CLIP_MEAN, CLIP_STD)
 """Pixels of the released models."""
 
 
@@ -48,6 +48,6 @@ def read_llava_onevision_1_5(given: dict[str, Any], name: str, path: Path) -> Mo
         patch_bias=False,
         class_token=True,
         embed_norm=True,
-        **pixels(path, sizes, **_PIXELS),
+        **pixels(path, sizes, _PIXELS),
     )
     return vision_language(name, whole, text, encoder, table.text_hidden_size)

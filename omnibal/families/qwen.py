@@ -20,20 +20,39 @@ from omnibal.families.text import (
     TextTable,
     runs_of,
 )
-from omnibal.families.vision import Square, VisionTable, pixels, square
+from omnibal.families.vision import (
+    CLIP_MEAN,
+    CLIP_STD,
+    Pixels,
+    Square,
+    VisionTable,
+    pixels,
+    square,
+    video_of,
+)
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
-_OLDER_PIXELS = {"least": 56 * 56, "most": 128 * 28 * 28 * 128}
+_OLDER_PIXELS = Pixels(56 * 56, 128 * 28 * 28 * 128, CLIP_MEAN, CLIP_STD)
 """Pixels of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
-_NEWER_PIXELS = {"least": 256 * 256, "most": 4096 * 4096}
+_NEWER_PIXELS = Pixels(256 * 256, 4096 * 4096)
 """Pixels of the released Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
-    min_pixels=4096, max_pixels=24_576 * 32 * 32, counts_frames=True, times="before"
+    min_pixels=4096,
+    max_pixels=24_576 * 32 * 32,
+    counts_frames=True,
+    times="before",
+    sampling="ends",
+    # As Transformers 5 leaves them of the chat template's; 4.57 took them away.
+    around=("<|vision_start|>", "<|vision_end|>"),
 )
 """Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
+
+
+_UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}
+"""RoPE that is not scaled, also as released files of Qwen2-VL and 2.5-VL name it."""
 
 
 class Sectioned(TextTable):
@@ -50,9 +69,11 @@ class Sectioned(TextTable):
         return super().rope_fields | {"rope_sections": sections}
 
 
-class Qwen25VLText(Sectioned, Qwen2Text):
+# Behind the others, so that fields have their defaults, and not a TextTable's.
+class Qwen25VLText(Qwen2Text, Sectioned):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 1_000_000.0
     default_sections: ClassVar[tuple[int, int, int]] = (16, 24, 24)
     interleaves: ClassVar[bool] = False
@@ -107,17 +128,19 @@ class Qwen25VLVision(VisionTable):
     fullatt_block_indexes: tuple[int, ...] = (7, 15, 23, 31)
 
 
-class Qwen3VLText(Sectioned, Qwen3Text):
+class Qwen3VLText(Qwen3Text, Sectioned):
     """Language model of a dense Qwen3-VL."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
     max_position_embeddings: PositiveInt = 128_000
 
 
-class Qwen3VLMoeText(Sectioned, Qwen3MoeText):
+class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
 
+    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
     intermediate_size: PositiveInt = 5632
@@ -253,6 +276,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     """Qwen2-VL, of files as those of Qwen2.5-VL are."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen2VLVision, Qwen25VLText, given, path)
+    text.check_rope()
     sizes = {
         "layers": table.depth,
         "hidden_size": table.embed_dim,
@@ -269,8 +293,8 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         qk_norm=False,
         activation="quick_gelu",
         patch_bias=False,
-        **pixels(path, sizes, **_OLDER_PIXELS),
-        video=VideoConfig(),
+        **pixels(path, sizes, _OLDER_PIXELS),
+        video=video_of(path, VideoConfig()),
     )
     return vision_language(name, whole, text, encoder, table.hidden_size)
 
@@ -279,6 +303,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
     """Qwen2.5-VL, of files with the language model's keys outside, in a table, or both."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen25VLVision, Qwen25VLText, given, path)
+    text.check_rope()
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -288,8 +313,8 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         patch_bias=False,
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
-        **pixels(path, sizes, **_OLDER_PIXELS),
-        video=VideoConfig(positions_per_second=table.tokens_per_second),
+        **pixels(path, sizes, _OLDER_PIXELS),
+        video=video_of(path, VideoConfig(positions_per_second=table.tokens_per_second)),
     )
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
@@ -328,6 +353,7 @@ def read_newer(
 ) -> ModelConfig:
     """Qwen3-VL, and Qwen3.5, 3.6 and 3.8, by the tables of their language model and tower."""
     whole, table, language = read_whole(WholeTable, vision, text, given, path)
+    language.check_rope()
     sizes = table.sizes
     encoder = ImagesEncoder(
         **sizes,
@@ -336,7 +362,7 @@ def read_newer(
         activation="gelu_tanh",
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
-        **pixels(path, sizes, **_NEWER_PIXELS),
-        video=_NEWER_VIDEO,
+        **pixels(path, sizes, _NEWER_PIXELS),
+        video=video_of(path, _NEWER_VIDEO),
     )
     return vision_language(name, whole, language, encoder, table.out_hidden_size)

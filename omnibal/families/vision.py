@@ -1,12 +1,18 @@
 """What the tables of vision towers at native resolution have alike, and an image's pixels."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
 from omnibal.families.hub_table import HubTable
-from omnibal.families.processor import Processor, read_processor
+from omnibal.families.processor import (
+    Colour,
+    Processor,
+    read_processor,
+    read_video_processor,
+)
+from omnibal.model.encoders import VideoConfig
 
 Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A side, or both sides of a rectangle."""
@@ -53,16 +59,59 @@ def square(sides: int | list[int], name: str) -> int:
     return sides[0]
 
 
-def pixels(config: Path, sizes: dict[str, Any], *, least: int, most: int) -> dict[str, int]:
-    """Fields of an ImagesEncoder about the area of an image.
+class Pixels(NamedTuple):
+    """Pixels of a family's released models, for a folder without an image processor's file."""
+
+    least: int
+    """Least area of an image."""
+    most: int
+    mean: Colour = (0.5, 0.5, 0.5)
+    """By which, and by `std`, colours become -1 to 1."""
+    std: Colour = (0.5, 0.5, 0.5)
+
+
+CLIP_MEAN: Colour = (0.48145466, 0.4578275, 0.40821073)
+"""Mean of the colours that OpenAI's CLIP was trained with."""
+CLIP_STD: Colour = (0.26862954, 0.26130258, 0.27577711)
+"""Their standard deviation."""
+_BICUBIC = 3  # as Pillow numbers it
+
+
+def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, Any]:
+    """Fields of an ImagesEncoder about the pixels of an image.
 
     Args:
         config: the `config.json`, beside which the image processor's file may be.
         sizes: of the tower, with its patches and cells.
-        least, most: what the family's released models have, for a folder without that file.
+
+    Raises:
+        ValueError: the file leaves a step out, or resizes by another filter than the bicubic one.
     """
-    limits = processor_of(config, sizes)
-    return {"min_pixels": limits.least_pixels or least, "max_pixels": limits.most_pixels or most}
+    processor = processor_of(config, sizes)
+    if not (processor.do_rescale and processor.do_normalize):
+        raise ValueError("do_rescale and do_normalize of the image processor must be true")
+    if processor.resample not in (None, _BICUBIC):
+        raise ValueError(
+            f"resample of the image processor is {processor.resample}; it must be {_BICUBIC}, "
+            "bicubic"
+        )
+    return {
+        "min_pixels": processor.least_pixels or default.least,
+        "max_pixels": processor.most_pixels or default.most,
+        "pixel_mean": processor.image_mean or default.mean,
+        "pixel_std": processor.image_std or default.std,
+        "pixel_scale": processor.rescale_factor,
+    }
+
+
+def video_of(config: Path, default: VideoConfig) -> VideoConfig:
+    """How a video becomes tokens, by the video processor's file beside a `config.json`.
+
+    Args:
+        default: what the family's released models have, for what the file does not say.
+    """
+    changes = read_video_processor(config).changes
+    return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default
 
 
 def processor_of(config: Path, sizes: dict[str, Any]) -> Processor:

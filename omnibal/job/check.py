@@ -14,10 +14,10 @@ from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.job.planner import prediction_of
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder, TilesEncoder
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
-from omnibal.model.parallel import WeightSharding, beside_sharded, expert_counts
+from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
@@ -26,7 +26,7 @@ from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import steps_of
 
-_TRAINED_ENCODERS = {"vision": TilesEncoder, "audio": ClipsEncoder}
+_TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
 """Kinds of the encoders that the trainer builds, by name."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
@@ -98,13 +98,9 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
             f"{ranks}, and weights of {trainer.title}, which made_for names, are {able}: set "
             f"parallel.sharded so, remove made_for, or {_ANEW}"
         )
-    if parallel.sharded == 1:
-        return
-    beside = [f"parallel.{name} {size}" for name, size in beside_sharded(plan.model, parallel)]
-    beside += ['precision "fp8"'] if plan.precision == "fp8" else []
-    if beside:
+    if parallel.sharded > 1 and plan.precision == "fp8":
         raise UserError(
-            f"{ranks}, and weights that ranks divide are planned without {words(beside)}: set "
+            f'{ranks}, and weights that ranks divide are planned without precision "fp8": set '
             f"parallel.sharded to 1, or {_ANEW}"
         )
 
@@ -130,20 +126,34 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    if plan.adapters is not None and plan.adapters.experts:
-        obstacles.append(
-            "adapters are of experts' matrices too, beside which the trainer has none: set "
-            "experts of adapters to false"
-        )
-    if plan.adapters is not None and plan.precision == "fp8":
-        obstacles.append(
-            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
-            "with --precision bf16"
-        )
+    obstacles += _adapter_obstacles(plan)
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
             "features the trainer does not exchange among them: plan with levels of context 1"
+        )
+    if plan.has_shared_packs and plan.model.images is not None:
+        obstacles.append(
+            f"ranks share packs of a level, and {plan.model.name} takes images at their native "
+            "resolution, which the trainer does not divide: plan with levels of context 1"
+        )
+    return obstacles
+
+
+def _adapter_obstacles(plan: Plan) -> list[str]:
+    """Reasons why a plan's adapters cannot be trained, a sentence each."""
+    if plan.adapters is None:
+        return []
+    obstacles = []
+    if plan.adapters.experts:
+        obstacles.append(
+            "adapters are of experts' matrices too, beside which the trainer has none: set "
+            "experts of adapters to false"
+        )
+    if plan.precision == "fp8":
+        obstacles.append(
+            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
+            "with --precision bf16"
         )
     return obstacles
 
@@ -172,6 +182,7 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
+    encoders += _foreign_towers(model)
     language = model.language
     parts = {
         "gates of attention's output": language.output_gate,
@@ -183,10 +194,31 @@ def model_obstacle(model: ModelConfig) -> str | None:
     if not foreign:
         return None
     return (
-        "the trainer has an encoder vision of tiles, one audio of clips, full attention, and in "
+        "the trainer has an encoder vision of tiles, or of images as Qwen2-VL, Qwen2.5-VL and "
+        "Qwen3-VL have it, one audio of clips, full attention, and in "
         "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
         f"{model.name} has {', '.join(foreign)}"
     )
+
+
+def _foreign_towers(model: ModelConfig) -> list[str]:
+    """What encoders of images at their native resolution have that the trainer does not, in
+    words."""
+    return [
+        what
+        for tower in model.encoders.values()
+        if isinstance(tower, ImagesEncoder)
+        for what, holds in {
+            f"a projector of kind {tower.projector}": tower.projector != "mlp",
+            "a class token in every image": tower.class_token,
+            "a norm before the first layer": tower.embed_norm,
+            "a norm after the last layer besides the projector's": tower.final_norm,
+            "encoder layers without biases": not tower.bias,
+            "norms of an encoder's q and k": tower.qk_norm,
+            "layer scales in an encoder of images": tower.layer_scale_init is not None,
+        }.items()
+        if holds
+    ]
 
 
 def _foreign_layers(model: ModelConfig) -> list[str]:

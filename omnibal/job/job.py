@@ -22,6 +22,7 @@ from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
+from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -153,8 +154,7 @@ class JobSpec:
             frozen=self.frozen,
             adapters=self.adapters,
         )
-        parallel = self.parallel if self.parallel.sharded == 1 else self.parallel.of_shards
-        cost = costs(self.model, self.cluster, parallel, runtime=self.trainer.runtime)
+        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost
@@ -283,6 +283,9 @@ class JobSpec:
             workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
         else:
             workload = Workload.of_shares(shares, unpadded, self.parallel.data)
+        if self.has_data_parallel_encoders:
+            samples = samples_of_shares(self.model, packs, lengths, levels, shares)
+            workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
@@ -359,10 +362,9 @@ def _check_encoders_beside(model: ModelConfig) -> None:
             f"{model.name} has no encoder to be data-parallel; give --encoder pipeline, "
             "or a model with encoders"
         )
-    for name, tower in model.encoders.items():
+    for tower in model.encoders.values():
         if tower.values_per_item is None:
             raise UserError(
                 f"{model.name} takes {tower.feature}, which cannot be dealt to data-parallel "
-                f"encoders: a rank would have to take whole inputs of {name}, and lengths count "
-                "their parts alone; give --encoder pipeline"
+                "encoders, as nothing says how large one is; give --encoder pipeline"
             )

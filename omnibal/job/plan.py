@@ -18,13 +18,13 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
-from omnibal.model.units import LANGUAGE, frozen_mistake, unit_kinds
+from omnibal.model.units import LANGUAGE, deepstack_of, frozen_mistake, unit_kinds
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage, Words
 from omnibal.pipeline.unit_runs import stage_units
@@ -172,18 +172,23 @@ class Plan(Frozen):
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
-        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back.
+        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back,
+        and deepstack features that have one.
 
         Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
-        the language model all units there and data-parallel encoders.
+        deepstack features those but the projector, of the language model all units there and
+        data-parallel encoders.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
         held = {name for stage in before for name in stage_units(kinds, stage)}
         if self.beside is not None:
             held |= {kind.name for kind in kinds if kind.tower != LANGUAGE}
-        trained = held & trained_kinds(self.model, self.frozen, self.adapters)
-        towers = {kind.tower for kind in kinds if kind.name in trained}
-        return frozenset(towers | {LANGUAGE} if towers else ())
+        names = held & trained_kinds(self.model, self.frozen, self.adapters)
+        trained = [kind for kind in kinds if kind.name in names]
+        towers = {kind.tower for kind in trained}
+        encoding = {kind.tower for kind in trained if not kind.is_projector}
+        features = {each.name for each in deepstack_of(self.model) if each.tower in encoding}
+        return frozenset(towers | features | {LANGUAGE} if towers else ())
 
     @property
     def token_multiple(self) -> int:
@@ -285,6 +290,13 @@ class Plan(Frozen):
                     f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
                     f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
                 )
+        squares = set(takes_whole_samples(self.model))
+        if set(beside.square_ms) != squares:
+            raise ValueError(
+                f"beside.square_ms is of {words(sorted(beside.square_ms)) or 'no encoder'}, and "
+                f"must be of those of {self.model.name} for images at their native resolution: "
+                f"{words(sorted(squares)) or 'it has none'}"
+            )
         if self.parallel.data % beside.pipelines:
             raise ValueError(
                 f"beside.pipelines is {beside.pipelines}, and must divide the "

@@ -45,16 +45,29 @@ class EncoderLayers(Frozen):
         return self
 
     @property
+    def head_width(self) -> int:
+        """Width of one head of q, of k and of v."""
+        return self.hidden_size // self.heads
+
+    @property
     def squares(self) -> str | None:
         """Name of the feature that full attention costs, the sum over inputs of their items
-        squared; None where positions attend within their item alone."""
+        squared; None where positions attend within their item alone.
+
+        Items that attend to each other go to one data-parallel rank, all of a sample's together.
+        """
         return None
 
     @property
     def values_per_item(self) -> int | None:
-        """Numbers that an item is read as; None where items cannot be dealt to ranks one by one,
-        so that the encoder cannot be data-parallel."""
+        """Numbers that an item is read as; None where nothing says how many, so that the encoder
+        cannot be data-parallel."""
         return None
+
+    @property
+    def deepstack_features(self) -> int:
+        """Features besides its own that a token gets, each for a language layer."""
+        return 0
 
 
 class TilingConfig(Frozen):
@@ -205,6 +218,17 @@ class VideoConfig(Frozen):
         default=2.0, description="that are seen, and of the frames in a folder"
     )
     max_frames: Count = 768
+    min_frames: Count = Field(
+        default=4,
+        exclude_if=lambda least: least == 4,
+        description="that are seen of a video in a file, if it has as many",
+    )
+    sampling: Literal["steps", "ends"] = Field(
+        default="steps",
+        exclude_if=lambda way: way == "steps",
+        description="of the frames of a file: steps: by equal steps from the first one, whole "
+        "patches of them (Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
+    )
     min_pixels: Count = 128 * 28 * 28
     max_pixels: Count = 768 * 28 * 28
     counts_frames: bool = Field(
@@ -297,6 +321,21 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         description="of feed-forwards without a gate: by the error function, by its approximation "
         "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
     )
+    pixel_mean: tuple[float, float, float] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda mean: mean == (0.5, 0.5, 0.5),
+        description="of red, green and blue, taken from colours that are scaled by pixel_scale",
+    )
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
+        default=(0.5, 0.5, 0.5),
+        exclude_if=lambda std: std == (0.5, 0.5, 0.5),
+        description="by which they are then divided",
+    )
+    pixel_scale: PositiveFloat = Field(
+        default=1 / 255,
+        exclude_if=lambda scale: scale == 1 / 255,
+        description="by which colours of 0 to 255 are multiplied first",
+    )
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
     patch_bias: bool = Field(default=True, description="of the product that embeds patches")
     class_token: bool = Field(
@@ -366,10 +405,19 @@ class ImagesEncoder(EncoderLayers, ImageRule):
             return None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
 
+    def is_windowed(self, layer: int) -> bool:
+        """Whether positions attend within their window in the layer of this number."""
+        return self.window_pixels is not None and layer not in self.full_layers
+
     @property
     def head_width(self) -> int:
         """Width of one head of q, of k and of v."""
         return self.head_size or self.hidden_size // self.heads
+
+    @property
+    def deepstack_features(self) -> int:
+        """Features of deepstack projectors, which a cell gets besides its own."""
+        return len(self.deepstack_layers)
 
     @property
     def squares(self) -> str:
@@ -380,6 +428,11 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     def values_per_patch(self) -> int:
         """Colours of a patch's pixels, of all its frames."""
         return 3 * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def values_per_item(self) -> int:
+        """Colours of a cell's pixels, of all its frames."""
+        return self.values_per_patch * self.positions_per_item
 
     @property
     def positions_per_item(self) -> int:

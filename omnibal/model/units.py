@@ -64,8 +64,12 @@ class UnitKind:
 
     def is_like(self, other: "UnitKind") -> bool:
         """Whether two kinds differ in nothing but what they carry over cuts."""
-        own, others = (each.without_carried or each.name for each in (self, other))
-        return self.tower == other.tower and own == others
+        return self.tower == other.tower and self.measured_name == other.measured_name
+
+    @property
+    def measured_name(self) -> str:
+        """Name under which it is measured, with kinds that differ only in what they carry."""
+        return self.without_carried or self.name
 
     @property
     def is_embed(self) -> bool:
@@ -98,10 +102,17 @@ def unit_names(model: ModelConfig) -> tuple[str, ...]:
     return _units(model)[1]
 
 
+def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
+    """List the names under which a tower's layers are measured, one a layer."""
+    kinds = {kind.name: kind for kind in unit_kinds(model)}
+    units = (kinds[name] for name in unit_names(model))
+    return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
+
+
 def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
     kinds: dict[str, UnitKind] = {}
     names: list[str] = []
-    carried = 0
+    carried = sum(each.deepstack_features for each in model.encoders_elsewhere.values())
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
         embed, *layers = _encoder_units(name, tower, carried)
@@ -128,7 +139,7 @@ def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
 
 
 def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
-    windowed = tower.window_pixels is not None and number not in tower.full_layers
+    windowed = tower.is_windowed(number)
     deepstack = number in tower.deepstack_layers
     alike = f"{base.name}{'_window' * windowed}{'_deepstack' * deepstack}"
     carried = base.carried + sum(each <= number for each in tower.deepstack_layers)
@@ -144,11 +155,16 @@ def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
 
 def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
     """All units of the language model, to whose first layers `carried` features go, one each."""
-    units = [_language_kind(LANGUAGE_EMBED, carried=carried)]
-    for number, layer in enumerate(model.language.kinds):
-        left = max(carried - 1 - number, 0)
-        units.append(_language_kind(layer.name, layer=layer, carried=left))
-    return [*units, _language_kind(HEAD)]
+    kinds = model.language.kinds
+    # Most layers are one object, which is described once for as many as carry nothing.
+    alike = {id(layer): _language_kind(layer.name, layer=layer) for layer in kinds}
+    carrying = [
+        _language_kind(layer.name, layer=layer, carried=carried - 1 - number)
+        for number, layer in enumerate(kinds[: max(carried - 1, 0)])
+    ]
+    embed = _language_kind(LANGUAGE_EMBED, carried=carried)
+    others = [alike[id(layer)] for layer in kinds[len(carrying) :]]
+    return [embed, *carrying, *others, _language_kind(HEAD)]
 
 
 def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 0) -> UnitKind:
@@ -177,10 +193,34 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
         replace(
             kind,
             period=period,
-            places=tuple(n for n, each in enumerate(layers[:period]) if each == kind),
+            places=tuple(n for n, each in enumerate(layers[:period]) if each.name == name),
         )
-        for kind in dict.fromkeys(layers)
+        for name, kind in {each.name: each for each in layers}.items()
     ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deepstack:
+    """Features that a projector of its own makes of an encoder layer's output, for one of the first
+    language layers."""
+
+    name: str
+    """Name of the features, and of the projector in the whole model: "vision_deepstack.0"."""
+    tower: str
+    """Name of the encoder, with which the projector is trained or frozen."""
+    layer: int
+    """Number of the encoder's layer, from 0."""
+
+
+def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
+    """List a model's deepstack features in the order of the language layers that take them; of a
+    language model alone those of its encoders elsewhere."""
+    return tuple(
+        Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
+        for name, tower in (model.encoders_elsewhere | model.encoders).items()
+        if isinstance(tower, ImagesEncoder)
+        for index, layer in enumerate(tower.deepstack_layers)
+    )
 
 
 def projector_name(model: ModelConfig, encoder: str) -> str:

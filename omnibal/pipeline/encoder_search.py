@@ -28,18 +28,27 @@ from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.least_peak import least_peak_of_splits
-from omnibal.pipeline.partition import SearchResult, sampled_steps, search_stages
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.partition import (
+    SearchResult,
+    estimated_step_ms,
+    sampled_steps,
+    search_stages,
+)
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _KEPT_CHOICES = 12
 """Most numbers of kept items that are tried between none and all."""
 _MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
+_CELLS_OF_PASS = 256
+"""Items of whole samples for one of equal items in the size of a pass: 1,024 patches of four, which
+is what a tile of InternVL has."""
 _MAX_SEARCHES = 48
 """Most choices for which stages are searched."""
 _TOLERANCE = 1e-9  # relative, by which a choice must be better
 _DIGITS = 6
 """Decimals of an item's time in a plan."""
+_DIGITS_OF_SQUARE = 12  # of thousands of items in an image, the same decimals of their time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,6 +116,10 @@ class _Choice:
     """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]; what comes
     after it with the longer update, as if it were a wait."""
 
+    def shortest_ms(self) -> float:
+        """Mean time of a step whose pipelines took none."""
+        return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bound:
@@ -138,9 +151,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     Raises:
         DoesNotFit: no choice fits the memory cap.
     """
-    choices = list(_choices(problem))
-    if not choices:
-        raise _too_large(problem)
+    choices = _choices(problem)
     best: EncoderSearch | None = None
     of_all, simulated = _bound_of_all(problem, choices, effort), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
@@ -173,6 +184,31 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
         simulated=simulated,
     )
     return replace(best, search=search)
+
+
+def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
+    """Simulated step time of a good split beside the choice of shortest waits that leaves room for
+    one, in a fraction of what `search_encoders` takes: nothing is proven.
+
+    Args:
+        effort: as there.
+
+    Raises:
+        DoesNotFit: no choice fits the memory cap.
+    """
+    for choice in sorted(_choices(problem), key=_Choice.shortest_ms):
+        try:
+            return estimated_step_ms(
+                problem.cost_beside(choice.beside),
+                problem.model,
+                problem.with_encoders(choice.beside),
+                problem.stages,
+                problem.memory_cap_bytes,
+                effort=effort,
+            )
+        except DoesNotFit:
+            continue
+    raise _too_large(problem)
 
 
 def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> EncoderSearch | None:
@@ -276,10 +312,9 @@ def _taken(workload: Workload) -> EncoderMemory:
 
 def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
     """For every size of groups and way to hold weights, the choice that takes least memory."""
-    one = dict.fromkeys(problem.any_encoders.encoders, 1)
     for pipelines in _group_sizes(problem):
         for sharded in problem.encoders:
-            yield _beside(problem, pipelines, one, dict.fromkeys(one, 0), sharded)
+            yield _beside(problem, pipelines, _sizes(problem, 1), sharded)
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
@@ -287,27 +322,53 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
     return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
 
 
-def _choices(problem: PlacementProblem) -> Iterator[_Choice]:
-    """All choices that are not over the memory cap by themselves."""
+def _choices(problem: PlacementProblem) -> list[_Choice]:
+    """All choices that leave room for the pipeline, as far as what they hold alone tells.
+
+    Raises:
+        DoesNotFit: there is none.
+    """
+    choices = list(_choices_within(problem, _least_beside(problem)))
+    if not choices:
+        raise _too_large(problem)
+    return choices
+
+
+def _least_beside(problem: PlacementProblem) -> float:
+    """Bytes that the fullest stage takes at least besides what encoders hold, over all splits."""
+    workload = problem.with_encoders(next(_smallest(problem)))
+    assert workload.encoding is not None
+    # A pipeline has as many features whoever encodes its items.
+    features = EncoderMemory(features=_taken(workload).features)
+    alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
+    return least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+
+
+def _choices_within(problem: PlacementProblem, least_bytes: float) -> Iterator[_Choice]:
+    """Choices that leave room for so many bytes besides what they hold."""
+    cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
         # Many groups are too large for their buffers alone.
         ways = {
             sharded: encoders
             for sharded, encoders in problem.encoders.items()
-            if encoders.state_bytes + encoders.buffers_bytes(pipelines) <= problem.memory_cap_bytes
+            if fits_cap(
+                encoders.state_bytes + encoders.buffers_bytes(pipelines) + least_bytes, cap_bytes
+            )
         }
         for largest in _passes(problem, pipelines) if ways else ():
-            sizes = dict.fromkeys(any_encoders.encoders, largest)
+            sizes = _sizes(problem, largest)
             shares, of_sample = (
                 _shares(problem, workload, pipelines, sizes)
                 for workload in (problem.workload, sample)
             )
             for kept in kept_choices(any_encoders, shares.most()):
                 for sharded, encoders in ways.items():
-                    beside = _beside(problem, pipelines, sizes, kept, sharded)
+                    beside = _beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
-                    if encoder_memory.held + encoder_memory.encoding <= problem.memory_cap_bytes:
+                    besides = max(encoder_memory.encoding, least_bytes)
+                    if fits_cap(encoder_memory.held + besides, cap_bytes):
                         waits_ms = _waits_of(problem, sample, beside, of_sample)
                         yield _Choice(
                             beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms
@@ -318,17 +379,25 @@ def _shares(
     problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
 ) -> ItemShares:
     """Shares of a workload's items, whoever holds weights."""
-    item_ms = _item_ms(problem, items_per_pass)
-    return ItemShares.of(workload, problem.features, problem.any_encoders, pipelines, item_ms)
+    beside = _beside(problem, pipelines, items_per_pass, 1)
+    return ItemShares.of(workload, problem.features, problem.any_encoders, beside)
+
+
+def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
+    """Items of a pass of every encoder, where one of equal items has so many."""
+    return {
+        name: largest * (_CELLS_OF_PASS if one.is_of_samples else 1)
+        for name, one in problem.any_encoders.encoders.items()
+    }
 
 
 def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
-    """Items of a pass that are tried, from 1 up to what any rank has."""
-    one = dict.fromkeys(problem.any_encoders.encoders, 1)
-    shares = _shares(problem, problem.workload, pipelines, one)
-    most = max([1, *shares.most().values()])
+    """Sizes of a pass that are tried, from 1 up to what any rank has."""
+    one = _sizes(problem, 1)
+    most = _shares(problem, problem.workload, pipelines, one).most()
+    largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
-    while sizes[-1] < min(most, _MOST_ITEMS_OF_PASS):
+    while sizes[-1] < min(largest, _MOST_ITEMS_OF_PASS):
         sizes.append(2 * sizes[-1])
     return sizes
 
@@ -343,30 +412,37 @@ def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, 
         name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
         for name in trained
     }
-    path = [
-        name for name in sorted(trained, key=lambda name: -saved[name]) for _ in range(most[name])
+    order = sorted(trained, key=lambda name: -saved[name])
+    starts = dict(
+        zip(order, np.cumsum([0, *(most[name] for name in order)]).tolist(), strict=False)
+    )
+    total = sum(most[name] for name in order)
+    ends = np.unique(np.linspace(0, total, _KEPT_CHOICES + 1).round().astype(int)).tolist()
+    return [
+        {
+            name: min(max(end - starts[name], 0), most[name]) if name in starts else 0
+            for name in cost.encoders
+        }
+        for end in ends
     ]
-    ends = np.unique(np.linspace(0, len(path), _KEPT_CHOICES + 1).round().astype(int)).tolist()
-    return [{name: path[:end].count(name) for name in cost.encoders} for end in ends]
-
-
-def _item_ms(problem: PlacementProblem, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-    times = problem.any_encoders.item_ms(items_per_pass)
-    return {name: round(ms, _DIGITS) for name, ms in times.items()}
 
 
 def _beside(
     problem: PlacementProblem,
     pipelines: int,
     items_per_pass: Mapping[str, int],
-    kept_items: Mapping[str, int],
     sharded: int,
+    kept_items: Mapping[str, int] | None = None,
 ) -> DataParallelEncoders:
+    """A way to run encoders; without kept items, one that keeps none."""
+    encoders = problem.any_encoders
+    item_ms, square_ms = encoders.item_ms(items_per_pass), encoders.square_ms
     return DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass=dict(items_per_pass),
-        kept_items=dict(kept_items),
-        item_ms=_item_ms(problem, items_per_pass),
+        kept_items=dict(kept_items or dict.fromkeys(items_per_pass, 0)),
+        item_ms={name: round(ms, _DIGITS) for name, ms in item_ms.items()},
+        square_ms={name: round(ms, _DIGITS_OF_SQUARE) for name, ms in square_ms.items()},
         sharded=sharded,
     )
 

@@ -19,12 +19,13 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import SampleData, model_of_lengths
 from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
-from omnibal.pipeline.encoder_search import search_encoders
+from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.stage_memory import GIB
@@ -198,8 +199,8 @@ def estimated_ms_per_sample(size: StepSize) -> float:
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
     if job.has_data_parallel_encoders:
-        beside = search_encoders(placement_problem(job, some, levels), _ESTIMATE_EFFORT)
-        return beside.search.step_ms / size.samples
+        problem = placement_problem(job, some, levels)
+        return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / size.samples
     step_ms = estimated_step_ms(
         job.cost_of_all(levels),
         job.pipeline_model,
@@ -223,9 +224,10 @@ def encoders_ms_per_sample(
         return 0.0, 0.0
     before_ms = after_ms = 0.0
     for encoder in costs[0].encoders.values():
-        items = float(lengths.column(encoder.feature).mean())
-        before_ms += items * float(encoder.forward_ms[ITEM])
-        after_ms += items * float(encoder.backward_ms[ITEM])
+        names = [encoder.feature] + [squares_of(encoder.feature)] * encoder.is_of_samples
+        items = np.array([lengths.column(name).mean() for name in names])
+        before_ms += float(items @ encoder.forward_ms[ITEM:])
+        after_ms += float(items @ encoder.backward_ms[ITEM:])
     ranks = job.parallel.world_size
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms

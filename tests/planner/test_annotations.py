@@ -275,11 +275,10 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
             json.dumps({"conversations": [{**GPT, "value": "<image>"}, HUMAN, GPT]}),
             "<image> in an answer",
         ),
-        (line(video="x.mp4"), "has the video file x.mp4 .* `mkdir -p x && ffmpeg -i x.mp4 "),
-        (line(video=["a.jpg", "x.MKV"]), "has the video file x.MKV"),
+        (line(video=["a.jpg", "x.MKV"]), "has the video file x.MKV among frames"),
         (line(video=7), 'odd "video"'),
-        (line(video=["f.jpg"], image="x.png"), 'has an "image" and a "video"'),
-        (line("<image>", video=["f.jpg"]), "is about a video"),
+        (line("<video>\n", video=["f.jpg"], image=["x.png", "y.png"]), "has 0 <image> for 2"),
+        (line("<image>", video=["f.jpg"]), "has 1 <image> for 0 image"),
         (line("<video>", video=["f.jpg"]), "is about a video"),
         (line("<video>\n<video>\n", video=["f.jpg"]), "is about a video"),
         (talk("system", "human", "human"), "from system, human, human; human and gpt"),
@@ -426,20 +425,22 @@ def test_video_frames(tmp_path, question, shown):
     hidden = "._frame1.jpg"
     for name in ("frame10.jpg", "frame2.JPG", "frame1.jpg", "notes.txt", "frame9.png", hidden):
         (folder / name).touch()
-    with pytest.raises(UserError, match=r"has the video file clip/notes\.txt"):
-        _ = open_lines(tmp_path, line(video="clip/notes.txt"))[0]
+    [in_file] = open_lines(tmp_path, line(video="clip/notes.txt"))
+    with pytest.raises(UserError, match=r"has the video file .*clip/notes\.txt.* ffmpeg -i"):
+        in_file.shown(TILING)
     names = ["frame1.jpg", "frame2.JPG", "frame9.png", "frame10.jpg"]
     tiling = TILING.model_copy(update={"max_frames_per_video": 3})
     listed = [f"clip/{name}" for name in names]
     for video in ("clip", listed):
         sample = open_lines(tmp_path, line(question, video=video))[0]
-        assert sample.video
-        assert [image.path for image in sample.images] == [folder / name for name in names]
+        [of_sample] = sample.videos
+        assert [frame.path for frame in of_sample.frames] == [folder / name for name in names]
+        assert sample.files == of_sample.frames
         few = sample.shown(tiling)
         chosen = [names[k] for k in middles_spelled_out(4, 3)]
         assert [image.path.name for image in few.images] == chosen
         assert few.turns[0].question == shown
-        assert few.shown(tiling) == few
+        assert few.shown(tiling) == few and few.files == few.images
         assert few.tiling(tiling).max_dynamic_patch == few.tiling(tiling).min_dynamic_patch == 1
         assert sample.shown(TILING).turns[0].question.count("<image>") == 4
 
@@ -452,15 +453,15 @@ def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
     """Prevents one folder or line that is out of reach from ending a scan that may skip it."""
     long, folder = "x" * 5000, tmp_path / "pictures/clip"
     annotations = open_lines(tmp_path, line(video=long), line(video="clip"))
-    assert annotations[0].images == (ImageFile(tmp_path / "pictures" / long),)
+    assert annotations[0].files == (ImageFile(tmp_path / "pictures" / long),)
     folder.mkdir(parents=True)
     (folder / "1.jpg").touch()
-    assert annotations[1].images == (ImageFile(folder / "1.jpg"),)
+    assert annotations[1].files == (ImageFile(folder / "1.jpg"),)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "iterdir", refused)
-        assert annotations[1].images == (ImageFile(folder),)
+        assert annotations[1].files == (ImageFile(folder),)
         patched.setattr(Path, "is_file", refused)
-        assert annotations[1].images == (ImageFile(folder),)
+        assert annotations[1].files == (ImageFile(folder),)
         with pytest.raises(UserError, match=r"meta\.json: cannot be read \(Permission denied\)"):
             Annotations.open(tmp_path / "meta.json")
     with monkeypatch.context() as patched:

@@ -168,12 +168,26 @@ def test_videos_in_every_form(tmp_path):
         talk(parts(("video", {"video": "v"}), "q"), "a"),
     ]
     meant, *others = said(opened(tmp_path, talk("<video>\nq", "a", video="v"), *forms))
-    assert [image.path for image in meant.images] == [tmp_path / name for name in frames]
-    shown = meant.with_frames(meant.images[:2]).turns[0].question
+    assert [image.path for image in meant.videos[0].frames] == [tmp_path / n for n in frames]
+    shown = meant.with_frames(meant.videos[0].frames[:2]).turns[0].question
     assert shown == "Frame-1: <image>\nFrame-2: <image>\nq"
     for other in others:
-        assert (other.video, other.images) == (True, meant.images)
-        assert other.with_frames(other.images[:2]).turns[0].question == shown
+        assert (other.videos, other.images) == (meant.videos, ())
+        assert other.with_frames(other.videos[0].frames[:2]).turns[0].question == shown
+    in_files = talk(
+        "1<video>2<image>", "a", "<video>", "b", images=["x"], videos=["y.mp4", "z.mp4"]
+    )
+    together = parts("1", ("video", {"video": "y.mp4"}), "2", ("image", {"image": "x"}))
+    forms = [in_files, talk(together, "a", parts(("video", {"video": "z.mp4"})), "b")]
+    for sample in opened(tmp_path, *forms):
+        assert [each.path.name for each in sample.files] == ["x", "y.mp4", "z.mp4"]
+        assert [str(each).rpartition("/")[2] for each in sample.shown_in_order] == [
+            "y.mp4", "x", "z.mp4",
+        ]  # fmt: skip
+        assert (sample.images_until(0), sample.videos_until(0), sample.videos_until(1)) == (1, 1, 2)
+    for name in ("video", "videos"):
+        [sample] = opened(tmp_path, talk("<video>\nq", "a", **{name: ["y.mp4"]}))
+        assert sample.files == sample.files and sample.videos[0].file.path == tmp_path / "y.mp4"
 
 
 def test_llama_factorys_description_of_a_dataset(tmp_path):
@@ -259,8 +273,8 @@ BAD = [
     (talk("<image>q", "a", images=[{"bytes": "AA"}]), 'in "images" an item with bytes'),
     (talk("<image>q", "a", images=[7]), 'odd "images"'),
     (talk("q", "a", images=["x", "y"]), "has 0 <image> for 2 image"),
-    (talk("<video>q", "a", videos=["v", "w"]), 'has 2 videos in "videos"'),
-    (talk("<video>q", "a", videos=["v.mp4"]), "has the video file v.mp4"),
+    (talk("<video>q", "a", videos=["v", "w"]), "has 1 <video> for 2 video"),
+    (talk("<video>q", "a", videos=7), 'has an odd "videos"'),
     (talk("q", "a", imags=["x"]), 'has "imags"; did it mean "images"'),
     (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
     (talk("q", "a", label=False), 'has "label", by which nothing is trained'),

@@ -78,7 +78,7 @@ class Stored:
         return f"sample {index}"
 
     def __getitem__(self, index: int) -> SimpleNamespace:
-        return SimpleNamespace(images=(), recordings=())
+        return SimpleNamespace(files=())
 
 
 def large(seed: int, ranks: int, name: TargetName, workers: int) -> ExportInput:
@@ -172,7 +172,7 @@ def planned_of(
     annotations: Annotations, name: TargetName, workers: int = 0, **changes
 ) -> ExportInput:
     count = len(annotations)
-    shown = np.array([len(annotations[index].images) for index in range(count)])
+    shown = np.array([len(annotations[index].files) for index in range(count)])
     lengths = lengths_of(tokens=np.arange(10, 10 + count), tiles=shown)
     packs = changes.pop("packs", None) or random_packs(count, 3, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 1, 3))
@@ -205,7 +205,7 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
         for (dataset, key, parts), index in zip(json.loads(line)["samples"], pack, strict=True):
             record, *shown = (made_of[f"{key}.{part}"] for part in parts)
             assert dataset == "samples" and json.loads(record) == records[index]
-            assert shown == [file.path.read_bytes() for file in annotations[index].images]
+            assert shown == [file.path.read_bytes() for file in annotations[index].files]
             named += len(parts)
     assert named == len(made_of) > 20
     again = subprocess.run(made, check=False, capture_output=True, text=True)

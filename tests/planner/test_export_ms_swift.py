@@ -154,7 +154,7 @@ def test_rows_say_what_the_records_say(tmp_path):
     written = Annotations.open(rows)
     for place, sample in enumerate(order.tolist()):
         given, found = annotations[sample], written[place]
-        for name in ("images", "recordings", "turns", "system", "tools", "video"):
+        for name in ("images", "recordings", "turns", "system", "tools", "videos"):
             assert getattr(found, name) == getattr(given, name), (sample, name)
     text = rows.read_text().splitlines()
     assert text[1] == lines[3] and text[4] == lines[1]  # as they were

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from omnibal.data.image_headers import image_size, webp_size
 from omnibal.data.native_resolution import (
     OddImage,
     image_segments,
@@ -18,8 +19,7 @@ from omnibal.data.native_resolution import (
     video_segments,
     video_text,
 )
-from omnibal.data.scan import image_size
-from omnibal.data.stored_files import ImageFile, webp_size
+from omnibal.data.stored_files import ImageFile
 from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 
 SIZES = 2_000

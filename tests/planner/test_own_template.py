@@ -24,7 +24,7 @@ from omnibal.data.chat import (
 )
 from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
-from omnibal.data.sample import Sample, Turn
+from omnibal.data.sample import Sample, Turn, Video
 from omnibal.data.scan import scan_lengths
 from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
@@ -424,7 +424,8 @@ def native(times: str | None) -> ModelConfig:
 def test_videos_and_images_at_their_native_resolution(folders, times, counts, shown):
     """Prevents a video of other tokens than the model knows, or in another place."""
     tokenizer, model = open_tokenizer(folders["chatml"]), native(times)
-    sample = sample_of(("See <video>", "a"), system="S", images=5, video=True)
+    video = Video(frames=tuple(ImageFile(Path(f"{k}.png")) for k in range(5)))
+    sample = sample_of(("See <video>", "a"), system="S", videos=(video,))
     encoded = encode_sample(sample, counts, model, tokenizer)
     text = tokenizer.decode(encoded.token_ids.tolist())
     for piece, short in (("vision_start", "["), ("vision_end", "]"), ("image_pad", "i")):

@@ -61,7 +61,7 @@ def picture(width: int = 20, height: int = 10, kind: str = "png") -> bytes:
 
 def image_bytes(sample) -> list[bytes]:
     contents = []
-    for image in sample.images:
+    for image in sample.files:
         with image.open() as file:
             contents.append(file.read())
     return contents
@@ -88,7 +88,7 @@ def test_the_same_samples_as_webdataset_reads(written):
         record = json.loads(members.pop("json"))
         assert sample.turns[0].answer == record["conversations"][1]["value"]
         assert sorted(image_bytes(sample)) == sorted(members.values())
-        for image in sample.images:
+        for image in sample.files:
             assert str(image) == f"{expected['__url__']}: {image.name}"
 
 
@@ -151,7 +151,8 @@ def test_files_and_shards_are_scanned_alike(written, tokenizer):
     for index in range(SAMPLES):
         file, shard = files[index], shards[index]
         assert image_bytes(file) == image_bytes(shard)
-        assert replace(file, images=(), where="") == replace(shard, images=(), where="")
+        nothing = {"images": (), "videos": (), "where": ""}
+        assert replace(file, **nothing) == replace(shard, **nothing)
 
 
 def test_samples_taken_are_read_elsewhere(written):
@@ -197,8 +198,8 @@ def test_hash_follows_what_is_in_the_shards(tmp_path):
         ({"image": None}, ["0.png", "1.png"]),
         ({"video": ["0.png", "1.png"]}, ["0.png", "1.png"]),
         ({"image": "2.png"}, "names '2.png', but the members of its key are f/x.json, f/x.0.png"),
-        ({"video": "f"}, "in a shard it must be a list of the members"),
-        ({"video": "x.mp4"}, "has the video file x.mp4"),
+        ({"video": "f"}, "in a shard it must be a member that is a video, or a list of the"),
+        ({"video": "x.mp4"}, "names 'x.mp4', but the members of its key are f/x.json, f/x.0.png"),
     ],
 )
 def test_names_in_a_record(tmp_path, record, expected):
@@ -217,7 +218,7 @@ def test_names_in_a_record(tmp_path, record, expected):
     else:
         sample = annotations[0]
         assert sample.identity == "a/f/x"
-        assert [image.name.partition(".")[2] for image in sample.images] == expected
+        assert [image.name.partition(".")[2] for image in sample.files] == expected
 
 
 def test_bad_samples_are_skipped_like_others(written, tmp_path, tokenizer):
@@ -251,15 +252,20 @@ def test_bad_samples_are_skipped_like_others(written, tmp_path, tokenizer):
     assert all(sample.where in sample.message for sample in result.skipped)
 
 
-def test_a_video_that_is_not_shown_is_an_error(tmp_path):
+def test_a_video_that_no_record_names_is_shown(tmp_path):
     """Prevents a question about a video from being learned without any of it."""
-    members = {"1.json": JSON_TURNS.encode(), "1.MP4": b"", "1.txt": b""}
+    members = {"1.json": JSON_TURNS.encode(), "1.MP4": b"abc", "1.txt": b""}
     write_tar(tmp_path / "a.tar", members)
-    with pytest.raises(UserError, match=r"sample 1 has the video file 1\.MP4 and no image"):
-        _ = open_shards(tmp_path, "a.tar")[0]
+    [sample] = open_shards(tmp_path, "a.tar")
+    [video] = sample.videos
+    with video.file.open() as file:
+        assert file.read() == b"abc"
+    assert sample.turns[0].question.startswith("<video>\n")
+    with pytest.raises(UserError, match=r"sample 1 has the video file 1\.MP4, .* takes frames"):
+        sample.shown(MODEL.tiling)
     named = json.dumps({"conversations": TURNS, "video": ["1.0.png"]}).encode()
     write_tar(tmp_path / "a.tar", members | {"1.json": named, "1.0.png": picture()})
-    assert len(open_shards(tmp_path, "a.tar")[0].images) == 1
+    assert len(open_shards(tmp_path, "a.tar")[0].files) == 1
 
 
 def truncated(content: bytes) -> bytes:
@@ -356,7 +362,7 @@ IN_A_WORKER = """
 import pickle, sys
 from pathlib import Path
 annotations = pickle.loads(Path(sys.argv[1]).read_bytes())
-annotations[0].images[0].open().read()
+annotations[0].files[0].open().read()
 assert not {"torch", "webdataset"} & set(sys.modules)
 """
 

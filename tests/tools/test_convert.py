@@ -213,7 +213,7 @@ def test_help_says_what_the_commands_do():
     """Prevents: options whose meaning has to be read in the code."""
     said = {name: help_of(name) for name in ("", "import", "export")}
     assert (
-        "Convert released checkpoints (InternVL, Llama, Qwen2, Qwen3) to this project's and back."
+        "Convert released checkpoints (InternVL, Qwen-VL, Llama, Qwen) to this project's and back."
         in said[""]
     )
     assert "import" in said[""] and "export" in said[""]

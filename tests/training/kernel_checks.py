@@ -113,15 +113,21 @@ def check_activations(case: Case) -> None:
         inner = case.random(*shape)
         case.compare(activations.Swiglu.apply, activations.eager_swiglu, [inner])
         bias = case.random(shape[-1])
-        case.compare(activations.BiasGelu.apply, activations.eager_bias_gelu, [inner, bias])
+        case.compare(activations.BiasSwiglu.apply, activations.eager_swiglu, [inner, bias])
+        for form in activations.Gelu:
+            case.compare(
+                activations.BiasGelu.apply, activations.eager_bias_gelu, [inner, bias], form.slopes
+            )
     # A view whose rows lie apart.
     strided = case.random(6, 2, 10)[:, 1:, :8]
     case.compare(activations.Swiglu.apply, activations.eager_swiglu, [strided])
     inner, bias, gradient = case.random(3, 2, 8), case.random(8), case.random(3, 2, 4)
     promised(activations._swiglu, inner)
     promised(activations._swiglu_backward, gradient, inner)
-    promised(activations._bias_gelu, inner, bias)
-    promised(activations._bias_gelu_backward, inner, inner, bias)
+    promised(activations._bias_swiglu, inner, bias)
+    promised(activations._bias_swiglu_backward, gradient, inner, bias)
+    promised(activations._bias_gelu, inner, bias, 1.7, 0.1)
+    promised(activations._bias_gelu_backward, inner, inner, bias, 0.0, 0.0)
 
 
 def _eager_norm(hidden: Any, weight: Any, bias: Any, eps: float) -> Any:

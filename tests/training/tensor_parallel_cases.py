@@ -61,15 +61,19 @@ def batches_of(model, number, packs):
         yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
-def train_steps(links, plan, steps, load=None, save=None, first=0):
-    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
+def train_steps(links, plan, steps, load=None, save=None, first=0, packed=batches_of):
+    """Loss, norm and tokens of each step; each step's gradients and the final weights by name.
+
+    Args:
+        packed: makes the packs of a step.
+    """
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     results, gradients = [], []
     for number, packs in enumerate(steps, first):
-        batches = list(batches_of(plan.model, number, packs))
+        batches = list(packed(plan.model, number, packs))
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         counts = [len(range(rank, len(batches), plan.parallel.data)) for rank in range(8)]
         block = parallel_state.get_data_parallel_rank() // plan.parallel.lockstep_ranks
@@ -180,27 +184,31 @@ def axis_of(name):
     return axis
 
 
-def whole(name, parts):
-    """A tensor from its parts on the tensor-parallel ranks; replicated ones must be the same."""
+def whole(name, parts, gated=("language.",)):
+    """A tensor from its parts on the tensor-parallel ranks; replicated ones must be the same.
+
+    Args:
+        gated: what names of towers begin with whose feed-forwards have a gate.
+    """
     axis = axis_of(name)
     if axis is None:
         for part in parts[1:]:
             torch.testing.assert_close(part, parts[0], rtol=1e-5, atol=1e-7, msg=name)
         return parts[0]
-    if name.startswith("language.") and "linear_fc1" in name:
+    if name.startswith(gated) and "linear_fc1" in name:
         gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
         return torch.cat([*gates, *ups])
     return torch.cat(parts, axis)
 
 
-def assert_equal_whole(ranks, tensor, expected):
+def assert_equal_whole(ranks, tensor, expected, **of_whole):
     """Tensors by name, put together over ranks, are the expected ones and zero beyond them."""
     found = set()
     for first in range(0, len(ranks), tensor):
         group = ranks[first : first + tensor]
         for name in group[0]:
             found.add(name)
-            value = whole(name, [rank[name] for rank in group])
+            value = whole(name, [rank[name] for rank in group], **of_whole)
             real = value[tuple(slice(size) for size in expected[name].shape)]
             atol = 1e-4 * expected[name].abs().max().item()
             torch.testing.assert_close(real, expected[name], rtol=1e-4, atol=atol, msg=name)
@@ -208,14 +216,14 @@ def assert_equal_whole(ranks, tensor, expected):
     assert found == expected.keys()
 
 
-def assert_same_training(ranks, tensor, reference, rel=1e-5):
+def assert_same_training(ranks, tensor, reference, rel=1e-5, **of_whole):
     results, gradients, weights = reference
     for rank in ranks:
         for got, expected in zip(rank[0], results, strict=True):
             assert got == pytest.approx(expected, rel=rel)
     for step, expected in enumerate(gradients):
-        assert_equal_whole([rank[1][step] for rank in ranks], tensor, expected)
-    assert_equal_whole([rank[2] for rank in ranks], tensor, weights)
+        assert_equal_whole([rank[1][step] for rank in ranks], tensor, expected, **of_whole)
+    assert_equal_whole([rank[2] for rank in ranks], tensor, weights, **of_whole)
 
 
 def with_head(tied, **changes):

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from toy import stages_of, toy_plan
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLVisionConfig,
@@ -36,6 +38,7 @@ from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
 from omnibal.base.errors import UserError
+from omnibal.families.named import named_model
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, load_model
 
@@ -85,6 +88,14 @@ PLANS |= {
     "tied": preset_plan("internvl3-1b", 10, 30, tied_head=True, tensor=2, data=2),
     "tied-in-one": preset_plan("internvl3-1b", 10, tied_head=True, tensor=2),
     "without-layer-scale": preset_plan("eva-clip-8b-internlm2-20b", 30, tensor=2),
+}
+
+
+OF_IMAGES = {
+    "qwen2.5-vl-7b": preset_plan("qwen2.5-vl-7b", 10, tensor=2),
+    # Features of deepstack layers cross the first cut.
+    "qwen3-vl-8b": preset_plan("qwen3-vl-8b", 20, 40, tensor=2, data=2),
+    "qwen3-vl-2b": preset_plan("qwen3-vl-2b", 29),
 }
 
 
@@ -144,7 +155,7 @@ def stored_shape(parameter: Parameter) -> tuple[int, ...]:
     return parameter.shape if parameter.layers is None else (parameter.layers, *parameter.shape)
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("plan", (PLANS | OF_IMAGES).values(), ids=PLANS | OF_IMAGES)
 def test_ranks_hold_just_what_the_map_knows(plan):
     """Prevents: parameters that an import leaves as they were drawn, or an export leaves out; and
     shards that leave rows out or have them twice, at the sizes and splits of real jobs."""
@@ -187,11 +198,40 @@ def shapes_of(stage: VLMStage) -> dict[str, tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("name", PLANS)
-def test_released_names_are_unique(name, layout):
+TILES = [layout for layout in Layout if not (layout.is_text_only or layout.is_qwen_vl)]
+QWEN_VL = {
+    "qwen2-vl-7b": [Layout.QWEN2_VL, Layout.QWEN2_VL_PREFIXED],
+    "qwen2.5-vl-7b": [Layout.QWEN2_5_VL, Layout.QWEN2_5_VL_PREFIXED],
+    "qwen2.5-vl-3b": [Layout.QWEN2_5_VL_PREFIXED],
+    "qwen3-vl-8b": [Layout.QWEN3_VL],
+    "qwen3-vl-2b": [Layout.QWEN3_VL],
+    "qwen3-vl-30b-a3b": [
+        Layout.QWEN3_VL_MOE_STACKED,
+        Layout.QWEN3_VL_MOE,
+        Layout.QWEN3_VL_MOE_APART,
+    ],
+}
+"""Layouts of each release; the last of dense ones has the names of Transformers' modules."""
+HUB_CONFIGS = Path(__file__).parents[1] / "planner" / "hub_configs"
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *(
+            pytest.param(PLANS[name].model, layout, id=f"{name}-{layout}")
+            for name in PLANS
+            for layout in TILES
+        ),
+        *(
+            pytest.param(named_model(str(HUB_CONFIGS / name)), layout, id=f"{name}-{layout}")
+            for name, layouts in QWEN_VL.items()
+            for layout in layouts
+        ),
+    ],
+)
+def test_released_names_are_unique(model, layout):
     """Prevents: two parameters that are read from, or written to, one tensor."""
-    model = PLANS[name].model
     names: list[str] = []
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
@@ -245,6 +285,21 @@ def test_released_shapes_are_those_of_transformers(name):
         made_of = released(parameter, model, Layout.TRANSFORMERS_PREFIXED)
         found |= dict(zip(made_of.names, made_of.shapes, strict=True))
     assert found == transformers_shapes(model)
+
+
+@pytest.mark.parametrize("name", QWEN_VL)
+def test_qwen_vl_shapes_are_those_of_transformers(name):
+    """Prevents: names or shapes that hold for small Qwen-VL models alone."""
+    model, layouts = named_model(str(HUB_CONFIGS / name)), QWEN_VL[name]
+    own_names = layouts[0] if "moe" in layouts[0] else layouts[-1]
+    found: dict[str, tuple[int, ...]] = {}
+    for parameter in parameters(model):
+        made_of = released(parameter, model, own_names)
+        found |= dict(zip(made_of.names, made_of.shapes, strict=True))
+    config = AutoConfig.from_pretrained(HUB_CONFIGS / name)
+    with torch.device("meta"):
+        whole = AutoModelForImageTextToText.from_config(config)
+    assert found == {key: tuple(value.shape) for key, value in whole.named_parameters()}
 
 
 # InternVL-Chat-V1.5 as it is released.

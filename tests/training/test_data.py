@@ -458,7 +458,7 @@ def test_files_and_shards_give_the_same_tensors(media):
     for stage in (WHOLE, TEXT, LAST):
         batches = [list(data.dataset(packs, stage)) for data in media.values()]
         assert all(map(equal, *batches))
-    assert any(data.reader.annotations[3].video for data in media.values())
+    assert any(data.reader.annotations[3].videos for data in media.values())
 
 
 @pytest.mark.parametrize("damage", [b"\0" * 100, b"no picture"])

@@ -13,7 +13,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import EvaluationOptions, _micro_batch, _questions
+from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
@@ -157,9 +157,9 @@ def test_the_images_word_in_an_answer_stands_for_no_image(digits):
         next(_questions(reader, EvaluationOptions(samples=SAMPLES, max_new_tokens=3)))
         for _ in range(2)
     ]
-    before = _micro_batch(questions, {}, {}, reader).image_positions_M.tolist()
-    first = len(questions[0].prompt_ids)
+    before = _micro_batch(questions, _Media(), reader).image_positions_M.tolist()
+    first = len(questions[0].prompt.token_ids)
     for question in questions:
         question.answer_ids.append(reader.tokenizer.image_context)
-    after = _micro_batch(questions, {}, {}, reader).image_positions_M.tolist()
+    after = _micro_batch(questions, _Media(), reader).image_positions_M.tolist()
     assert before and after == [place + (place >= first) for place in before]

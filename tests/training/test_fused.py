@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.model.fused.activations import bias_gelu, swiglu
+from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy
 from megatron.vlm.model.fused.residual import Branch, NormWeights, add_and_norm
 from megatron.vlm.model.kernels import activations as kernels
@@ -25,6 +25,11 @@ def test_activations_are_their_formulas():
     biased = inner + bias
     expected = biased * 0.5 * (1 + torch.erf(biased / 2**0.5))
     torch.testing.assert_close(bias_gelu(inner, bias), expected)
+    cubed = (8 / torch.pi) ** 0.5 * (biased + 0.044715 * biased**3)
+    for form, exponent in ((Gelu.TANH, cubed), (Gelu.QUICK, 1.702 * biased)):
+        torch.testing.assert_close(bias_gelu(inner, bias, form), biased / (1 + (-exponent).exp()))
+    gate, value = biased[..., :4], biased[..., 4:]
+    torch.testing.assert_close(swiglu(inner, bias), gate / (1 + (-gate).exp()) * value)
 
 
 def test_residual_is_added_before_the_norm():

@@ -23,9 +23,13 @@ QKV, HEADS, WEIGHTS, MOMENTS = (5, 2, 3, 12), (5, 2, 3, 4), (12,), (2, 5, 2)
 OPERATIONS = {
     "swiglu": (activations._swiglu, lambda: (of(5, 1, 6),)),
     "swiglu_backward": (activations._swiglu_backward, lambda: (of(5, 1, 3), of(5, 1, 6))),
-    "bias_gelu": (activations._bias_gelu, lambda: (of(5, 1, 6), of(6))),
+    "bias_swiglu": (activations._bias_swiglu, lambda: (of(5, 1, 6), of(6))),
+    "bias_swiglu_backward": (
+        activations._bias_swiglu_backward, lambda: (of(5, 1, 3), of(5, 1, 6), of(6)),
+    ),
+    "bias_gelu": (activations._bias_gelu, lambda: (of(5, 1, 6), of(6), 0.0, 0.0)),
     "bias_gelu_backward": (
-        activations._bias_gelu_backward, lambda: (of(5, 1, 6), of(5, 1, 6), of(6)),
+        activations._bias_gelu_backward, lambda: (of(5, 1, 6), of(5, 1, 6), of(6), 1.7, 0.1),
     ),
     "cross_entropy": (
         cross_entropy._partial, lambda: (of(5, 9), of(5).long(), 0, 9),
@@ -87,6 +91,7 @@ OPERATIONS = {
 
 FREE = {
     ("swiglu", "inner_RI"): (0, 1),
+    ("bias_swiglu", "inner_RI"): (0, 1),
     ("bias_gelu", "inner_RF"): (0, 1),
     ("norm", "hidden_SBH"): (0, 1),
     ("head_squares", "qkv_SBN3D"): (0, 1, 2),

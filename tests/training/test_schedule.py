@@ -90,7 +90,7 @@ def events_of(monkeypatch, size, rank, training=True, frozen=()):
     monkeypatch.setattr(schedule.dist, "isend", recorder.isend)
     # Not torch's engine: see conftest.
     monkeypatch.setattr(
-        schedule, "custom_backward", lambda output, gradient: recorder.note("launch", "backward")
+        schedule, "run_backward", lambda outputs: recorder.note("launch", "backward")
     )
     links = PipelineLinks(
         rank=rank, size=size, previous_rank=rank - 1, next_rank=rank + 1,

@@ -331,7 +331,10 @@ def edited(folder: Path, **changes: object) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, "text-only ones .llama, qwen2, qwen3 and qwen3_moe."),
+        (
+            {"model_type": "mistral"},
+            "'mistral', which is not converted; it must be one of internvl_chat, .*or qwen3_moe",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "must be one of LlamaForCausalLM"),
         ({"rope_parameters": SCALING | {"rope_type": "yarn"}}, "RoPE of type 'yarn'"),
         ({"rope_parameters": SCALING | {"factor": None}}, "type 'llama3' lacks factor"),

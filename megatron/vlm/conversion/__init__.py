@@ -1,1 +1,1 @@
-"""Conversion of released InternVL checkpoints to this project's and back, a tensor at a time."""
+"""Conversion of released checkpoints to this project's and back, a tensor at a time."""

@@ -17,10 +17,12 @@ from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_di
 from megatron.vlm.conversion.adapter_files import MergedWeights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
 from megatron.vlm.conversion.own_weights import StoredWeights
+from megatron.vlm.conversion.qwen_files import PROCESSOR_FILE
 from megatron.vlm.conversion.released_config import (
     CONFIG_FILE,
     TokenIds,
     check_exportable,
+    check_read_back,
     configurations,
     with_dtype,
 )
@@ -227,11 +229,17 @@ def plan_export_as(
     ids, beside = None, []
     if tokenizer is not None:
         check_tokenizer(model, tokenizer)
-        image = tokenizer.image_context if model.takes_images else None
-        begin = tokenizer.id_of(tokenizer.bos_piece)
-        ids = TokenIds(image=image, begin=begin, end=answer_end(model, tokenizer))
+        ids = TokenIds(
+            of_items=_item_ids(model, tokenizer),
+            begin=tokenizer.id_of(tokenizer.bos_piece),
+            end=answer_end(model, tokenizer),
+        )
         beside = tokenizer_files(tokenizer.path.parent)
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
+    if layout.is_qwen_vl:
+        check_read_back(model, layout, made, [piece.name for piece in pieces])
+    # What is made of the model has the same entries.
+    replaced = [PROCESSOR_FILE] if layout.is_qwen_vl else []
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
     return Export(
@@ -239,9 +247,25 @@ def plan_export_as(
         model=model,
         layout=layout,
         files=tuple(files),
-        copied=tuple(path for path in beside if path.name not in made),
+        copied=tuple(path for path in beside if path.name not in {*made, *replaced}),
         made=made,
     )
+
+
+def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
+    """Ids of the pieces of images and videos, by their keys in config.json."""
+    if model.takes_images:
+        return {"image_token_id": tokenizer.image_context}
+    if model.images is None:
+        return {}
+    shown, video = model.images.image_text, model.images.video
+    pieces = {
+        "image_token_id": shown.each,
+        "vision_start_token_id": shown.before,
+        "vision_end_token_id": shown.after,
+        **({} if video is None else {"video_token_id": video.text.each}),
+    }
+    return {key: tokenizer.required(piece) for key, piece in pieces.items()}
 
 
 def write_export(export: Export, target: Path, on_written: Callable[[int], None]) -> None:

@@ -1,8 +1,9 @@
 """Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
-Read are the original InternVLChatConfig and Transformers' own InternVLConfig, as the planner reads
-them (`omnibal.families.internvl`), and of models without an encoder LlamaConfig, Qwen2Config,
-Qwen3Config and Qwen3MoeConfig. What this project's model cannot do is refused by name.
+Read are the original InternVLChatConfig and Transformers' own InternVLConfig, Qwen2VLConfig,
+Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig, as the planner reads them
+(`omnibal.families`), and of models without an encoder LlamaConfig, Qwen2Config, Qwen3Config and
+Qwen3MoeConfig. What this project's model cannot do is refused by name.
 
 What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
 they look for the RoPE base and the type of the tensors.
@@ -10,16 +11,32 @@ they look for the RoPE base and the type of the tensors.
 
 import json
 import re
-from collections.abc import Collection
+import tempfile
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.vlm.conversion.tensor_map import Layout, head_name
+from megatron.vlm.checkpoint.identity import architecture_differences
+from megatron.vlm.conversion.language_entries import (
+    dtype_entries,
+    kind_of,
+    rope_entries,
+    rope_scaling,
+    text_entries,
+)
+from megatron.vlm.conversion.qwen_files import (
+    MODEL_TYPES,
+    PREPROCESSOR_FILE,
+    language_kind,
+    qwen_files,
+    qwen_layout,
+)
+from megatron.vlm.conversion.tensor_map import Layout, has_stacked_experts, head_name
 from megatron.vlm.inputs.reader import PIXEL_MEAN, PIXEL_STD
 from omnibal.base.errors import UserError
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
-from omnibal.families.hub import is_quantized
+from omnibal.families.hub import TRAINED_TYPES, is_quantized, read_config_table
 from omnibal.families.hub_table import as_table
 from omnibal.families.internvl import (
     NORMS,
@@ -32,11 +49,8 @@ from omnibal.families.internvl import (
 )
 from omnibal.families.text import (
     LANGUAGES,
-    SCALES_LATER,
-    SCALES_WAVES,
     LanguageType,
     language_type,
-    released_coefficient,
 )
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import TilesEncoder
@@ -44,15 +58,10 @@ from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import words
 
 GENERATION_FILE = "generation_config.json"
-PREPROCESSOR_FILE = "preprocessor_config.json"
-_MAX_POSITIONS = 32_768
-"""Longest text of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
-Serving tools take it for the longest text; RoPE, unscaled here, does not depend on it."""
 _BICUBIC = 3
 """Pillow's number of bicubic resampling."""
 _STATED_DTYPE = re.compile(r'("(?:torch_)?dtype"\s*:\s*")(?:torch\.)?(?:bfloat16|float16|float32)"')
 _PREFIXED = "model.vision_tower."
-_STACKED = ".mlp.experts.gate_up_proj"
 _ORIGINAL_LAYOUTS: dict[LanguageType, Layout] = {
     "internlm2": Layout.INTERNVL_INTERNLM2,
     "llama": Layout.INTERNVL_LLAMA,
@@ -93,6 +102,8 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         )
     name = model_name(directory)
     with naming(path):
+        if given.get("model_type") in MODEL_TYPES:
+            return _qwen_vl_config(given, name, path, names)
         if not is_internvl(given):
             return _text_only_config(given, name, path, names)
         layout = _internvl_layout(given, names)
@@ -109,14 +120,22 @@ def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
                 f"converted; it must be {known}"
             )
         return _ORIGINAL_LAYOUTS[kind]
-    if _has_stacked_experts(names):
+    if has_stacked_experts(names):
         return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
     return Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
 
 
-def _has_stacked_experts(names: Collection[str]) -> bool:
-    return any(name.endswith(_STACKED) for name in names)
+def _qwen_vl_config(
+    given: dict[str, Any], name: str, path: Path, names: Collection[str]
+) -> tuple[ModelConfig, Layout]:
+    model = read_config_table(given, name, path)
+    if len(set(model.language.kinds)) > 1:
+        raise ValueError(
+            "has a decoder_sparse_step or mlp_only_layers that leave layers without experts; they "
+            "must be 1 and []: experts in every layer"
+        )
+    return model, qwen_layout(given["model_type"], names)
 
 
 def _text_only_config(
@@ -126,14 +145,13 @@ def _text_only_config(
     known = [kind for kind in _TEXT_ONLY if kind == stated]
     if not known:
         raise ValueError(
-            f"is of a model of type {stated!r}; only InternVL's own (internvl_chat) and "
-            f"Transformers' (internvl), and text-only ones ({words(list(_TEXT_ONLY))}) are "
-            "converted"
+            f"is of a model of type {stated!r}, which is not converted; it must be one of "
+            f"{words(list(TRAINED_TYPES), 'or')}"
         )
     kind = language_type(given, known)
     table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
     table.check_trained()
-    layout = Layout.QWEN3_MOE_STACKED if _has_stacked_experts(names) else _TEXT_ONLY[kind]
+    layout = Layout.QWEN3_MOE_STACKED if has_stacked_experts(names) else _TEXT_ONLY[kind]
     has_head = head_name(layout) in names
     tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
     return table.alone(name, tied_head=tied), layout
@@ -143,8 +161,8 @@ def _text_only_config(
 class TokenIds:
     """Token ids that configurations state of a model's tokenizer."""
 
-    image: int | None
-    """Id of `<IMG_CONTEXT>`; None for a model that takes no images."""
+    of_items: Mapping[str, int]
+    """Ids of pieces of images and videos, by their keys in config.json."""
     begin: int | None
     """Id that begins a text; None where the tokenizer has none."""
     end: int
@@ -172,6 +190,12 @@ def configurations(
     elif layout.is_original:
         files[CONFIG_FILE] = _original(model, layout, dtype)
         language = files[CONFIG_FILE]["llm_config"]
+    elif model.images is not None:
+        of_items = {} if ids is None else ids.of_items
+        files |= qwen_files(model, model.images, layout, dtype, of_items)
+        language = files[CONFIG_FILE]["text_config"]
+        if ids is not None:
+            language["bos_token_id"] = ids.begin
     else:
         files[CONFIG_FILE] = _transformers(model, dtype, ids)
         language = files[CONFIG_FILE]["text_config"]
@@ -213,7 +237,7 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
 
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     vision, tiling = model.vision, model.vision.tiling
-    scaling = _rope_scaling(model.language) or {}
+    scaling = rope_scaling(model.language) or {}
     # Of the two names of the kind, InternVL's own code reads this one.
     scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     message = model.chat_system_message
@@ -226,7 +250,7 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
         "dynamic_image_size": tiling.max_dynamic_patch > 1,
         "force_image_size": vision.image_size,
         "llm_config": {"architectures": [LANGUAGES[_LANGUAGES[layout]].architecture], "bias": False}
-        | _text(model.language, _LANGUAGES[layout])
+        | text_entries(model.language, _LANGUAGES[layout])
         | {"rope_theta": float(model.language.rope_base)}
         | ({"rope_scaling": scaling} if scaling else {}),
         "max_dynamic_patch": tiling.max_dynamic_patch,
@@ -253,15 +277,14 @@ def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
 
 def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[str, Any]:
     vision, language = model.vision, model.language
-    image_token = {} if ids is None else {"image_token_id": ids.image}
-    return image_token | {
+    return {
+        **({} if ids is None else ids.of_items),
         "architectures": ["InternVLForConditionalGeneration"],
         "model_type": "internvl",
         "downsample_ratio": model.vision.downsample_ratio,
-        "dtype": dtype,
-        "torch_dtype": dtype,
+        **dtype_entries(dtype),
         "image_seq_length": model.vision.tokens_per_item,
-        "text_config": _text(language, _kind_of(language)) | _rope_entries(language),
+        "text_config": text_entries(language, kind_of(language)) | rope_entries(language),
         "tie_word_embeddings": language.tied_head,
         "vision_config": {
             "model_type": "internvl_vision",
@@ -279,79 +302,9 @@ def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]
     language, kind = model.language, _LANGUAGES[layout]
     return {
         "architectures": [LANGUAGES[kind].architecture],
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        **_text(language, kind),
-        **_rope_entries(language),
-    }
-
-
-def _rope_entries(language: LanguageConfig) -> dict[str, Any]:
-    """RoPE's base and scaling under the names of Transformers 4 and of 5, which differ."""
-    base, scaling = {"rope_theta": float(language.rope_base)}, _rope_scaling(language)
-    if scaling is None:
-        return base | {"rope_parameters": base | {"rope_type": "default"}}
-    return base | {"rope_parameters": base | scaling, "rope_scaling": scaling}
-
-
-def _rope_scaling(language: LanguageConfig) -> dict[str, Any] | None:
-    scaling = language.rope_scaling
-    if scaling is not None:
-        return {
-            "rope_type": SCALES_WAVES,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_frequency_factor,
-            "high_freq_factor": scaling.high_frequency_factor,
-            "original_max_position_embeddings": scaling.original_positions,
-        }
-    if language.rope_factor is not None:
-        return {"rope_type": SCALES_LATER, "factor": language.rope_factor}
-    return None
-
-
-def _kind_of(language: LanguageConfig) -> LanguageType:
-    """Kind of language model that Transformers has for these layers."""
-    if language.qk_norm:
-        return "qwen3" if language.kinds[0].experts is None else "qwen3_moe"
-    return "qwen2" if language.qkv_bias else "llama"
-
-
-def _text(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
-    states_head_size = language.head_size is not None or kind in ("qwen3", "qwen3_moe")
-    head_size = {"head_dim": language.head_width} if states_head_size else {}
-    experts = language.kinds[0].experts
-    of_experts = {} if experts is None else _experts(experts, language.layers)
-    return (
-        head_size
-        | of_experts
-        | {
-            "model_type": kind,
-            "hidden_act": "silu",
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.ffn_hidden_size,
-            "max_position_embeddings": language.max_positions or _MAX_POSITIONS,
-            "num_attention_heads": language.heads,
-            "num_hidden_layers": language.layers,
-            "num_key_value_heads": language.kv_heads,
-            "rms_norm_eps": language.norm_eps,
-            "tie_word_embeddings": language.tied_head,
-            "vocab_size": language.vocab_size,
-        }
-    )
-
-
-def _experts(experts: ExpertsConfig, layers: int) -> dict[str, Any]:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": experts.ffn_hidden_size,
-        "norm_topk_prob": experts.normalized,
-        "num_experts": experts.experts,
-        "num_experts_per_tok": experts.experts_per_token,
-        "output_router_logits": experts.auxiliary_loss > 0,
-        "router_aux_loss_coef": released_coefficient(
-            experts.auxiliary_loss, experts.experts_per_token, layers
-        ),
+        **dtype_entries(dtype),
+        **text_entries(language, kind),
+        **rope_entries(language),
     }
 
 
@@ -370,11 +323,19 @@ def _vision(vision: TilesEncoder) -> dict[str, Any]:
 def check_exportable(model: ModelConfig, layout: Layout) -> None:
     """Raise UserError if the layout cannot describe the model."""
     language = model.language
+    kind = language_kind(layout) if layout.is_qwen_vl else _LANGUAGES.get(layout, kind_of(language))
     obstacles = [
         (layout.is_text_only and bool(model.encoders), "an encoder"),
         (not (layout.is_text_only or model.encoders), "no encoder"),
         (model.takes_audio, "an audio encoder"),
-        *_language_obstacles(language, _LANGUAGES.get(layout, _kind_of(language))),
+        (layout.is_qwen_vl and model.takes_images, "an encoder of tiles"),
+        (not layout.is_qwen_vl and model.images is not None, "images at their native resolution"),
+        *_language_obstacles(language, kind),
+        (
+            not layout.is_qwen_vl and language.rope_sections is not None,
+            "RoPE of rows and columns",
+        ),
+        (layout.has_turned_experts and _is_square(language), "experts with square matrices"),
     ]
     for vision in (model.vision,) if model.takes_images else ():
         eps_differs = vision.norm_eps != TRANSFORMERS_QK_NORM_EPS
@@ -390,6 +351,51 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
             raise UserError(
                 f"{model.name} has {what}, which layout {layout} cannot hold; choose another one"
             )
+
+
+def check_read_back(
+    model: ModelConfig, layout: Layout, files: Mapping[str, str], names: Collection[str]
+) -> None:
+    """Check that configurations describe just the model that they were made of.
+
+    Args:
+        files: their texts by file name.
+        names: of the tensors that go with them.
+
+    Raises:
+        UserError: the layout's classes in Transformers are another model, whatever it is told.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        try:
+            again, _ = read_config(Path(folder), names)
+        except UserError as error:
+            raise UserError(
+                f"{model.name} is no model of layout {layout}: {error}; choose another one"
+            ) from error
+    different = architecture_differences(model, again, "there")
+    rate, there = _position_rate(model), _position_rate(again)
+    if rate != there:
+        different.append(f"positions_per_second is {rate} and {there} there")
+    if different:
+        raise UserError(
+            f"{model.name} is another model than Transformers has of layout {layout}: "
+            f"{'; '.join(different)}; choose another one"
+        )
+
+
+def _position_rate(model: ModelConfig) -> float | None:
+    """Positions per second of a video; None where each patch of frames is one more."""
+    video = None if model.images is None else model.images.video
+    return None if video is None else video.positions_per_second
+
+
+def _is_square(language: LanguageConfig) -> bool:
+    """Whether some matrices of experts have one shape however they are turned, of which
+    Transformers 5 tells by the shape which way they are."""
+    experts, width = language.kinds[0].experts, language.hidden_size
+    return experts is not None and width in (experts.ffn_hidden_size, 2 * experts.ffn_hidden_size)
 
 
 def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:

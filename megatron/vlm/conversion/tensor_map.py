@@ -4,12 +4,14 @@
     released(parameter, layout)  the released tensors it is made of, and how
 
 Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's,
-Qwen2's or Qwen3's, and the one of Transformers' own InternVLForConditionalGeneration; of models
-without an encoder, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and
-Qwen3MoeForCausalLM, which name their tensors alike. Experts have matrices of their own in every
-released file; Transformers 5 has those of a layer in one tensor, and writes them so when asked to.
-An audio tower is Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is
-rows of matrices, never values, so that a round trip gives the same bits.
+Qwen2's or Qwen3's, and the one of Transformers' own InternVLForConditionalGeneration; those of
+Qwen2-VL, Qwen2.5-VL and Qwen3-VL, under the names of released files and those of Transformers; of
+models without an encoder, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and
+Qwen3MoeForCausalLM, which name their tensors alike. Experts have matrices of their own in released
+files of all but Qwen3-VL, which have those of a layer in one tensor, turned; Transformers 5 has
+them in one tensor of any model, not turned, and writes them so when asked to. An audio tower is
+Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is rows and axes of
+matrices, never values, so that a round trip gives the same bits.
 
 Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
 D head size, X experts.
@@ -17,7 +19,7 @@ D head size, X experts.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -25,10 +27,12 @@ import torch
 
 from megatron.vlm.model.vision import IMAGE_CHANNELS
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import ClipsEncoder, EncoderLayers
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder
 
 Shape = tuple[int, ...]
 
+_DEEPSTACK = "vision_deepstack"
+_STACKED = ".mlp.experts.gate_up_proj"
 _TAPS = 3
 """Width of the audio encoder's convolutions."""
 
@@ -52,6 +56,18 @@ class Layout(StrEnum):
     QWEN3_MOE = "qwen3-moe"
     QWEN3_MOE_STACKED = "qwen3-moe-stacked"
     """With a layer's experts in one tensor."""
+    QWEN2_VL = "qwen2-vl"
+    QWEN2_VL_PREFIXED = "qwen2-vl-prefixed"
+    QWEN2_5_VL = "qwen2.5-vl"
+    QWEN2_5_VL_PREFIXED = "qwen2.5-vl-prefixed"
+    """With Transformers' own names: `model.visual...`, not `visual...`, as Qwen3-VL always has."""
+    QWEN3_VL = "qwen3-vl"
+    QWEN3_VL_MOE = "qwen3-vl-moe"
+    """As released and as Transformers 4 has it: a layer's experts in one tensor, turned."""
+    QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked"
+    """As Transformers 5 has it: in one tensor, as their matrices are."""
+    QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart"
+    """With matrices of each expert, as text-only models have."""
 
     @property
     def is_original(self) -> bool:
@@ -61,17 +77,43 @@ class Layout(StrEnum):
     @property
     def is_text_only(self) -> bool:
         """Whether it is of a model without an encoder."""
-        return not (self.is_original or self.value.startswith("transformers"))
+        has_tiles = self.is_original or self.value.startswith("transformers")
+        return not (has_tiles or self.is_qwen_vl)
+
+    @property
+    def is_qwen_vl(self) -> bool:
+        """Whether it is of a Qwen-VL: images at their native resolution."""
+        return "-vl" in self.value
+
+    @property
+    def has_gated_vision(self) -> bool:
+        """Whether feed-forwards of the vision tower have a gate."""
+        return self in (Layout.QWEN2_5_VL, Layout.QWEN2_5_VL_PREFIXED)
 
     @property
     def has_prefix(self) -> bool:
-        """Whether names begin with `model.`, in a layout of Transformers' InternVL."""
-        return self in (Layout.TRANSFORMERS_PREFIXED, Layout.TRANSFORMERS_STACKED)
+        """Whether names begin with `model.`, those of the vision tower too."""
+        return self.value.startswith("qwen3-vl") or self in (
+            Layout.TRANSFORMERS_PREFIXED,
+            Layout.TRANSFORMERS_STACKED,
+            Layout.QWEN2_VL_PREFIXED,
+            Layout.QWEN2_5_VL_PREFIXED,
+        )
+
+    @property
+    def has_bare_language(self) -> bool:
+        """Whether the language model's names are those it has alone."""
+        return self.is_text_only or self in (Layout.QWEN2_VL, Layout.QWEN2_5_VL)
 
     @property
     def has_stacked_experts(self) -> bool:
         """Whether all experts of a layer are one tensor."""
-        return self in (Layout.TRANSFORMERS_STACKED, Layout.QWEN3_MOE_STACKED)
+        return self.value.endswith("-stacked") or self.has_turned_experts
+
+    @property
+    def has_turned_experts(self) -> bool:
+        """Whether rows of an expert's matrices are columns there."""
+        return self is Layout.QWEN3_VL_MOE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +205,19 @@ class QueryKeyValue(Arrangement):
         return [self.heads * head_size, self.kv_heads * head_size, self.kv_heads * head_size]
 
 
+class Turned(Arrangement):
+    """A stack of matrices [X, rows, columns], each with its rows as columns."""
+
+    def shapes(self, own: Shape) -> tuple[Shape, ...]:
+        return ((own[0], own[2], own[1]),)
+
+    def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
+        return pieces[0].transpose(1, 2).contiguous()
+
+    def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (tensor.transpose(1, 2).contiguous(),)
+
+
 @dataclass(frozen=True, slots=True)
 class QueryValueBias(Arrangement):
     """Biases of queries and of values; here with zeros between them: Whisper's keys have none."""
@@ -217,6 +272,19 @@ _TRANSFORMERS_VISION: _Names = {
     "mlp.linear_fc1": "mlp.fc1",
     "mlp.linear_fc2": "mlp.fc2",
     "mlp_bda.scale": "lambda_2",
+}
+_QWEN3_VL_VISION: _Names = {
+    "input_layernorm": "norm1",
+    "self_attention.linear_qkv": "attn.qkv",
+    "self_attention.linear_proj": "attn.proj",
+    "pre_mlp_layernorm": "norm2",
+    "mlp.linear_fc1": "mlp.linear_fc1",
+    "mlp.linear_fc2": "mlp.linear_fc2",
+}
+_QWEN2_VL_VISION = _QWEN3_VL_VISION | {"mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2"}
+_QWEN2_5_VL_VISION = _QWEN3_VL_VISION | {
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": "mlp.down_proj",
 }
 _WHISPER: _Names = {
     "input_layernorm": "self_attn_layer_norm",
@@ -274,6 +342,18 @@ _TRANSFORMERS_REST: _Names = {
     "projector.linear_fc1": "multi_modal_projector.linear_1",
     "projector.linear_fc2": "multi_modal_projector.linear_2",
 }
+_QWEN3_VL_REST: _Names = {
+    "vision_embedding.patch_projection": "visual.patch_embed.proj",
+    "vision_embedding.positions": "visual.pos_embed.weight",
+    "projector.norm": "visual.merger.norm",
+    "projector.linear_fc1": "visual.merger.linear_fc1",
+    "projector.linear_fc2": "visual.merger.linear_fc2",
+}
+_QWEN2_VL_REST = _QWEN3_VL_REST | {
+    "projector.norm": "visual.merger.ln_q",
+    "projector.linear_fc1": "visual.merger.mlp.0",
+    "projector.linear_fc2": "visual.merger.mlp.2",
+}
 _INTERNLM2_REST: _Names = {
     "embedding.word_embeddings": "language_model.model.tok_embeddings",
     "language.final_layernorm": "language_model.model.norm",
@@ -286,10 +366,15 @@ _LLAMA_REST: _Names = {
 }
 
 
+_Named = tuple[str, Shape]
+
+
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield every parameter once, in the order of the forward pass."""
     if model.takes_images:
-        yield from _image_parameters(model)
+        yield from _tile_parameters(model)
+    if model.images is not None:
+        yield from _image_parameters(model.images, model.language.hidden_size)
     if model.takes_audio:
         yield from audio_parameters(model)
     language, width = model.language, model.language.hidden_size
@@ -300,7 +385,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         yield Parameter(key="head.weight", shape=(language.vocab_size, width))
 
 
-def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
+def _tile_parameters(model: ModelConfig) -> Iterator[Parameter]:
     vision, own, width = model.vision, model.vision.hidden_size, model.language.hidden_size
     patch_values = IMAGE_CHANNELS * vision.patch_size**2
     yield from _single(
@@ -316,6 +401,35 @@ def _image_parameters(model: ModelConfig) -> Iterator[Parameter]:
     )
 
 
+def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
+    """Parameters of an encoder of images at their native resolution, and of its projectors.
+
+    Args:
+        width: of the language model.
+    """
+    own, cell = tower.hidden_size, tower.projector_input_size
+    yield from _single(
+        *_linear(
+            "vision_embedding.patch_projection", own, tower.values_per_patch, bias=tower.patch_bias
+        )
+    )
+    if tower.learned_positions:
+        yield Parameter(key="vision_embedding.positions", shape=(tower.learned_positions, own))
+    yield from _stacked("vision", tower.layers, dict(_encoder_layer(tower)))
+    yield from _single(*_cell_projector("projector", tower, own, width))
+    for place in range(len(tower.deepstack_layers)):
+        yield from _single(*_cell_projector(f"{_DEEPSTACK}.{place}", tower, cell, width))
+
+
+def _cell_projector(name: str, tower: ImagesEncoder, normed: int, width: int) -> Iterator[_Named]:
+    """A norm, of a patch or of a whole cell, and two products over cells."""
+    cell = tower.projector_input_size
+    inner = tower.projector_hidden_size or cell
+    yield from _linear(f"{name}.norm", normed, bias=tower.normalization == "LayerNorm")
+    yield from _linear(f"{name}.linear_fc1", inner, cell)
+    yield from _linear(f"{name}.linear_fc2", width, inner)
+
+
 def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
     """Yield the parameters of the audio encoder and its projector."""
     audio, own, width = model.audio, model.audio.hidden_size, model.language.hidden_size
@@ -329,9 +443,6 @@ def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
         *_linear("audio_projector.linear_fc1", width, audio.projector_input_size),
         *_linear("audio_projector.linear_fc2", width, width),
     )
-
-
-_Named = tuple[str, Shape]
 
 
 def _linear(name: str, rows: int, *inner: int, bias: bool = True) -> Iterator[_Named]:
@@ -353,6 +464,7 @@ def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Para
 
 def _encoder_layer(tower: EncoderLayers) -> Iterator[_Named]:
     width, inner = tower.hidden_size, tower.ffn_hidden_size
+    gated = isinstance(tower, ImagesEncoder) and tower.gated
     for norm in ("input_layernorm", "pre_mlp_layernorm"):
         yield from _linear(norm, width, bias=tower.normalization == "LayerNorm")
     yield from _linear("self_attention.linear_qkv", 3 * width, width, bias=tower.qkv_bias)
@@ -360,7 +472,7 @@ def _encoder_layer(tower: EncoderLayers) -> Iterator[_Named]:
         yield "self_attention.q_layernorm.weight", (width,)
         yield "self_attention.k_layernorm.weight", (width,)
     yield from _linear("self_attention.linear_proj", width, width)
-    yield from _linear("mlp.linear_fc1", inner, width)
+    yield from _linear("mlp.linear_fc1", 2 * inner if gated else inner, width)
     yield from _linear("mlp.linear_fc2", width, inner)
     if tower.layer_scale_init is not None:
         yield "self_attn_bda.scale", (width,)
@@ -440,14 +552,17 @@ def embedding_parameter(model: ModelConfig) -> Parameter:
 def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Arrangement:
     tower, _, rest = parameter.key.partition(".layers.")
     if tower == "vision" and rest.startswith("self_attention.linear_qkv"):
-        heads = model.vision.heads
-        return QueryKeyValue(heads=heads, kv_heads=heads, is_fused=layout.is_original)
+        heads, is_fused = model.encoders[tower].heads, layout.is_original or layout.is_qwen_vl
+        return QueryKeyValue(heads=heads, kv_heads=heads, is_fused=is_fused)
     if layout is not Layout.INTERNVL_INTERNLM2 and rest.startswith("self_attention.linear_qkv"):
         language = model.language
         return QueryKeyValue(heads=language.heads, kv_heads=language.kv_heads, is_fused=False)
     rows, *inner = parameter.shape
-    if tower == "language" and rest.startswith("mlp.linear_fc1"):
+    is_gated = tower == "language" or layout.has_gated_vision
+    if is_gated and rest.startswith("mlp.linear_fc1"):
         return Parts((rows // 2, *inner), 2)
+    if rest.startswith("mlp.experts.") and layout.has_turned_experts:
+        return Turned()
     if rest.startswith("mlp.experts.") and not layout.has_stacked_experts:
         parts = 2 if "linear_fc1" in rest else 1
         return Parts((inner[0] // parts, *inner[1:]), rows * parts)
@@ -456,11 +571,14 @@ def _arrangement(parameter: Parameter, model: ModelConfig, layout: Layout) -> Ar
 
 def _released_shape(parameter: Parameter, model: ModelConfig) -> Shape:
     if parameter.key == "vision_embedding.patch_projection.weight":
-        patch = model.vision.patch_size
-        return (parameter.shape[0], IMAGE_CHANNELS, patch, patch)
+        own, tower = parameter.shape[0], model.images
+        if tower is not None:
+            patch = tower.patch_size
+            return (own, IMAGE_CHANNELS, tower.frames_per_patch, patch, patch)
+        return (own, IMAGE_CHANNELS, model.vision.patch_size, model.vision.patch_size)
     if parameter.key == "vision_embedding.class_token":
         return (1, 1, *parameter.shape)
-    if parameter.key == "vision_embedding.positions":
+    if parameter.key == "vision_embedding.positions" and model.takes_images:
         return (1, *parameter.shape)
     return parameter.shape
 
@@ -469,6 +587,9 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
     tower, _, rest = parameter.key.partition(".layers.")
     if parameter.layer is None:
         prefix, names, own = "", _rest_names(layout), parameter.key
+    elif tower == "vision" and layout.is_qwen_vl:
+        prefix = f"visual.blocks.{parameter.layer}."
+        names, own = _qwen_vl_names(layout)[0], rest
     elif tower == "vision" and layout.is_original:
         prefix = f"vision_model.encoder.layers.{parameter.layer}."
         names, own = _ORIGINAL_VISION, rest
@@ -479,16 +600,21 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
         prefix = f"language_model.model.layers.{parameter.layer}."
         names, own = _language_names(layout), rest
     module, part = (own, "") if own in names else own.rsplit(".", 1)
-    there = names[module]
+    there = _deepstack_name(module) if module.startswith(_DEEPSTACK) else names[module]
     modules = (there,) if isinstance(there, str) else there
     suffix = f".{part}" if part else ""
     if any("*" in name for name in modules):
         numbers = map(str, range(parameter.shape[0]))
         modules = tuple(name.replace("*", each) for each in numbers for name in modules)
     plain = tuple(f"{prefix}{name}{suffix}" for name in modules)
-    if layout.is_text_only:
+    if layout.has_bare_language:
         return tuple(name.removeprefix("language_model.") for name in plain)
     return tuple(map(_prefixed, plain)) if layout.has_prefix else plain
+
+
+def _deepstack_name(module: str) -> str:
+    """Name of a projector's module, which are numbered and named alike there."""
+    return module.replace(_DEEPSTACK, "visual.deepstack_merger_list", 1)
 
 
 def _language_names(layout: Layout) -> _Names:
@@ -497,7 +623,17 @@ def _language_names(layout: Layout) -> _Names:
     return _STACKED_QWEN3 if layout.has_stacked_experts else _QWEN3
 
 
+def _qwen_vl_names(layout: Layout) -> tuple[_Names, _Names]:
+    """Names of a layer of a Qwen-VL's tower, and of the tower's rest."""
+    if layout.value.startswith("qwen3"):
+        return _QWEN3_VL_VISION, _QWEN3_VL_REST
+    gated = layout.has_gated_vision
+    return _QWEN2_5_VL_VISION if gated else _QWEN2_VL_VISION, _QWEN2_VL_REST
+
+
 def _rest_names(layout: Layout) -> _Names:
+    if layout.is_qwen_vl:
+        return _qwen_vl_names(layout)[1] | _LLAMA_REST
     language = _INTERNLM2_REST if layout is Layout.INTERNVL_INTERNLM2 else _LLAMA_REST
     return (_ORIGINAL_REST if layout.is_original else _TRANSFORMERS_REST) | language
 
@@ -506,6 +642,11 @@ def _prefixed(name: str) -> str:
     if name.startswith("language_model.lm_head"):
         return name.removeprefix("language_model.")
     return "model." + name.replace("language_model.model.", "language_model.", 1)
+
+
+def has_stacked_experts(names: Collection[str]) -> bool:
+    """Whether there are tensors of all experts of a layer among those with these names."""
+    return any(name.endswith(_STACKED) for name in names)
 
 
 def elements(parameter: Parameter) -> int:

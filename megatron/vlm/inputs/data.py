@@ -15,6 +15,13 @@ import torch
 
 from megatron.vlm.inputs.augment import Purpose, degraded, jpeg_qualities, tile_keys
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.native_images import (
+    ImageNeeds,
+    NativeImages,
+    blank_text,
+    image_fields,
+    read_native_images,
+)
 from megatron.vlm.inputs.pack_share import Share, Sharing, feature_route, samples_of_items
 from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import (
@@ -97,6 +104,8 @@ class _Draft:
     """Planned number of tiles, as `clips` of clips and `tokens` of tokens."""
     clips: int
     tokens: int
+    images: NativeImages
+    """Images and videos at their native resolution."""
     own: "_Items"
     """Items of the sample that this rank encodes."""
     found: list[np.ndarray]
@@ -122,6 +131,8 @@ class _OwnPart:
     pieces: Pieces
     tiles: range
     clips: range = range(0)
+    cells: range = range(0)
+    """Image tokens of images at their native resolution, of whole samples."""
     share: Share | None
     """Its share, where other ranks have the rest."""
 
@@ -153,6 +164,8 @@ class PackDataset(torch.utils.data.Dataset):
         self.stage = stage
         self.options = options
         self.sharing = sharing
+        self._takes_tiles, self._native = reader.model.takes_images, reader.model.images
+        self._needs = ImageNeeds.of(reader.model, stage)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -165,37 +178,49 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(
-        self, row: int, *, tiles: range = range(0), clips: range = range(0)
+        self,
+        row: int,
+        *,
+        tiles: range = range(0),
+        clips: range = range(0),
+        image_tokens: range = range(0),
     ) -> MicroBatch:
-        """Read some tiles and clips of a pack, by their numbers in it, and none of its tokens.
+        """Read some tiles and clips of a pack, by their numbers in it, or its images at their
+        native resolution of the samples that have these image tokens, and none of its tokens.
 
         Raises:
             UserError: an image or a recording cannot be read, or is not what the plan counted.
         """
         nothing = whole_samples(np.zeros(0, np.int64))
-        return self._load(row, _OwnPart(pieces=nothing, tiles=tiles, clips=clips, share=None))
+        items = {"tiles": tiles, "clips": clips, "cells": image_tokens}
+        return self._load(row, _OwnPart(pieces=nothing, share=None, **items))
 
     def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
         sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
         sample_clips = self.lengths.column("clips")[indices].astype(np.int64)
         fields: dict[str, Any] = {}
-        if self.stage.layers("vision") and self.options.drop_path:
+        if self._takes_tiles and self.stage.layers("vision") and self.options.drop_path:
             keys_T = self._drop_path_keys(indices, epoch)
             fields["drop_path_keys_T"] = keys_T[own.tiles.start : own.tiles.stop]
         drafts = {
             position: self._draft(int(indices[position]), items)
-            for position, items in self._read_samples(own, sample_tiles, sample_clips).items()
+            for position, items in self._read_samples(
+                own, sample_tiles, sample_clips, self.lengths.column("image_tokens")[indices]
+            ).items()
         }
-        if self.stage.holds("vision embed"):
+        if self._takes_tiles and self.stage.holds("vision embed"):
             fields["pixels_TCPP"] = self._pixels(list(drafts.values()), epoch)
         if self.stage.holds("audio embed"):
             fields["frames_CBF"] = self._frames(list(drafts.values()))
-        if self.stage.holds("language embed") or self.stage.holds("head"):
+        images = [draft.images for draft in drafts.values()]
+        fields |= image_fields(images, self._native, self._needs)
+        if self._reads_texts:
             fields |= self._text_fields(drafts, own, sample_tiles)
         return MicroBatch(
             tiles=len(own.tiles),
             clips=len(own.clips),
+            image_tokens=len(own.cells),
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
@@ -220,10 +245,20 @@ class PackDataset(torch.utils.data.Dataset):
         tokens = self.lengths.tokens[self.scheduled.packs[row]]
         tiles = range(self.scheduled.column("tiles")[row])
         clips = range(self.scheduled.column("clips")[row])
-        return _OwnPart(pieces=whole_samples(tokens), tiles=tiles, clips=clips, share=None)
+        return _OwnPart(
+            pieces=whole_samples(tokens),
+            tiles=tiles,
+            clips=clips,
+            cells=range(self.scheduled.column("image_tokens")[row]),
+            share=None,
+        )
 
     def _read_samples(
-        self, own: _OwnPart, sample_tiles: np.ndarray, sample_clips: np.ndarray
+        self,
+        own: _OwnPart,
+        sample_tiles: np.ndarray,
+        sample_clips: np.ndarray,
+        sample_cells: np.ndarray,
     ) -> dict[int, _Items]:
         """Samples of the pack that are read, by their positions in it, and which of their items
         this rank encodes."""
@@ -236,6 +271,8 @@ class PackDataset(torch.utils.data.Dataset):
             wanted |= set(with_tiles)
         if tells or stage.holds("audio embed"):
             wanted |= set(with_clips)
+        if self._needs.grids or self._needs.places or self._needs.rope:
+            wanted |= set(samples_of_items(own.cells, sample_cells))
         if stage.holds("language embed"):
             # Where a tile's features go is told by the places of its sample's image tokens.
             wanted |= {*own.pieces.sample.tolist(), *with_tiles}
@@ -269,20 +306,29 @@ class PackDataset(torch.utils.data.Dataset):
         sample = self.reader.annotations[place]
         tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
         found: list[np.ndarray] = []
-        frames_CBF, unreadable = None, None
+        images = read_native_images(
+            self.reader,
+            sample,
+            int(self.lengths.column("image_tokens")[index]),
+            patches=self._needs.patches,
+            verdict=self._skips and self._checks,
+        )
+        frames_CBF, unreadable = None, images.unreadable
         try:
-            found = self._tiles(sample, tiles, own.tiles)
+            if self._takes_tiles:
+                found = self._tiles(sample, tiles, own.tiles)
             frames_CBF = self._clips(sample, clips, own.clips)
         except UnreadableFile as error:
-            if not self._skips:
-                raise UserError(f"{error}, or go on without it: --on-bad-sample skip") from error
             unreadable = str(error)
+        if unreadable is not None and not self._skips:
+            raise UserError(f"{unreadable}, or go on without it: --on-bad-sample skip")
         return _Draft(
             sample=sample,
             place=place,
             tiles=tiles,
             clips=clips,
             tokens=int(self.lengths.tokens[index]),
+            images=images,
             own=own,
             found=found,
             frames_CBF=frames_CBF,
@@ -320,6 +366,12 @@ class PackDataset(torch.utils.data.Dataset):
         if self._skips and self._checks and not (embeds and len(own_clips) == clips):
             self.reader.check_recordings(sample)
         return self.reader.some_clips(sample, own_clips) if embeds else None
+
+    @property
+    def _reads_texts(self) -> bool:
+        """Whether the stage needs tokens, or what follows from them."""
+        is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
+        return is_at_end or self._needs.places or self._needs.rope
 
     @property
     def _checks(self) -> bool:
@@ -369,11 +421,32 @@ class PackDataset(torch.utils.data.Dataset):
             is_learned = draft.unreadable is None
             mask = encoded.loss_mask if is_learned else np.zeros_like(encoded.loss_mask)
             texts[position] = replace(encoded, loss_mask=mask)
-        fields: dict[str, Any] = {}
+        fields = self._position_fields(drafts, texts, own.pieces)
         if self.stage.holds("language embed"):
             fields |= self._embedding_fields(texts, own, sample_tiles)
         if self.stage.holds("head"):
             fields |= _loss_fields(texts, own.pieces, self.options.loss_weighting)
+        return fields
+
+    def _position_fields(
+        self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
+    ) -> dict[str, Any]:
+        """Where image tokens are, and by which positions RoPE turns every token; of samples that
+        are not read, which show nothing, by their places."""
+        places, positions, start = [np.zeros(0, np.int64)], [np.zeros((3, 0), np.int64)], 0
+        for sample, first, stop in _runs(pieces):
+            of_sample = np.broadcast_to(np.arange(stop), (3, stop))
+            if sample in texts and self._native is not None:
+                token_ids = texts[sample].token_ids
+                of_sample = self.reader.rope_positions(token_ids, drafts[sample].images.shown)
+                places.append(start + _image_places(token_ids[first:stop], self.reader))
+            positions.append(of_sample[:, first:stop])
+            start += stop - first
+        fields: dict[str, Any] = {}
+        if self._needs.places:
+            fields["image_positions_M"] = torch.from_numpy(np.concatenate(places))
+        if self._needs.rope:
+            fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
         return fields
 
     def _embedding_fields(
@@ -400,8 +473,11 @@ class PackDataset(torch.utils.data.Dataset):
         }
 
     def _encode(self, draft: _Draft) -> EncodedSample:
+        blank_cells, shown = draft.images.blank_cells, draft.images.shown
+        if blank_cells is not None:
+            return blank_text(blank_cells, draft.tokens, self.reader)
         try:
-            return self.reader.encode(draft.sample, draft.tiles, draft.clips)
+            return self.reader.encode(draft.sample, draft.tiles, draft.clips, shown)
         except UnreadableFile:
             if not self._skips:
                 raise
@@ -435,7 +511,8 @@ def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
     """Errors of samples; of one that several ranks read, on the one that has its first item."""
     for draft in drafts:
         items = draft.own.tiles if draft.tiles else draft.own.clips
-        if draft.unreadable is not None and items and items.start == 0:
+        is_first = draft.images.unreadable is not None or (items and items.start == 0)
+        if draft.unreadable is not None and is_first:
             yield draft.unreadable
 
 
@@ -446,7 +523,7 @@ def _runs(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
 
 def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
     positions = reader.image_positions(torch.from_numpy(token_ids))
-    assert positions is not None, "a model with tiles takes images"
+    assert positions is not None, "the model takes images"
     return positions.numpy()
 
 

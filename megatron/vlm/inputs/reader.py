@@ -1,30 +1,37 @@
-"""Samples of a dataset read for a model: token ids, tiles of images and frames of recordings.
+"""Samples of a dataset read for a model: token ids, tiles or patches of images, and frames of
+recordings.
 
-Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames;
-S packed tokens, M image tokens, N audio tokens.
+Shapes: of pixels T tiles, C channels, P pixels per side; Y patches of X values; of frames C clips,
+B mel bins, F frames; S packed tokens, M image tokens, N audio tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from einops import rearrange
-from PIL import Image
+from PIL import Image, ImageOps
 
+from megatron.vlm.inputs.patches import patches_of
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
+from omnibal.data.image_headers import upright_size
 from omnibal.data.lengths import check_positions
 from omnibal.data.log_mel import log_mel
+from omnibal.data.native_resolution import Shown, repeated_tokens
 from omnibal.data.recordings import BadRecording, read_clips, read_duration
+from omnibal.data.rope_positions import rope_positions
 from omnibal.data.sample import Sample
-from omnibal.data.stored_files import AudioFile, ImageFile, why_unreadable
+from omnibal.data.shown import seen_videos, shown_of, tokens_of_places
+from omnibal.data.stored_files import AudioFile, ImageFile, VideoFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
+from omnibal.data.video_files import BadVideo, read_video_frames
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import TilingConfig
+from omnibal.model.encoders import ImageRule, TilingConfig
 
 # ImageNet statistics, as InternVL normalizes with.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -44,11 +51,19 @@ class Prompt:
     """Tiles of the images shown so far: the first `tiles` of the sample's."""
     clips: int
     """Clips of the recordings heard so far: the first `clips` of the sample's."""
+    shown: tuple[Shown, ...] = ()
+    """Images and videos at their native resolution that are shown so far, the first of the
+    sample's."""
+
+    @property
+    def patches(self) -> int:
+        """Patches of what is shown so far."""
+        return sum(grid.patches for grid, _ in self.shown)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Samples of one dataset as token ids, tiles and clips of one model.
+    """Samples of one dataset as token ids, tiles, patches and clips of one model.
 
     Items are counted by `tiles_per_image` and `clips_per_recording`; all of a sample's are read by
     `tiles` and `clips`, and some of them, with no more decoded than they need, by `some_tiles` and
@@ -64,10 +79,18 @@ class SampleReader:
         """The token that closes an answer."""
         return answer_end(self.model, self.tokenizer)
 
+    def shown_sample(self, sample: Sample) -> Sample:
+        """The sample as the model is shown it: a video as frames, where images become tiles.
+
+        Raises:
+            UserError: it shows what the model cannot take.
+        """
+        return sample if self.model.images is not None else sample.shown(self.model.tiling)
+
     def tiles_per_image(self, sample: Sample) -> list[int]:
         """Tile counts of the images that the model is shown, from their headers."""
         sample = sample.shown(self.model.tiling)
-        if sample.video or not sample.images:
+        if sample.of_frames or not sample.images:
             return [1] * len(sample.images)
         tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
@@ -89,26 +112,91 @@ class SampleReader:
         return (token_ids_S == self.tokenizer.audio_context).nonzero().squeeze(1)
 
     def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Places of image tokens in a pack, int64 [M]; None where the model takes no images."""
+        """Places of image and video tokens in a pack, int64 [M]; None where the model takes none"""
+        rule = self.model.images
+        if rule is not None:
+            return self._shown_kinds(token_ids_S.numpy(), rule).nonzero().squeeze(1)
         if not self.model.takes_images:
             return None
         return (token_ids_S == self.tokenizer.image_context).nonzero().squeeze(1)
 
-    def encode(self, sample: Sample, tiles: int, clips: int = 0) -> EncodedSample:
+    def rope_positions(
+        self, token_ids: np.ndarray, shown: Sequence[Shown], answered: int = 0
+    ) -> np.ndarray:
+        """Time, row and column of every token of one sample, int64 [3, S].
+
+        Args:
+            shown: images and videos in the order of their tokens.
+            answered: tokens at the end that the model has generated, whatever they are.
+        """
+        rule = self.model.images
+        if rule is None:
+            return np.broadcast_to(np.arange(len(token_ids)), (3, len(token_ids)))
+        return rope_positions(self._shown_kinds(token_ids, rule).numpy(), shown, rule, answered)
+
+    def _shown_kinds(self, token_ids: np.ndarray, rule: ImageRule) -> torch.Tensor:
+        """A number for every token: 0, or that of the kind of item it stands for, int64 [S]."""
+        kinds = np.zeros(len(token_ids), np.int64)
+        for kind, piece in enumerate(repeated_tokens(rule), 1):
+            kinds[token_ids == self.tokenizer.required(piece)] = kind
+        return torch.from_numpy(kinds)
+
+    def shown(self, sample: Sample) -> list[Shown]:
+        """Images and videos at their native resolution, from their headers, in the order of their
+        tokens; none where the model takes no such.
+
+        Raises:
+            UnreadableFile: one of them cannot be read, or is none that the model takes.
+        """
+        if self.model.images is None:
+            return []
+        try:
+            return shown_of(sample, self.model.images, lambda image: _upright_size(image, sample))
+        except UnreadableFile:
+            raise
+        except UserError as error:
+            raise UnreadableFile(f"{error}, and plan anew") from error
+
+    def patches(self, sample: Sample, shown: Sequence[Shown]) -> torch.Tensor:
+        """Values of the patches of what the sample shows, in order, float32 [Y, X]; Y may be 0.
+
+        Args:
+            shown: what `shown` has found, or the first of it.
+
+        Raises:
+            UnreadableFile: an image or a video cannot be decoded, or is not as its header says.
+        """
+        encoder = self.model.images
+        assert encoder is not None, "the model takes images at their native resolution"
+        found = [torch.zeros((0, encoder.values_per_patch))]
+        # Grids first, so that nothing is decoded behind the last of them.
+        for (grid, _), frames in zip(shown, shown_frames(sample, encoder), strict=False):
+            found.append(patches_of(frames, grid, encoder))
+        return torch.cat(found)
+
+    def encode(
+        self, sample: Sample, tiles: int, clips: int = 0, shown: Sequence[Shown] = ()
+    ) -> EncodedSample:
         """Encode the whole conversation with its loss mask.
 
         Args:
             tiles: that its images make.
             clips: that its recordings make.
+            shown: of its images and videos at their native resolution.
 
         Raises:
             UserError: it has an image or a recording, and the model takes none, or its text is
                 refused.
         """
+        rule = self.model.images
+        if rule is not None:
+            heard = self.clips_per_recording(sample)
+            places = tokens_of_places(shown, rule)
+            return encode_sample(sample, places, self.model, self.tokenizer, heard)
         sample.shown(self.model.tiling)
-        if sample.video:
+        if sample.videos:
             # As many frames as planned, even where some are missing: reading them raises an error.
-            sample = sample.with_frames(sample.images[:1] * tiles)
+            sample = sample.with_frames(sample.videos[0].frames[:1] * tiles)
             per_image = [1] * tiles
         else:
             # Only where several images share the tiles must their files be looked at.
@@ -128,9 +216,14 @@ class SampleReader:
             UnreadableFile: the header of an image or a recording cannot be read.
             UserError: it is longer, with its answer, than the model takes.
         """
-        sample = sample.shown(self.model.tiling)
-        tiles, clips = self.tiles_per_image(sample), self.clips_per_recording(sample)
-        token_ids = encode_prompt(sample, turn, tiles, self.model, self.tokenizer, chatting, clips)
+        rule, shown = self.model.images, self.shown(sample)
+        sample = self.shown_sample(sample)
+        tiles = [] if rule is not None else self.tiles_per_image(sample)
+        per_image = tiles if rule is None else tokens_of_places(shown, rule)
+        clips = self.clips_per_recording(sample)
+        token_ids = encode_prompt(
+            sample, turn, per_image, self.model, self.tokenizer, chatting, clips
+        )
         check_positions(
             len(token_ids) + room,
             self.model,
@@ -141,7 +234,15 @@ class SampleReader:
             token_ids=token_ids,
             tiles=sum(tiles[: sample.images_until(turn)]),
             clips=sum(clips[: sample.recordings_until(turn)]),
+            shown=tuple(shown[: self._shown_until(sample, turn)]),
         )
+
+    def _shown_until(self, sample: Sample, turn: int) -> int:
+        """Number of images and videos in the questions up to and including this turn."""
+        rule, videos = self.model.images, sample.videos_until(turn)
+        if rule is not None and rule.video is None:
+            videos = sum(len(video.frames) for video in seen_videos(sample, rule)[:videos])
+        return sample.images_until(turn) + videos
 
     def check_images(self, sample: Sample, tiles: int) -> None:
         """Decode the images that the model is shown.
@@ -245,12 +346,54 @@ def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
         raise _bad_image(image, sample, error) from error
 
 
-def _read_image(image: ImageFile, sample: Sample) -> Image.Image:
+def _upright_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
     try:
-        with image.open() as file, Image.open(file) as pixels:
-            return pixels.convert("RGB")
+        with image.open() as file:
+            return upright_size(file)
     except Exception as error:
         raise _bad_image(image, sample, error) from error
+
+
+def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> Image.Image:
+    try:
+        with image.open() as file, Image.open(file) as pixels:
+            return (ImageOps.exif_transpose(pixels) if upright else pixels).convert("RGB")
+    except Exception as error:
+        raise _bad_image(image, sample, error) from error
+
+
+def shown_frames(sample: Sample, rule: ImageRule) -> Iterator[np.ndarray]:
+    """Frames of every image and video that the sample shows, uint8 [F, H, W, C], one of an image.
+
+    Images are loaded as Transformers does (`load_image`): turned as EXIF says, and without what an
+    alpha channel covers. Each is decoded when it is asked for.
+
+    Raises:
+        UnreadableFile: one of them is missing or broken.
+    """
+
+    def pixels(image: ImageFile) -> np.ndarray:
+        return np.array(_read_image(image, sample, upright=True))
+
+    seen = iter(seen_videos(sample, rule))
+    for item in sample.shown_in_order:
+        if isinstance(item, ImageFile):
+            yield pixels(item)[None]
+            continue
+        wanted = next(seen).frames
+        if item.file is not None:
+            yield _read_frames(item.file, sample, wanted)
+        elif rule.video is not None:
+            yield np.stack([pixels(item.frames[number]) for number in wanted])
+        else:
+            yield from (pixels(item.frames[number])[None] for number in wanted)
+
+
+def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.ndarray:
+    try:
+        return read_video_frames(video, wanted)
+    except BadVideo as error:
+        raise UnreadableFile(f"{sample.where}: video {video} {error}, and plan anew") from error
 
 
 def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableFile:
@@ -283,7 +426,7 @@ def _bad_recording(recording: AudioFile, sample: Sample, error: BadRecording) ->
 
 def check_frames(sample: Sample, planned: int) -> None:
     """Refuse a video that has not as many frames as planned; raises UnreadableFile."""
-    if sample.video and len(sample.images) != planned:
+    if sample.of_frames and len(sample.images) != planned:
         raise UnreadableFile(
             f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
             f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "

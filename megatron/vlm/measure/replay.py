@@ -32,6 +32,7 @@ from megatron.vlm.measure.profiler import (
     peak_activation_bytes,
     random_batch,
 )
+from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.schedule import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
@@ -317,6 +318,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
             max(int(loss_tokens[row]), 1),
             plan.stages[stage],
             clips=int(packs.column("clips")[row]),
+            images=image_sizes(lengths, packs.packs[row]),
         )
         return replace(batch, level=int(packs.level[row]))
 

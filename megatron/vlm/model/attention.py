@@ -1,4 +1,5 @@
-"""Attention of all towers: full within a tile or clip, causal within a packed sample.
+"""Attention of all towers: full within a tile, a clip, an image or a window of it, causal within a
+packed sample.
 
 Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items),
 H hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T, but for packs
@@ -22,6 +23,7 @@ from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.normed_rotary import HeadWeights, split_norm_and_rotate
 from megatron.vlm.model.fused.rotary import Heads, Rotation, split_and_rotate
+from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 
 _HEAD_SIZE_MULTIPLE = 8  # that the packed kernel takes
@@ -142,6 +144,34 @@ class PackedAttention(SelfAttention):
             return split_and_rotate(qkv, queries_per_group, turned_by)
         norms = (self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon)
         return split_norm_and_rotate(qkv, queries_per_group, turned_by, HeadWeights(*norms))
+
+
+class ImageAttention(PackedAttention):
+    """Attention of an encoder over packed images, each with angles of its rows and columns.
+
+    Args:
+        windowed: whether positions attend within their window alone.
+    """
+
+    def __init__(self, *of_attention: Any, windowed: bool, **more: Any) -> None:
+        super().__init__(*of_attention, **more)
+        self.windowed = windowed
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: None,
+        *,
+        rotary_pos_emb: Rotation,
+        packed_seq_params: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within images or windows, [P, 1, H] to the same shape, and return the bias."""
+        of_images: ImageBorders = packed_seq_params
+        borders = of_images.windows if self.windowed else of_images.images
+        assert borders is not None
+        return super().forward(
+            hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, packed_seq_params=borders
+        )
 
 
 class PackedCoreAttention(MegatronModule):

@@ -3,8 +3,9 @@
 Shapes: S sequence, B batch, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,16 +23,19 @@ from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.layers import Norm
 from megatron.vlm.model.shared_attention import SharedAttention
 
+Outputs = tuple[torch.Tensor, ...]
+"""Hidden states after a layer, and where something else takes them too, what that gives."""
 
-def _for_gradient(run: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+
+def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outputs]:
     """The layer's forward for core's checkpoint, which when it runs again needs its graph alone."""
 
-    def run_for_gradient(hidden_SBH: torch.Tensor) -> torch.Tensor:
-        output_SBH = run(hidden_SBH)
+    def run_for_gradient(hidden_SBH: torch.Tensor) -> Outputs:
+        outputs = run(hidden_SBH)
         if torch.is_grad_enabled():
-            # Only the next layer needs it, and has had it. Autograd asks for its shape.
-            output_SBH.data = output_SBH.new_empty(1).expand(output_SBH.shape)
-        return output_SBH
+            # Only what comes next needs the last one, and has had it. Autograd asks for its shape.
+            outputs[-1].data = outputs[-1].new_empty(1).expand(outputs[-1].shape)
+        return outputs
 
     return run_for_gradient
 
@@ -58,6 +62,18 @@ class _Wanting(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         return None, None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What is done with the outputs of some layers, by number, besides handing them on."""
+
+    projectors: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """Modules that make features of a layer's output; recomputed with their layer."""
+    made: list[torch.Tensor] = field(default_factory=list)
+    """Place for these features, in the order of their layers."""
+    adds: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    """Functions that add features to a layer's output, and give the sum."""
 
 
 class PlannedBlock(TransformerBlock):
@@ -94,6 +110,7 @@ class PlannedBlock(TransformerBlock):
         self._level = 0
         self._branch_scales_L2B: torch.Tensor | None = None
         self._routing: Routing | None = None
+        self._beside = Beside()
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
         """Set the recomputed layers of every level of packs."""
@@ -106,7 +123,8 @@ class PlannedBlock(TransformerBlock):
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
         routing: Routing | None = None,
-        **arguments: object,
+        beside: Beside | None = None,
+        **arguments: Any,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
 
@@ -114,15 +132,41 @@ class PlannedBlock(TransformerBlock):
             branch_scales_L2B: drop path of both branches of every layer.
             level: of the pack.
             routing: of the micro-batch, where layers have a mixture of experts.
+            beside: what is done with the outputs of some layers.
         """
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
         self._routing = routing
-        if hidden_states.numel():
+        if not hidden_states.numel():
+            return self._empty_forward(hidden_states, beside or Beside())
+        self._beside = beside or Beside()
+        if self.training or beside is None:
             return super().forward(hidden_states, attention_mask, **arguments)
-        # Core's attention cannot reshape an empty batch. The parameters still join the graph, by
-        # none of their elements, so that this pack too gives each of them a gradient: zero.
-        return hidden_states + sum(weight.flatten()[:0].sum() for weight in self.parameters())
+        # Core's own loop over layers has nothing beside them.
+        hidden_states = self._checkpointed_forward(
+            hidden_states,
+            attention_mask,
+            use_inner_quantization_context=bool(self.config.fp8),
+            **arguments,
+        )
+        return (
+            hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+        )
+
+    def _empty_forward(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
+        """Hidden states of no position, which core's attention cannot reshape.
+
+        The parameters still join the graph, by none of their elements, so that this pack too gives
+        each of them a gradient: zero; layer by layer, as gradients of whole ones come.
+        """
+        for layer in self.layers:
+            hidden_SBH = hidden_SBH + sum(
+                weight.flatten()[:0].sum() for weight in layer.parameters()
+            )
+            projector = beside.projectors.get(layer.layer_number - 1)
+            if projector is not None:
+                beside.made.append(projector(hidden_SBH))
+        return hidden_SBH
 
     def _checkpointed_forward(
         self,
@@ -137,23 +181,25 @@ class PlannedBlock(TransformerBlock):
         # Core's forward does not hand these on. Taken here, as other micro-batches' forwards come
         # before this one's layers are recomputed.
         scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
-        routing = self._routing
+        routing, beside = self._routing, self._beside
+        self._beside = Beside()  # so that its tensors go with their micro-batch
         packed_again = packed_seq_params
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()
         for index, layer in enumerate(self.layers):
             # Before the first trained parameter there is nothing to keep.
-            is_again = layer.layer_number - 1 in again and (
-                hidden_states.requires_grad or _is_trained(layer)
-            )
+            number = layer.layer_number - 1
+            is_again = number in again and (hidden_states.requires_grad or _is_trained(layer))
             packed = packed_again if is_again else packed_seq_params
+            projector = beside.projectors.get(number)
 
             def run(
                 hidden_SBH: torch.Tensor,
                 index: int = index,
                 layer: Any = layer,
                 packed: Any = packed,
-            ) -> torch.Tensor:
+                projector: Any = projector,
+            ) -> Outputs:
                 scales_2B = None
                 if scales_L2B is not None:
                     scales_2B = scales_L2B[index].to(hidden_SBH.dtype)
@@ -162,7 +208,7 @@ class PlannedBlock(TransformerBlock):
                 if use_inner_quantization_context:
                     context = get_fp8_context(self.config, layer.layer_number - 1)
                 with context:
-                    return layer(
+                    output_SBH = layer(
                         hidden_SBH,
                         attention_mask,
                         rotary_pos_emb=rotary_pos_emb,
@@ -170,14 +216,23 @@ class PlannedBlock(TransformerBlock):
                         tile_scales_2B=scales_2B,
                         routing=routing,
                     )[0]
+                return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
 
             if is_again:
-                hidden_states = self._checkpoint(_for_gradient(run), _wanting(hidden_states))
+                hidden_states, *features = self._checkpoint(
+                    _for_gradient(run), _wanting(hidden_states)
+                )
             else:
-                hidden_states = run(hidden_states)
+                hidden_states, *features = run(hidden_states)
+            if features:
+                beside.made.extend(features)
+                # A tensor of its own: a stage lets go of what it sends, and the projector keeps it.
+                hidden_states = hidden_states.view_as(hidden_states)
+            if number in beside.adds:
+                hidden_states = beside.adds[number](hidden_states)
         return hidden_states
 
-    def _checkpoint(self, run: Callable[..., torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    def _checkpoint(self, run: Callable[..., Outputs], hidden: torch.Tensor) -> Outputs:
         """Run a layer that is recomputed in backward, by whom core has do it: in FP8 by Transformer
         Engine, which then also keeps weights for backward that it quantises without a graph."""
         if not self.config.fp8:

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision
-from omnibal.model.encoders import EncoderLayers
+from omnibal.model.encoders import EncoderLayers, ImagesEncoder
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage
@@ -31,7 +31,7 @@ def encoder_transformer_configs(
     """The layers of every encoder, spread over the stages as the plan says.
 
     Heads are padded to a multiple of the tensor-parallel size. Sequences are never divided: a
-    tile's positions are an odd number.
+    tile's positions are an odd number, and an image's any multiple of a cell's.
     """
     return {
         name: _encoder_config(name, tower, stages, parallel, precision)
@@ -46,17 +46,19 @@ def _encoder_config(
     parallel: Parallel,
     precision: Precision,
 ) -> TransformerConfig:
+    is_gated = isinstance(tower, ImagesEncoder) and tower.gated
     return TransformerConfig(
         num_layers=tower.layers,
         hidden_size=tower.hidden_size,
         num_attention_heads=padded_size(tower.heads, parallel.tensor),
-        kv_channels=tower.hidden_size // tower.heads,
+        kv_channels=tower.head_width,
         ffn_hidden_size=tower.ffn_hidden_size,
         normalization=tower.normalization,
         layernorm_epsilon=tower.norm_eps,
         qk_layernorm=tower.qk_norm,
         add_bias_linear=True,
-        activation_func=F.gelu,
+        gated_linear_unit=is_gated,
+        activation_func=F.silu if is_gated else F.gelu,
         pipeline_model_parallel_layout=_layout([len(stage.layers(name)) for stage in stages]),
         **_common(parallel, precision),
     )

@@ -1,23 +1,29 @@
 """The units of one encoder that a stage holds, run one after the other.
 
 Shapes: V positions of an item (a tile or a clip), B items, H hidden size of the encoder, K tokens
-of all items, E language hidden size, L layers, of two branches each.
+of all items, E language hidden size, L layers, of two branches each. Of images at their native
+resolution V are the positions of all together, and B is 1.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.backend import current_device
 from megatron.vlm.model.audio import AudioEmbedding, AudioProjector
-from megatron.vlm.model.block import PlannedBlock
-from megatron.vlm.model.layers import encoder_layer_spec
+from megatron.vlm.model.block import Beside, PlannedBlock
+from megatron.vlm.model.image_places import ImagePlaces
+from megatron.vlm.model.images import DeepstackProjectors, ImageEmbedding, ImageProjector
+from megatron.vlm.model.layers import encoder_layer_spec, image_layer_spec
 from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
+from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder, Encoder, TilesEncoder
+from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage import Stage
 
@@ -25,9 +31,11 @@ from omnibal.pipeline.stage import Stage
 class EncoderUnits(NamedTuple):
     """An encoder's units; those that the stage does not hold are None."""
 
+    tower: Encoder
     embedding: torch.nn.Module | None
     layers: PlannedBlock | None
     projector: torch.nn.Module | None
+    deepstack: DeepstackProjectors | None = None
 
     @classmethod
     def build(
@@ -49,7 +57,7 @@ class EncoderUnits(NamedTuple):
         if numbers:
             layers = PlannedBlock(
                 config,
-                [encoder_layer_spec(config, tower, parts)] * len(numbers),
+                [_layer_spec(config, tower, number, parts) for number in numbers],
                 recompute_layers=[stage.recomputed(name)],
                 final_norm=False,
                 groups=groups,
@@ -58,48 +66,108 @@ class EncoderUnits(NamedTuple):
         if stage.holds(f"{name} embed"):
             embedding = _embedding(tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
-            is_vision = isinstance(tower, TilesEncoder)
-            kind = VisionProjector if is_vision else AudioProjector
-            projector = kind(model, config, groups.tp)
-        return cls(embedding, layers, projector)
+            projector = _projector(model, tower, config, groups)
+        return cls(
+            tower, embedding, layers, projector, _deepstack(model, tower, numbers, config, groups)
+        )
 
     def modules(self, name: str) -> Iterator[tuple[str, torch.nn.Module | None]]:
         """Every unit with its name in the whole model, as checkpoints have it."""
         yield f"{name}_embedding", self.embedding
         yield name, self.layers
+        if self.deepstack is not None:
+            yield f"{name}_deepstack", self.deepstack
         yield "projector" if name == "vision" else f"{name}_projector", self.projector
 
     @property
     def is_held(self) -> bool:
         """Whether the stage holds any of the encoder."""
-        return any(unit is not None for unit in self)
+        units = (self.embedding, self.layers, self.projector)
+        return any(unit is not None for unit in units)
+
+    @property
+    def deepstack_projectors(self) -> dict[int, torch.nn.Module]:
+        """Projectors of layers that the stage holds, by the layer's number within the tower."""
+        if self.deepstack is None:
+            return {}
+        assert isinstance(self.tower, ImagesEncoder)
+        held = self.deepstack.named_children()
+        return {self.tower.deepstack_layers[int(number)]: module for number, module in held}
+
+    def places(self, grids: Sequence[Grid]) -> tuple[ImagePlaces, ...]:
+        """What embedding and projector take besides: of images at their native resolution, where
+        their patches stand."""
+        if not isinstance(self.tower, ImagesEncoder):
+            return ()
+        return (ImagePlaces(grids, self.tower, current_device()),)
+
+    def layer_arguments(self, places: tuple[ImagePlaces, ...]) -> dict[str, Any]:
+        """What layers take besides, by core's names, of a micro-batch with any item."""
+        if not places:
+            return {}
+        [of_images] = places
+        return {
+            "rotary_pos_emb": of_images.rotation(self.tower.head_width),
+            "packed_seq_params": of_images.borders,
+        }
 
     def run(
         self,
         given: torch.Tensor | None,
+        grids: Sequence[Grid] = (),
         *,
         branch_scales_L2B: torch.Tensor | None = None,
         level: int = 0,
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         """Run all units.
 
         Args:
             given: what the encoder takes where the embedding is held, else hidden states [V, B, H].
+            grids: of images at their native resolution.
             branch_scales_L2B: drop path of every layer that is held.
             level: of the pack.
 
         Returns:
-            Features [K, E] where the projector is held, else hidden states [V, B, H].
+            Features [K, E] where the projector is held, else hidden states [V, B, H]; and after
+            these deepstack features [K, E], of every deepstack projector that is held.
         """
         assert given is not None
-        hidden = given
+        hidden, places, features = given, self.places(grids), list[torch.Tensor]()
         if self.embedding is not None:
-            hidden = self.embedding(hidden)
+            hidden = self.embedding(hidden, *places)
         if self.layers is not None:
-            hidden = self.layers(hidden, None, branch_scales_L2B=branch_scales_L2B, level=level)
+            hidden = self.layers(
+                hidden,
+                None,
+                branch_scales_L2B=branch_scales_L2B,
+                level=level,
+                beside=self._beside(places, features),
+                **(self.layer_arguments(places) if hidden.numel() else {}),
+            )
         if self.projector is not None:
-            hidden = self.projector(hidden)
-        return hidden
+            hidden = self.projector(hidden, *places)
+        return [hidden, *features]
+
+    def _beside(
+        self, places: tuple[ImagePlaces, ...], features: list[torch.Tensor]
+    ) -> Beside | None:
+        """Deepstack projectors beside the layers, which put what they make into `features`."""
+        if self.deepstack is None:
+            return None
+
+        def projecting(module: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda hidden: module(hidden, *places)
+
+        held = self.deepstack_projectors.items()
+        return Beside(projectors={n: projecting(module) for n, module in held}, made=features)
+
+
+def _layer_spec(
+    config: TransformerConfig, tower: Encoder, number: int, parts: LayerParts
+) -> ModuleSpec:
+    if isinstance(tower, ImagesEncoder):
+        return image_layer_spec(config, tower, number, parts)
+    return encoder_layer_spec(config, tower, parts)
 
 
 def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
@@ -108,6 +176,35 @@ def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
             return VisionEmbedding(tower, dtype)
         case ClipsEncoder():
             return AudioEmbedding(tower, dtype)
-        case _:
-            # `omnibal.job.check.model_obstacle` refuses the plan before.
-            raise NotImplementedError(f"an encoder of {tower.kind} is planned and not trained")
+        case ImagesEncoder():
+            return ImageEmbedding(tower, dtype)
+
+
+def _projector(
+    model: ModelConfig, tower: Encoder, config: TransformerConfig, groups: ProcessGroupCollection
+) -> torch.nn.Module:
+    match tower:
+        case TilesEncoder():
+            return VisionProjector(model, config, groups.tp)
+        case ClipsEncoder():
+            return AudioProjector(model, config, groups.tp)
+        case ImagesEncoder():
+            return ImageProjector(model, tower, config, groups.tp, norms_cells=False)
+
+
+def _deepstack(
+    model: ModelConfig,
+    tower: Encoder,
+    layers: Sequence[int],
+    config: TransformerConfig,
+    groups: ProcessGroupCollection,
+) -> DeepstackProjectors | None:
+    """Deepstack projectors of the layers of these numbers; None where there are none."""
+    if not isinstance(tower, ImagesEncoder):
+        return None
+    held = {
+        number: ImageProjector(model, tower, config, groups.tp, norms_cells=True)
+        for number, layer in enumerate(tower.deepstack_layers)
+        if layer in layers
+    }
+    return DeepstackProjectors(config, held) if held else None

@@ -4,6 +4,8 @@ Shapes: S sequence (packed language tokens, or positions of an item), B batch (1
 H hidden size, F feed-forward width of this rank.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -20,11 +22,12 @@ from megatron.core.transformer.transformer_layer import (
 from megatron.vlm.model.attention import (
     AllHeadsRMSNorm,
     ClipAttention,
+    ImageAttention,
     PackedAttention,
     TileAttention,
 )
 from megatron.vlm.model.experts import MixtureOfExperts, Routing
-from megatron.vlm.model.fused.activations import bias_gelu, swiglu
+from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.residual import (
     Branch,
     NormWeights,
@@ -36,7 +39,9 @@ from megatron.vlm.model.fused.residual import (
 from megatron.vlm.model.fused.rotary import Rotation
 from megatron.vlm.model.providers import LayerParts, without_bias
 from megatron.vlm.model.shared_attention import SharedAttention
-from omnibal.model.encoders import ClipsEncoder, EncoderLayers
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder
+
+_GELU = {"gelu": Gelu.EXACT, "gelu_tanh": Gelu.TANH, "quick_gelu": Gelu.QUICK}
 
 
 class Norm(torch.nn.Module):
@@ -105,7 +110,14 @@ class Layer(TransformerLayer):
 
     Each residual add goes with the norm after it, and each norm's backward with the residual's
     gradient. Parts and names of parameters are core's.
+
+    Args:
+        gelu: form of it in a feed-forward without a gate.
     """
+
+    def __init__(self, *of_layer: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:
+        super().__init__(*of_layer, **more)
+        self.gelu = gelu
 
     def forward(
         self,
@@ -146,9 +158,25 @@ class Layer(TransformerLayer):
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normed_SBH, routing)
         inner, bias_F = self.mlp.linear_fc1(normed_SBH)
-        is_gated = self.config.gated_linear_unit
-        active_SBF = swiglu(inner) if is_gated else bias_gelu(inner, bias_F)
-        return self.mlp.linear_fc2(active_SBF)
+        if self.config.gated_linear_unit:
+            return self.mlp.linear_fc2(swiglu(inner, bias_F))
+        return self.mlp.linear_fc2(bias_gelu(inner, bias_F, self.gelu))
+
+
+def image_layer_spec(
+    config: TransformerConfig, tower: ImagesEncoder, number: int, parts: LayerParts
+) -> ModuleSpec:
+    """Layer `number` of an encoder of images at their native resolution."""
+    attention = ModuleSpec(
+        module=ImageAttention,
+        params={"attn_mask_type": AttnMaskType.no_mask, "windowed": tower.is_windowed(number)},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=parts.column_linear if tower.qkv_bias else without_bias(parts.column_linear),
+            core_attention=parts.core_attention,
+            linear_proj=parts.row_linear,
+        ),
+    )
+    return _layer_spec(config, attention, parts, None, gelu=_GELU[tower.activation])
 
 
 def encoder_layer_spec(
@@ -196,6 +224,7 @@ def _layer_spec(
     parts: LayerParts,
     layer_scale_init: float | None,
     feed_forward: type[MixtureOfExperts] | None = None,
+    gelu: Gelu = Gelu.EXACT,
 ) -> ModuleSpec:
     scale = {
         "hidden_size": config.hidden_size,
@@ -206,6 +235,7 @@ def _layer_spec(
     mlp = MLPSubmodules(linear_fc1=parts.column_linear, linear_fc2=parts.row_linear)
     return ModuleSpec(
         module=Layer,
+        params={"gelu": gelu},
         submodules=TransformerLayerSubmodules(
             input_layernorm=Norm,
             self_attention=attention,

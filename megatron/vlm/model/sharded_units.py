@@ -1,11 +1,13 @@
 """The units of a stage, in their order, whose weights data-parallel ranks divide."""
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 
 from megatron.vlm.model.groups import ShardGroups
+from megatron.vlm.model.images import ImageEmbedding
 from megatron.vlm.model.sharded_weights import (
     FirstValues,
     FlatWeights,
@@ -16,7 +18,7 @@ from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.vision import VisionEmbedding
 from omnibal.model.units import LANGUAGE
 
-_READS_NO_WEIGHTS_BACK = (VisionEmbedding, LanguageModelEmbedding)
+_READS_NO_WEIGHTS_BACK = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
 """Modules whose backward reads no weight: nothing before them wants a gradient."""
 
 
@@ -40,7 +42,11 @@ def divide_weights(
     units = _Units({True: dense, False: experts}, first_values)
     for name, encoder in stage.encoders.items():
         units.is_fed = name in fed
-        units.add_tower(name, [encoder.embedding, *_layers(stage, name), encoder.projector])
+        units.add_tower(name, [encoder.embedding])
+        for layer in _layers(stage, name):
+            projector = encoder.deepstack_projectors.get(layer.layer_number - 1)
+            units.add(name, (layer,) if projector is None else (layer, projector))
+        units.add_tower(name, [encoder.projector])
     units.is_fed = units.has_trained or LANGUAGE in fed
     units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
@@ -51,7 +57,7 @@ def divide_weights(
     stage.sharded = ShardedWeights(units=tuple(units.units))
 
 
-def _layers(stage: VLMStage, tower: str) -> list[torch.nn.Module]:
+def _layers(stage: VLMStage, tower: str) -> list[Any]:
     block = stage.blocks.get(tower)
     return [] if block is None else list(block.layers)
 

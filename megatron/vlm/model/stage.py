@@ -8,11 +8,13 @@ rank's, and M are its image tokens, whose features other ranks may make.
 
 Between stages go tensors by tower: of every encoder that is done its features [K, E], of the one
 that a cut divides its hidden states [V, B, H], and after the language embed those of the language
-model alone, [S, 1, E].
+model, [S, 1, E]. Deepstack features [K, E] go with them, each by its own name, from the encoder's
+layer that they are of to the language layer that takes them.
 """
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from megatron.core.utils import make_viewless_tensor
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
-from megatron.vlm.model.block import PlannedBlock
+from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
@@ -36,7 +38,7 @@ from megatron.vlm.model.exchange import exchange_rows
 from megatron.vlm.model.experts import Routing
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
-from megatron.vlm.model.fused.rotary import rotation
+from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
 from megatron.vlm.model.providers import check_adapters, check_precision, layer_parts
@@ -45,12 +47,14 @@ from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig, adapted_linears
-from omnibal.model.config import LanguageConfig, ModelConfig, Provider
+from omnibal.model.config import LanguageConfig, ModelConfig, Provider, RopeSections
+from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import (
     LANGUAGE,
     UnitKind,
+    deepstack_of,
     projector_name,
     projector_unit,
     unit_kinds,
@@ -59,7 +63,7 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage, stages_from_cuts
 
 ByTower = Mapping[str, torch.Tensor]
-"""Tensors by the name of an encoder, or "language"."""
+"""Tensors by the name of an encoder, or "language", or of deepstack features."""
 TIED_NAME = "embedding.word_embeddings.weight"
 """Name of the one matrix of a model whose head is tied to its token embedding."""
 
@@ -125,6 +129,8 @@ class VLMStage(MegatronModule):
                 final_norm=stage.holds("head"),
             )
             self.rotary_frequencies = _rotary_frequencies(language, language_config.kv_channels)
+            self.rotary_axes = _rotary_axes(language.rope_sections)
+        self.deepstack_names = tuple(each.name for each in deepstack_of(model))
         self.head = None
         if stage.holds("head"):
             # The sequence is brought together before the head, which takes some positions of it.
@@ -205,8 +211,9 @@ class VLMStage(MegatronModule):
             hidden_S1E = self.read_text(batch, hidden)
             if self.head is not None:
                 return self.head_output(batch, hidden_S1E)
-            hidden = {LANGUAGE: hidden_S1E}
-        return {name: _whole(tensor) for name, tensor in hidden.items()}
+            later = self.deepstack_names[self._layers_up_to_here :]
+            hidden = {name: hidden[name] for name in later} | {LANGUAGE: hidden_S1E}
+        return {name: _whole(hidden[name]) for name in tensor_names(self.model_config, hidden)}
 
     def encode(
         self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
@@ -218,15 +225,24 @@ class VLMStage(MegatronModule):
             only: encoder to run; without, all.
 
         Returns:
-            By encoder, features [K, E] or hidden states [V, B, H], in model order.
+            By encoder, features [K, E] or hidden states [V, B, H]; deepstack features by name.
         """
         hidden = dict(received or {})
         for name, units in self.encoders.items():
             if units.is_held and only in (None, name):
-                given = hidden[name] if units.embedding is None else items_of(batch, name)
+                given = items_of(batch, units.tower) if units.embedding else hidden[name]
                 scales_L2B = self._branch_scales(batch) if name == "vision" else None
-                hidden[name] = units.run(given, branch_scales_L2B=scales_L2B, level=batch.level)
+                hidden[name], *features = units.run(
+                    given, batch.image_grids, branch_scales_L2B=scales_L2B, level=batch.level
+                )
+                hidden |= dict(zip(self._made_beside(name), features, strict=True))
         return hidden
+
+    def _made_beside(self, encoder: str) -> list[str]:
+        """Names of the deepstack features that the stage makes, in the order of their layers."""
+        layers = self.encoders[encoder].deepstack_projectors
+        of_model = deepstack_of(self.model_config)
+        return [each.name for each in of_model if each.tower == encoder and each.layer in layers]
 
     def read_text(self, batch: MicroBatch, hidden: ByTower) -> torch.Tensor:
         """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E]."""
@@ -240,9 +256,42 @@ class VLMStage(MegatronModule):
                 None,
                 level=batch.level,
                 routing=self.routing(batch, padding),
+                beside=self._added_features(batch, hidden),
                 **self.packing(batch, padding),
             )
         return hidden_S1E
+
+    def _added_features(self, batch: MicroBatch, features: ByTower) -> Beside | None:
+        """What adds deepstack features to the outputs of the layers that take them."""
+        assert self.language is not None
+        numbers = [layer.layer_number - 1 for layer in self.language.layers]
+        taken = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
+        if not taken:
+            return None
+        added = {n: partial(self.add_features, batch, features[name]) for n, name in taken.items()}
+        return Beside(adds=added)
+
+    def add_features(
+        self, batch: MicroBatch, features_KE: torch.Tensor, hidden_S1E: torch.Tensor
+    ) -> torch.Tensor:
+        """Add features to the hidden states of their tokens, of which there may be this rank's part
+        of the sequence alone: [S, 1, E]."""
+        places_M = batch.image_positions_M
+        assert places_M is not None
+        # Put in their places as at the language embed, so that gradients come back whole.
+        tokens = len(hidden_S1E) * self.sequence_parts
+        whole_S1E = features_KE.new_zeros((tokens, 1, features_KE.shape[1]))
+        whole_S1E.index_put_((places_M, torch.zeros_like(places_M)), features_KE)
+        if self.sequence_parts > 1:
+            whole_S1E = tensor_parallel.scatter_to_sequence_parallel_region(whole_S1E)
+        return hidden_S1E + whole_S1E
+
+    @property
+    def _layers_up_to_here(self) -> int:
+        """Language layers of this stage and of all before it."""
+        if self.language is None or not self.language.layers:
+            return 0
+        return self.language.layers[-1].layer_number
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
         """What language layers need to know of the samples, by core's names, for one micro-batch.
@@ -258,7 +307,12 @@ class VLMStage(MegatronModule):
             first = torch.tensor(firsts, dtype=torch.int32).to(device, non_blocking=True)
             shared = shared_attention(share, padding, self.context_groups[share.context], device)
         tokens = batch.tokens + padding
-        turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
+        if self.rotary_axes is None:
+            turned_by = rotation(packed.cu_seqlens_q, tokens, self.rotary_frequencies, first)
+        else:
+            assert batch.rope_positions_3S is not None
+            positions_3S = F.pad(batch.rope_positions_3S, (0, padding))
+            turned_by = sectioned_rotation(positions_3S, self.rotary_axes, self.rotary_frequencies)
         return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
 
     def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
@@ -297,10 +351,13 @@ class VLMStage(MegatronModule):
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
-        for name, features_KE in features.items():
+        # Of encoders that may be elsewhere; deepstack features have their places in layers.
+        for name, places_M in places.items():
+            if name not in features:
+                continue
+            features_KE = features[name]
             if name == "vision":
                 features_KE = self._features_of_own_tokens(batch, features_KE)
-            places_M = places[name]
             assert places_M is not None
             embedded_S1E = embedded_S1E.index_put(
                 (places_M, torch.zeros_like(places_M)), features_KE
@@ -395,6 +452,22 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
             original_max_position_embeddings=scaling.original_positions,
         )
     return rotary.inv_freq.to(current_device())
+
+
+def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
+    """The axis, of time, row and column, that each frequency turns by, int64 [head_size / 2]; None
+    where all turn by the place in the sample."""
+    if sections is None:
+        return None
+    counts = (sections.time, sections.rows, sections.columns)
+    # Of numbers alone: a fake device has no values to repeat by.
+    axes_F = torch.tensor([axis for axis, count in enumerate(counts) for _ in range(count)])
+    if sections.interleaved:
+        # Row and column, in turn, take the second and third of every three frequencies.
+        axes_F = torch.zeros(sum(counts), dtype=torch.int64)
+        for axis in (1, 2):
+            axes_F[axis : 3 * counts[axis] : 3] = axis
+    return axes_F.to(current_device())
 
 
 def build_stage(
@@ -498,7 +571,7 @@ def _freeze_parts(stage: VLMStage, parts: Collection[str]) -> None:
         LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
     for name, units in stage.encoders.items():
-        modules[name] = (units.embedding, units.layers)
+        modules[name] = (units.embedding, units.layers, units.deepstack)
         modules[projector_name(stage.model_config, name)] = (units.projector,)
     for part in parts:
         for module in modules.get(part, ()):  # of data-parallel encoders, elsewhere
@@ -511,16 +584,33 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return make_viewless_tensor(tensor, requires_grad=tensor.requires_grad, keep_graph=True)
 
 
-def items_of(batch: MicroBatch, encoder: str) -> torch.Tensor | None:
+def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
     """What an encoder takes of a micro-batch; None where the stage does not embed it."""
-    return {"vision": batch.pixels_TCPP, "audio": batch.frames_CBF}[encoder]
+    return {
+        "tiles": batch.pixels_TCPP,
+        "clips": batch.frames_CBF,
+        "images": batch.patches_YX,
+    }[encoder.kind]
+
+
+def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
+    """Names of tensors between stages, those of `held` in the order in which they are sent: every
+    encoder's own and then its deepstack features, and last the language model's."""
+    deepstack = deepstack_of(model)
+    names = [
+        each
+        for tower in (*model.encoders_elsewhere, *model.towers)
+        for each in (tower, *(one.name for one in deepstack if one.tower == tower))
+    ]
+    return [name for name in names if name in held]
 
 
 def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors sent from stage `cut` to stage `cut + 1` for a micro-batch, by tower in
-    model order.
+    """Shapes of the tensors sent from stage `cut` to stage `cut + 1` for a micro-batch, by name in
+    the order of `tensor_names`.
 
-    Of hidden states of the language model, with sequence parallelism, it is each rank's part.
+    Of hidden states of the language model, with sequence parallelism, it is each rank's part;
+    deepstack features are whole.
     """
     model, before = plan.model, plan.stages[: cut + 1]
     width = model.language.hidden_size
@@ -528,14 +618,33 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
     def are_done(unit: str) -> bool:
         return any(stage.holds(unit) for stage in before)
 
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, each in enumerate(deepstack_of(model)):
+        is_made = plan.beside is not None or any(
+            each.layer in stage.layers(each.tower) for stage in before
+        )
+        if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):
+            shapes[each.name] = (items_of_shape(shape, model.encoders[each.tower]), width)
     if are_done("language embed"):
         parts = plan.parallel.tensor if plan.parallel.sequence_parallel else 1
-        return {LANGUAGE: (shape.padded_tokens(plan.token_multiple) // parts, 1, width)}
-    items = {"vision": shape.tiles, "audio": shape.clips}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, tower in model.encoders.items():
-        if are_done(projector_unit(model, name)):
-            shapes[name] = (items[name] * tower.tokens_per_item, width)
-        elif are_done(f"{name} embed"):
-            shapes[name] = (tower.positions_per_item, items[name], tower.hidden_size)
-    return shapes
+        shapes[LANGUAGE] = (shape.padded_tokens(plan.token_multiple) // parts, 1, width)
+    else:
+        for name, tower in model.encoders.items():
+            items = items_of_shape(shape, tower)
+            if are_done(projector_unit(model, name)):
+                shapes[name] = (items * tower.tokens_per_item, width)
+            elif are_done(f"{name} embed"):
+                shapes[name] = _hidden_shape(tower, items)
+    return {name: shapes[name] for name in tensor_names(model, shapes)}
+
+
+def items_of_shape(shape: MicroBatchShape, encoder: Encoder) -> int:
+    """Items of a micro-batch that an encoder takes."""
+    return {"tiles": shape.tiles, "clips": shape.clips, "images": shape.image_tokens}[encoder.kind]
+
+
+def _hidden_shape(encoder: Encoder, items: int) -> tuple[int, int, int]:
+    """Shape of an encoder's hidden states: items side by side, or images in one sequence."""
+    if isinstance(encoder, ImagesEncoder):
+        return (items * encoder.positions_per_item, 1, encoder.hidden_size)
+    return (encoder.positions_per_item, items, encoder.hidden_size)

@@ -43,7 +43,8 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
     match = _HEADS_NAME.match(name)
     if match is None or match[1] not in model.encoders:
         return None
-    return model.encoders[match[1]].hidden_size * (3 if match[2] or match[3] else 1)
+    tower = model.encoders[match[1]]
+    return tower.heads * tower.head_width * (3 if match[2] or match[3] else 1)
 
 
 def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
@@ -63,7 +64,8 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
     for module in stage.modules():
         if isinstance(module, MLP) and module.config.gated_linear_unit:
             # A rank holds its part of the gate, then its part of what is gated.
-            module.linear_fc1.weight.partition_stride = 2
+            for parameter in module.linear_fc1.parameters():
+                parameter.partition_stride = 2
         if isinstance(module, StackedLinear):
             # Over expert-parallel ranks: every tensor-parallel rank's count in the norm.
             divide(module.weight, dim=0)

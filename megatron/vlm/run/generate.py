@@ -13,6 +13,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.checkpoint.identity import CheckpointIdentity
 from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.native_images import asked_fields
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
 from omnibal.data.sample import Sample
@@ -68,7 +69,8 @@ def generate(
     device = current_device()
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
     ids_S = torch.from_numpy(prompt.token_ids)
-    takes_images, takes_audio = stage.model_config.takes_images, stage.model_config.takes_audio
+    model = stage.model_config
+    patches = [] if model.images is None else [reader.patches(sample, prompt.shown)]
     # Places are found in the prompt alone: an answer may hold the word that stands for an image's
     # tokens.
     asked = MicroBatch(
@@ -76,16 +78,18 @@ def generate(
         clips=prompt.clips,
         tokens=len(ids_S),
         segment_tokens=(len(ids_S),),
-        pixels_TCPP=reader.pixels([sample])[: prompt.tiles] if takes_images else None,
-        frames_CBF=reader.frames([sample])[: prompt.clips] if takes_audio else None,
+        pixels_TCPP=reader.pixels([sample])[: prompt.tiles] if model.takes_images else None,
+        frames_CBF=reader.frames([sample])[: prompt.clips] if model.takes_audio else None,
         token_ids_S=ids_S,
         image_positions_M=reader.image_positions(ids_S),
         audio_positions_N=reader.audio_positions(ids_S),
+        **asked_fields(reader, [(prompt, 0)], patches),
     ).to(device)
     features = stage.encode(asked)
     ids_S = ids_S.to(device)
-    for _ in range(max_new_tokens):
-        batch = _with_text(asked, ids_S)
+    for answered in range(max_new_tokens):
+        fields = asked_fields(reader, [(prompt, answered)], [])
+        batch = replace(_with_text(asked, ids_S), **fields).to(device)
         next_id = stage.head_output(batch, stage.read_text(batch, features))
         token = int(next_id.item())
         if token == reader.answer_end:

@@ -291,6 +291,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
         ranks=ranks,
         packs=run.packs,
         levels=plan.pack_levels,
+        lengths=run.lengths,
     )
 
 

@@ -18,7 +18,8 @@ from megatron.core import parallel_state
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.inputs.native_images import asked_fields, shown_cells
+from megatron.vlm.inputs.reader import Prompt, SampleReader
 from megatron.vlm.step.schedule import PipelineLinks
 from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import expected_answer
@@ -33,17 +34,25 @@ _KIND_OF_PLAIN_DATA = "all"
 class _Question:
     sample: Sample
     turn: int
-    tiles: int
-    """Tiles of the images shown up to the turn: the first `tiles` of the sample's."""
-    clips: int
-    """Clips of the recordings heard up to the turn, likewise."""
-    prompt_ids: np.ndarray
+    prompt: Prompt
+    image_tokens: int
+    """Tokens of the images at their native resolution shown up to the turn."""
     answer_ids: list[int] = field(default_factory=list)
     """Token ids of the answer, appended one by one."""
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
+        return len(self.prompt.token_ids) + len(self.answer_ids)
+
+    @property
+    def items(self) -> dict[str, int]:
+        """Items of every kind, as caps name them."""
+        prompt = self.prompt
+        return {
+            "tiles": prompt.tiles,
+            "clips": prompt.clips,
+            "image_tokens": self.image_tokens,
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,16 +101,11 @@ def evaluate(
 def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Question]:
     total = len(reader.annotations)
     for index in np.linspace(0, total - 1, min(options.samples, total)).round().astype(int):
-        sample = reader.annotations[int(index)].shown(reader.model.tiling)
+        sample = reader.shown_sample(reader.annotations[int(index)])
         for turn in range(len(sample.turns)):
             prompt = reader.prompt(sample, turn, options.max_new_tokens)
-            yield _Question(
-                sample=sample,
-                turn=turn,
-                tiles=prompt.tiles,
-                clips=prompt.clips,
-                prompt_ids=prompt.token_ids,
-            )
+            cells = shown_cells(prompt.shown, reader.model.images)
+            yield _Question(sample=sample, turn=turn, prompt=prompt, image_tokens=cells)
 
 
 def _waves(
@@ -114,8 +118,7 @@ def _waves(
     groups: list[list[_Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:
-        tokens = question.tokens + room
-        needed = Counter(tiles=question.tiles, clips=question.clips, tokens=tokens)
+        needed = Counter({**question.items, "tokens": question.tokens + room})
         if not groups or any(filled[name] + needed[name] > caps[name] for name in caps.names):
             groups.append([])
             filled.clear()
@@ -133,20 +136,21 @@ def _answer(
     max_new_tokens: int,
 ) -> None:
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
-    pixels: dict[Sample, torch.Tensor] = {}
-    frames: dict[Sample, torch.Tensor] = {}
+    media = _Media()
     samples = {question.sample for group in wave for question in group}
-    if trainer.forward_stage.holds("vision embed"):
-        pixels = {sample: reader.pixels([sample]) for sample in samples}
+    if trainer.forward_stage.holds("vision embed") and reader.model.images is not None:
+        media.patches.update({one: reader.patches(one, reader.shown(one)) for one in samples})
+    elif trainer.forward_stage.holds("vision embed"):
+        media.pixels.update({sample: reader.pixels([sample]) for sample in samples})
     if trainer.forward_stage.holds("audio embed"):
-        frames = {sample: reader.frames([sample]) for sample in samples}
+        media.frames.update({sample: reader.frames([sample]) for sample in samples})
     active = wave
     for _ in range(max_new_tokens):
         slots = trainer.most_in_lockstep(len(active))
         if not slots:
             break
         batches = MicroBatchStream(
-            batches=(_micro_batch(group, pixels, frames, reader) for group in active),
+            batches=(_micro_batch(group, media, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
         outputs = trainer.run_forward(trainer.joining(batches, slots, answers=True))
@@ -160,36 +164,50 @@ def _answer(
 
 
 def _shape(group: list[_Question]) -> MicroBatchShape:
+    items = Counter[str]()
+    for question in group:
+        items.update(question.items)
     return MicroBatchShape(
-        tiles=sum(question.tiles for question in group),
-        clips=sum(question.clips for question in group),
+        tiles=items["tiles"],
+        clips=items["clips"],
+        image_tokens=items["image_tokens"],
         tokens=sum(question.tokens for question in group),
     )
 
 
-def _micro_batch(
-    group: list[_Question],
-    pixels: dict[Sample, torch.Tensor],
-    frames: dict[Sample, torch.Tensor],
-    reader: SampleReader,
-) -> MicroBatch:
-    ids = [np.concatenate([q.prompt_ids, np.array(q.answer_ids, np.int64)]) for q in group]
+@dataclass(frozen=True, slots=True)
+class _Media:
+    """What the wave's samples show and say, where it is encoded."""
+
+    pixels: dict[Sample, torch.Tensor] = field(default_factory=dict)
+    patches: dict[Sample, torch.Tensor] = field(default_factory=dict)
+    frames: dict[Sample, torch.Tensor] = field(default_factory=dict)
+
+
+def _micro_batch(group: list[_Question], media: _Media, reader: SampleReader) -> MicroBatch:
+    prompts = [question.prompt for question in group]
+    ids = [np.concatenate([q.prompt.token_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
     segment_tokens = tuple(len(one) for one in ids)
     # A model may answer with the word that stands for an image's tokens, and means none.
-    prompts = [np.concatenate([q.prompt_ids, np.full(len(q.answer_ids), -1)]) for q in group]
-    asked_S = torch.from_numpy(np.concatenate(prompts))
+    asked = [np.concatenate([q.prompt.token_ids, np.full(len(q.answer_ids), -1)]) for q in group]
+    asked_S = torch.from_numpy(np.concatenate(asked))
+    pixels = [media.pixels[q.sample][: q.prompt.tiles] for q in group if media.pixels]
+    frames = [media.frames[q.sample][: q.prompt.clips] for q in group if media.frames]
+    patches = [media.patches[q.sample] for q in group if media.patches]
+    answered = [len(question.answer_ids) for question in group]
     return MicroBatch(
-        tiles=sum(question.tiles for question in group),
-        clips=sum(question.clips for question in group),
+        tiles=sum(prompt.tiles for prompt in prompts),
+        clips=sum(prompt.clips for prompt in prompts),
         tokens=len(token_ids),
         segment_tokens=segment_tokens,
-        pixels_TCPP=torch.cat([pixels[q.sample][: q.tiles] for q in group]) if pixels else None,
+        pixels_TCPP=torch.cat(pixels) if pixels else None,
         token_ids_S=torch.from_numpy(token_ids),
-        frames_CBF=torch.cat([frames[q.sample][: q.clips] for q in group]) if frames else None,
+        frames_CBF=torch.cat(frames) if frames else None,
         image_positions_M=reader.image_positions(asked_S),
         audio_positions_N=reader.audio_positions(asked_S),
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
+        **asked_fields(reader, list(zip(prompts, answered, strict=True)), patches),
     ).to(current_device())
 
 

@@ -19,8 +19,9 @@ the first gradient is asked for after that forward. Later, only two neighbours t
 their devices could block each other; the launchers' settings (scripts/job.sh) keep them from it.
 
 A message is of one micro-batch over one cut: a tensor for every encoder before the language embed,
-one after it (`boundary_shapes`), sent one after the other. What a stage only passes on is no part
-of its graph. A tensor that carries nothing (of an encoder, no item in the pack) is not sent.
+one after it, and deepstack features (`boundary_shapes`), sent one after the other. What a stage
+only passes on is no part of its graph. A tensor that carries nothing (of an encoder, no item in the
+pack) is not sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +32,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import custom_backward
+from torch.autograd import Variable
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
-from megatron.vlm.model.stage import ByTower, boundary_shapes
+from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.encoder_phase import FeatureInbox, FeatureOutbox, StepFeatures
 from omnibal.job.plan import Plan
@@ -254,7 +255,6 @@ class _StageRun:
         self.dtype = parameter_dtype(plan.precision)
         self.kept: dict[int, _Kept] = {}
         self.results: list[torch.Tensor] = []
-        self._towers = plan.model.towers
         self.inputs: Inbox | FeatureInbox | None = None
         self.outputs: Outbox | None = None
         self.output_gradients: Inbox | None = None
@@ -377,9 +377,7 @@ class _StageRun:
         trained = [name for name, output in kept.outputs.items() if output.requires_grad]
         if trained:
             self.clock.switch(Phase.BACKWARD)
-        # The last tower first: its graph is the last, of which weights' gradients are expected.
-        for name in reversed(trained):
-            custom_backward(kept.outputs[name], gradients.get(name))
+            run_backward([(kept.outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
         if self.output_gradients is not None:
             self.output_gradients.run_ahead()
@@ -387,8 +385,9 @@ class _StageRun:
             sent = {name: _gradient_of(tensor) for name, tensor in kept.received.items()}
             passed_on = gradients.keys() - kept.outputs.keys()
             sent |= {name: gradients[name] for name in passed_on}
-            # In model order, as they were sent.
-            self.input_gradients.put({name: sent[name] for name in self._towers if name in sent})
+            # In the order in which they were sent.
+            names = tensor_names(self.plan.model, sent)
+            self.input_gradients.put({name: sent[name] for name in names})
 
 
 def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
@@ -396,6 +395,32 @@ def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
     if one is None or after is None or one.micro_batch != after.micro_batch:
         return False
     return (one.kind, after.kind) == (Pass.FORWARD, Pass.BACKWARD)
+
+
+def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Backward of outputs of one stage, which may have parts of their graphs in common.
+
+    As core's `custom_backward` for one output, it calls autograd's engine, which does not mind that
+    the outputs' memory is gone. Of what is ready, the engine takes first what forward came to last:
+    the last tower, of which weights' gradients are expected first.
+
+    Args:
+        outputs: each with its gradient; None for a loss.
+    """
+    tensors, gradients = zip(*outputs, strict=True)
+    ones = (torch.ones_like(tensor) for tensor in tensors)
+    Variable._execution_engine.run_backward(
+        tensors=tensors,
+        grad_tensors=tuple(
+            one if gradient is None else gradient
+            for one, gradient in zip(ones, gradients, strict=True)
+        ),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def _gradient_of(received: torch.Tensor) -> torch.Tensor:

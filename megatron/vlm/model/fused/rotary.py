@@ -48,6 +48,20 @@ def rotation(
     return Rotation(angles.cos(), angles.sin())
 
 
+def sectioned_rotation(
+    positions_3S: torch.Tensor, axes_F: torch.Tensor, frequencies: torch.Tensor
+) -> Rotation:
+    """Angles of every token of multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1).
+
+    Args:
+        positions_3S: time, row and column of every token.
+        axes_F: which of the three each frequency turns by, int64 [D / 2].
+        frequencies: float32 [D / 2].
+    """
+    angles = positions_3S.T.index_select(1, axes_F) * frequencies
+    return Rotation(angles.cos(), angles.sin())
+
+
 def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
     """Take q, k and v out of [T, G, (Q + 2) D], with q and k turned by their positions' angles.
 

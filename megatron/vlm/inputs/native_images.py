@@ -1,0 +1,190 @@
+"""Images and videos at their native resolution as a stage needs them: grids, patches, positions.
+
+Shapes: Y patches of X values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.vlm.inputs.reader import (
+    Prompt,
+    SampleReader,
+    UnreadableFile,
+    check_count,
+    shown_frames,
+)
+from omnibal.data.chat import EncodedSample
+from omnibal.data.native_resolution import Grid, Shown, repeated_tokens, segments_of
+from omnibal.data.sample import Sample
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
+from omnibal.model.units import projector_unit
+from omnibal.pipeline.stage import Stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageNeeds:
+    """What a stage needs of images at their native resolution, and of the positions of RoPE."""
+
+    grids: bool = False
+    """Whether it has a unit of their encoder, whose borders and rotations follow from grids."""
+    patches: bool = False
+    """Whether it embeds patches."""
+    places: bool = False
+    """Whether features go where their tokens are: at the language embed, or deepstack features."""
+    rope: bool = False
+    """Whether it has layers whose RoPE turns by time, row and column."""
+
+    @classmethod
+    def of(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
+        """Needs of one stage of a model."""
+        layers = stage.layers("language")
+        rope = bool(layers) and model.language.rope_sections is not None
+        name = next((name for name, each in model.encoders.items() if each is model.images), None)
+        if model.images is None or name is None:
+            return cls(rope=rope)
+        embeds = stage.holds(f"{name} embed")
+        takes_deepstack = bool(layers) and layers.start < len(model.images.deepstack_layers)
+        return cls(
+            grids=embeds or bool(stage.layers(name)) or stage.holds(projector_unit(model, name)),
+            patches=embeds,
+            places=takes_deepstack or stage.holds("language embed"),
+            rope=rope,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeImages:
+    """Images and videos of one sample, as far as a stage reads them."""
+
+    shown: tuple[Shown, ...] = ()
+    patches_YX: torch.Tensor | None = None
+    unreadable: str | None = None
+    """Error of one of them; None if there is none."""
+    blank_cells: int | None = None
+    """Planned cells of a sample whose headers cannot be read, so that its text is not known."""
+
+    @property
+    def grids(self) -> list[Grid]:
+        """Patches of each."""
+        return [each.grid for each in self.shown]
+
+
+def read_native_images(
+    reader: SampleReader, sample: Sample, planned: int, *, patches: bool, verdict: bool
+) -> NativeImages:
+    """Read what a sample shows at its native resolution.
+
+    What cannot be read has blank patches: as many as its header says, or else as were planned.
+
+    Args:
+        planned: cells by the plan.
+        patches: whether values of patches are needed.
+        verdict: whether it must be known if all can be decoded.
+
+    Raises:
+        UserError: there are other cells than planned.
+    """
+    encoder = reader.model.images
+    if encoder is None:
+        return NativeImages()
+    try:
+        shown = tuple(reader.shown(sample))
+    except UnreadableFile as error:
+        return _blank(planned, encoder, patches, str(error))
+    cells = shown_cells(shown, encoder)
+    if cells != planned and any(video.file is None for video in sample.videos):
+        fewer = (
+            f"{sample.where}: {cells} image tokens where the plan counted {planned}, and a video "
+            "of frames; restore frames that are missing, or take the sample out and plan anew"
+        )
+        return _blank(planned, encoder, patches, fewer)
+    check_count(cells, planned, "image tokens", sample)
+    values, unreadable = None, None
+    try:
+        if patches:
+            values = reader.patches(sample, shown)
+        elif verdict:
+            for _ in shown_frames(sample, encoder):
+                pass
+    except UnreadableFile as error:
+        values, unreadable = _no_values(cells, encoder, patches), str(error)
+    return NativeImages(shown=shown, patches_YX=values, unreadable=unreadable)
+
+
+def _blank(cells: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
+    """An image of so many cells in one row, in place of what cannot be read."""
+    grid = Grid(1, encoder.merge_size, cells * encoder.merge_size)
+    return NativeImages(
+        shown=(Shown(grid),) if cells else (),
+        patches_YX=_no_values(cells, encoder, patches),
+        unreadable=error,
+        blank_cells=cells,
+    )
+
+
+def _no_values(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tensor | None:
+    sizes = cells * encoder.positions_per_item, encoder.values_per_patch
+    return torch.zeros(sizes) if patches else None
+
+
+def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
+    """Text of a sample whose headers cannot be read: as many tokens as planned, none learned."""
+    encoder = reader.model.images
+    assert encoder is not None, "the model takes images at their native resolution"
+    token_ids = np.full(tokens, reader.answer_end)
+    token_ids[:cells] = reader.tokenizer.required(repeated_tokens(encoder)[0])
+    return EncodedSample(token_ids=token_ids, loss_mask=np.zeros(tokens, bool))
+
+
+def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
+    """Tokens of images and videos; of a model that takes none, 0."""
+    if encoder is None:
+        return 0
+    return sum(segments_of(grid, encoder).all_tokens for grid, _ in shown)
+
+
+def asked_fields(
+    reader: SampleReader, asked: Sequence[tuple[Prompt, int]], patches: Sequence[torch.Tensor]
+) -> dict[str, Any]:
+    """Fields of a micro-batch of questions about images and videos, and about positions.
+
+    Args:
+        asked: every prompt, and how many tokens of an answer follow it.
+        patches: values of the patches of every question's sample, which may show more than the
+            prompt does; empty where they are not needed.
+    """
+    model = reader.model
+    fields: dict[str, Any] = {}
+    if model.language.rope_sections is not None:
+        positions = [
+            reader.rope_positions(np.pad(prompt.token_ids, (0, more)), prompt.shown, more)
+            for prompt, more in asked
+        ]
+        fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
+    if model.images is None:
+        return fields
+    fields["image_tokens"] = sum(shown_cells(prompt.shown, model.images) for prompt, _ in asked)
+    fields["image_grids"] = tuple(grid for prompt, _ in asked for grid, _ in prompt.shown)
+    if patches:
+        own = [each[: prompt.patches] for each, (prompt, _) in zip(patches, asked, strict=True)]
+        fields["patches_YX"] = torch.cat(own)
+    return fields
+
+
+def image_fields(
+    images: Sequence[NativeImages], encoder: ImagesEncoder | None, needs: ImageNeeds
+) -> dict[str, Any]:
+    """Fields of a micro-batch about the images and videos of its samples."""
+    fields: dict[str, Any] = {}
+    if needs.grids:
+        fields["image_grids"] = tuple(grid for each in images for grid in each.grids)
+    if needs.patches and encoder is not None:
+        none = torch.zeros((0, encoder.values_per_patch))
+        values = [each.patches_YX for each in images if each.patches_YX is not None]
+        fields["patches_YX"] = torch.cat([none, *values])
+    return fields

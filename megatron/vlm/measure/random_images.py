@@ -1,0 +1,100 @@
+"""Random images at their native resolution, of given numbers of tokens, for what is measured.
+
+Shapes: Y patches of X values, S tokens, M image tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from omnibal.data.lengths import Lengths
+from omnibal.data.native_resolution import Grid
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder, squares_of
+from omnibal.model.units import LANGUAGE, deepstack_of
+from omnibal.pipeline.stage import Stage
+
+_FEATURE = ImagesEncoder.feature
+_LEAST_TOKENS = 16
+"""Least tokens of an image among several of a pack: smaller ones are rare."""
+
+
+def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
+    """Tokens of images that samples may have: for each as many alike as its tokens' squares say."""
+    names = (_FEATURE, squares_of(_FEATURE))
+    tokens, squares = (lengths.column(name)[samples] for name in names)
+    sizes = []
+    for all_tokens, square in zip(tokens.tolist(), squares.tolist(), strict=True):
+        if all_tokens:
+            bounds = np.linspace(0, all_tokens, max(round(all_tokens**2 / square), 1) + 1)
+            sizes += np.diff(bounds.round().astype(int)).tolist()
+    return sizes
+
+
+def grid_of(tokens: int, merge: int) -> Grid:
+    """Grid of an image of so many tokens, as near to a square as there is."""
+    rows = max(each for each in range(1, math.isqrt(tokens) + 1) if tokens % each == 0)
+    return Grid(1, rows * merge, tokens // rows * merge)
+
+
+def equal_images(tokens: int, most: int) -> list[int]:
+    """Tokens of up to so many images alike, near to squares, of not much less than `tokens`."""
+    images = max(min(most, tokens // _LEAST_TOKENS), 1)
+    rows = math.isqrt(tokens // images)
+    return [rows * (tokens // images // rows)] * images
+
+
+def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
+    """Sum of the squares of the tokens of images and of each time of videos."""
+    each = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
+    return sum(times * tokens**2 for times, tokens in each)
+
+
+def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
+    """The model as one whose first `layers` encoder layers are of every kind that it has: one with
+    a deepstack projector, and one that attends fully, where others do not."""
+    for name, tower in model.encoders.items():
+        if isinstance(tower, ImagesEncoder):
+            deepstack = (0,) if tower.deepstack_layers else ()
+            full = (layers - 1,) if tower.full_layers else ()
+            model = model.with_tower(name, deepstack_layers=deepstack, full_layers=full)
+    return model
+
+
+def image_fields(
+    model: ModelConfig,
+    sizes: Sequence[int],
+    segment_tokens: Sequence[int],
+    stage: Stage | None,
+    generator: torch.Generator,
+) -> dict[str, Any]:
+    """Fields of a micro-batch of these images, whose tokens come first in it; none of a model that
+    takes no such images.
+
+    Args:
+        sizes: tokens of each image.
+        stage: whose fields they are; None for those of all stages.
+    """
+    tower, fields = model.images, dict[str, Any]()
+    if tower is not None:
+        fields["image_tokens"] = sum(sizes)
+        fields["image_grids"] = tuple(grid_of(size, tower.merge_size) for size in sizes)
+        if stage is None or stage.holds("vision embed"):
+            shape = (sum(sizes) * tower.positions_per_item, tower.values_per_patch)
+            fields["patches_YX"] = torch.randn(shape, generator=generator)
+        if stage is None or _takes_features(model, stage):
+            fields["image_positions_M"] = torch.arange(sum(sizes))
+    if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
+        each = [torch.arange(tokens) for tokens in segment_tokens]
+        fields["rope_positions_3S"] = torch.cat(each).expand(3, -1).contiguous()
+    return fields
+
+
+def _takes_features(model: ModelConfig, stage: Stage) -> bool:
+    """Whether a stage puts image features, or adds deepstack features, in their places."""
+    first_layers = range(len(deepstack_of(model)))
+    takes = any(layer in first_layers for layer in stage.layers(LANGUAGE))
+    return takes or stage.holds("language embed")

@@ -1,0 +1,170 @@
+"""Where patches of images at their native resolution stand, and which of them attend together.
+
+A pack's images and frames are one sequence of patches. Without windows it is as the data has it,
+cell after cell; with windows, cells of a window stand together, so that attention is of neighbours
+in the sequence, and features are put back in the cells' own order after the projector.
+
+Shapes: P positions (patches) of all images, K their cells, D size of an encoder's head, N learned
+positions.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron.vlm.inputs.batch import borders_of
+from megatron.vlm.model.fused.rotary import Rotation
+from omnibal.data.native_resolution import Grid
+from omnibal.model.encoders import ImagesEncoder
+
+_ROPE_BASE = 10_000.0  # of all of these encoders (Qwen2-VL, arXiv 2409.12191)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageBorders:
+    """Borders of what attends together in an encoder's layers."""
+
+    images: PackedSeqParams
+    """Borders of images, and of each time of a video."""
+    windows: PackedSeqParams | None
+    """Borders of windows; None where no layer has any."""
+
+
+class ImagePlaces:
+    """Places of a pack's patches, which units of its encoder ask for one by one.
+
+    Args:
+        grids: of the pack's images and videos; may be none.
+    """
+
+    def __init__(self, grids: Sequence[Grid], tower: ImagesEncoder, device: torch.device) -> None:
+        self._grids, self._tower, self._device = grids, tower, device
+        self._cells_K: np.ndarray | None = None
+        self._window_cells: list[int] = []
+        if tower.window_pixels is not None and grids:
+            side = tower.window_pixels // tower.cell_pixels
+            self._cells_K, self._window_cells = windows_of(grids, tower.merge_size, side)
+
+    def rotation(self, head_size: int) -> Rotation:
+        """Angles of q and k by the row and the column of every patch; tables are [P, D / 2]."""
+        axis = head_size // 2
+        exponents = torch.arange(0, axis, 2, dtype=torch.float32, device=self._device) / axis
+        frequencies = 1 / _ROPE_BASE**exponents
+        rows_P, columns_P = self._patches()[:2].float()
+        angles = torch.cat([rows_P.outer(frequencies), columns_P.outer(frequencies)], 1)
+        return Rotation(angles.cos(), angles.sin())
+
+    @property
+    def borders(self) -> ImageBorders:
+        """Borders for attention; there must be an image."""
+        times = [grid.rows * grid.columns for grid in self._grids for _ in range(grid.times)]
+        windows = [cells * self._tower.positions_per_item for cells in self._window_cells]
+        return ImageBorders(
+            images=borders_of(times, times, self._device),
+            windows=borders_of(windows, windows, self._device) if windows else None,
+        )
+
+    def neighbours(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The four learned positions, of a square of N, next to every patch, and their weights.
+
+        The square is stretched over each image, corners on corners (Qwen3-VL's
+        `fast_pos_embed_interpolate`).
+
+        Returns:
+            int64 and float32, [P, 4] each.
+        """
+        side = math.isqrt(self._tower.learned_positions)
+        places = self._patches().float()
+        (above, below), (left, right) = (
+            _either_side(place, size, side)
+            for place, size in zip(places[:2], places[2:], strict=True)
+        )
+        pairs = [(row, column) for row in (above, below) for column in (left, right)]
+        return (
+            torch.stack([row.index * side + column.index for row, column in pairs], 1),
+            torch.stack([row.weight * column.weight for row, column in pairs], 1),
+        )
+
+    def ordered(self, patches_PX: torch.Tensor) -> torch.Tensor:
+        """Patches in the order in which layers take them."""
+        if self._cells_K is None:
+            return patches_PX
+        return patches_PX.index_select(0, self._on_device(self._positions(self._cells_K)))
+
+    def in_own_order(self, features_KE: torch.Tensor) -> torch.Tensor:
+        """Features of cells, back in the order of the data."""
+        if self._cells_K is None:
+            return features_KE
+        return features_KE.index_select(0, self._on_device(self._cells_K.argsort()))
+
+    def _patches(self) -> torch.Tensor:
+        """Row and column of every patch and rows and columns of its image, int32 [4, P]."""
+        found = [np.zeros((4, 0), np.int32), *_patches_of(self._grids, self._tower.merge_size)]
+        patches_4P = np.concatenate(found, 1)
+        if self._cells_K is not None:
+            patches_4P = patches_4P[:, self._positions(self._cells_K)]
+        return self._on_device(patches_4P)
+
+    def _positions(self, cells_K: np.ndarray) -> np.ndarray:
+        """Positions of all patches of cells in this order."""
+        size = self._tower.positions_per_item
+        return (cells_K[:, None] * size + np.arange(size)).ravel()
+
+    def _on_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Neighbour:
+    """A learned position beside every patch along one axis, and its weight, [P] each."""
+
+    index: torch.Tensor
+    weight: torch.Tensor
+
+
+def _either_side(
+    place_P: torch.Tensor, size_P: torch.Tensor, side: int
+) -> tuple[_Neighbour, _Neighbour]:
+    """The learned positions, of `side` along an axis, before and after every patch's place."""
+    stretched_P = place_P * (side - 1) / (size_P - 1).clamp(min=1)
+    before_P = stretched_P.floor()
+    share_P = stretched_P - before_P
+    index_P = before_P.long()
+    return (
+        _Neighbour(index_P, 1 - share_P),
+        _Neighbour((index_P + 1).clamp(max=side - 1), share_P),
+    )
+
+
+def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:
+    """Row and column of every patch of each grid, cell after cell, and the grid's sizes, [4, P]."""
+    for times, rows, columns in grids:
+        places = np.indices((rows, columns), np.int32)
+        cells = places.reshape(2, rows // merge, merge, columns // merge, merge)
+        own = np.tile(cells.swapaxes(2, 3).reshape(2, -1), times)
+        sizes = np.array([[rows], [columns]], np.int32)
+        yield np.concatenate([own, np.broadcast_to(sizes, own.shape)])
+
+
+def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
+    """Cells of all images, window after window, and the cells of every window.
+
+    Windows are squares of `side` x `side` cells from an image's first one on, cut off at its other
+    edges (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
+
+    Returns:
+        int64 [K], and a number for each window.
+    """
+    orders, counts, first = [], [], 0
+    for times, rows, columns in grids:
+        time, row, column = np.indices((times, rows // merge, columns // merge)).reshape(3, -1)
+        across, down = -(-columns // merge // side), -(-rows // merge // side)
+        window = (time * down + row // side) * across + column // side
+        orders.append(first + window.argsort(kind="stable"))
+        counts += np.bincount(window).tolist()
+        first += len(window)
+    return np.concatenate(orders), counts

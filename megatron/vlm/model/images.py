@@ -1,0 +1,105 @@
+"""Qwen's vision encoders around their layers: patches to positions, positions to image features.
+
+Images and videos at their native resolution stand in one sequence. Every deepstack projector
+(Qwen3-VL, arXiv 2511.21631, section 2) makes features of one layer's output.
+
+Shapes: P positions (patches) of all images, X values of a patch, H hidden size of the encoder, K
+image tokens, a cell of patches each, E language hidden size.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.image_places import ImagePlaces
+from megatron.vlm.model.layers import Norm
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import ImagesEncoder
+
+
+class ImageEmbedding(torch.nn.Module):
+    """Patches to vectors, with learned positions, if any, stretched over each image."""
+
+    def __init__(self, tower: ImagesEncoder, dtype: torch.dtype) -> None:
+        super().__init__()
+        width = tower.hidden_size
+        self.patch_projection = torch.nn.Linear(
+            tower.values_per_patch, width, bias=tower.patch_bias, dtype=dtype
+        )
+        self.positions = None
+        if tower.learned_positions:
+            positions_NH = torch.zeros(tower.learned_positions, width, dtype=dtype)
+            self.positions = torch.nn.Parameter(positions_NH)
+
+    def forward(self, patches_PX: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
+        """Embed patches: [P, X] to [P, 1, H], in the order in which layers take them."""
+        dtype = self.patch_projection.weight.dtype
+        patches_P1X = places.ordered(patches_PX.to(dtype)).unsqueeze(1)
+        embedded_P1H = self.patch_projection(patches_P1X)
+        if self.positions is not None:
+            neighbours_P4, weights_P4 = places.neighbours()
+            # Weighted and summed in float32, as weights in 16 bit would not add up to 1.
+            positions_PH = F.embedding_bag(
+                neighbours_P4, self.positions.float(), per_sample_weights=weights_P4, mode="sum"
+            )
+            embedded_P1H = embedded_P1H + positions_PH.to(dtype).unsqueeze(1)
+        return embedded_P1H
+
+
+class ImageProjector(MegatronModule):
+    """A norm, patches of a cell side by side, and an MLP: Linear, GELU, Linear.
+
+    Args:
+        norms_cells: whether the norm is of cells, as of deepstack projectors, or of patches.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        tower: ImagesEncoder,
+        config: TransformerConfig,
+        tp_group: dist.ProcessGroup,
+        *,
+        norms_cells: bool,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = tp_group
+        self.norms_cells, self.cell_positions = norms_cells, tower.positions_per_item
+        wide, width = tower.projector_input_size, model.language.hidden_size
+        inner = tower.projector_hidden_size or wide
+        self.norm = Norm(config, wide if norms_cells else tower.hidden_size, tower.norm_eps)
+        divided = {"config": config, "init_method": config.init_method, "bias": True}
+        divided["tp_group"] = tp_group
+        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
+            wide, inner, **divided, skip_bias_add=True
+        )
+        self.linear_fc2 = tensor_parallel.RowParallelLinear(
+            inner, width, **divided, input_is_parallel=True, skip_bias_add=False
+        )
+
+    def forward(self, hidden_P1H: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
+        """Project [P, 1, H] to [K, E], in the cells' own order."""
+        if self.norms_cells:
+            folded = self.norm(self._folded(hidden_P1H))
+        else:
+            folded = self._folded(self.norm(hidden_P1H))
+        features_KE = self.linear_fc2(bias_gelu(*self.linear_fc1(folded)))[0]
+        return places.in_own_order(features_KE)
+
+    def _folded(self, hidden_P1H: torch.Tensor) -> torch.Tensor:
+        """Patches of every cell side by side, [K, H of all of them]."""
+        width = self.cell_positions * hidden_P1H.shape[-1]
+        return hidden_P1H.view(len(hidden_P1H) // self.cell_positions, width)
+
+
+class DeepstackProjectors(MegatronModule):
+    """An encoder's deepstack projectors whose layers a stage holds, by their number."""
+
+    def __init__(self, config: TransformerConfig, projectors: dict[int, ImageProjector]) -> None:
+        super().__init__(config)
+        for number, projector in projectors.items():
+            self.add_module(str(number), projector)

@@ -1,0 +1,141 @@
+"""Headers of image files: how large an image is, and whether all of it is there.
+
+No pixel is decoded, except of a file whose end looks wrong.
+"""
+
+from typing import BinaryIO
+
+from PIL import ExifTags, Image
+
+from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
+
+_END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
+_TAIL_BYTES = 1024  # of a file, in which its end marker must be
+_WEBP_HEADER_BYTES = 30  # up to the sides of an extended file, the farthest of all
+_WEBP_METADATA = 0x0C  # flags of an extended file that has EXIF or XMP
+_TURNED = (5, 6, 7, 8)  # orientations of EXIF that exchange width and height
+_LATE_BYTES = 2**17  # of a PNG's end, in which EXIF stands that is behind its pixels
+
+
+def webp_size(file: BinaryIO) -> tuple[int, int] | None:
+    """Width and height of a whole WebP file by its first bytes; None of any other file.
+
+    Pillow reads all of a WebP file to say its size. Where the first bytes are not as the format's
+    specification has them (RFC 9649, section 2), or the file is shorter than they say, it is asked.
+    """
+    head = file.read(_WEBP_HEADER_BYTES)
+    file.seek(0)
+    is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
+    if not is_webp or len(head) < _WEBP_HEADER_BYTES:
+        return None
+    whole = file.seek(0, 2)
+    file.seek(0)
+    if whole < int.from_bytes(head[4:8], "little") + 8:
+        return None
+    match head[12:16]:
+        case b"VP8X":  # extended: both sides less one, in 24 bits each
+            sides = head[24:27], head[27:30]
+            return int.from_bytes(sides[0], "little") + 1, int.from_bytes(sides[1], "little") + 1
+        case b"VP8L" if head[20] == 0x2F:  # lossless: both sides less one, in 14 bits each
+            bits = int.from_bytes(head[21:25], "little")
+            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        case b"VP8 " if head[23:26] == b"\x9d\x01\x2a":  # lossy: 14 bits each, and scales
+            sides = head[26:28], head[28:30]
+            width, height = (int.from_bytes(side, "little") & 0x3FFF for side in sides)
+            return width, height
+    return None
+
+
+class BadImage(ValueError):
+    """An image is unusable; the message ends with the remedy, the caller adds the sample."""
+
+
+def upright_size(file: BinaryIO) -> tuple[int, int]:
+    """Width and height in pixels, as EXIF says that the image stands; raises what Pillow does."""
+    webp = webp_size(file)
+    if webp is not None and not _has_metadata(file):
+        return webp
+    with Image.open(file) as header:
+        width, height = header.size
+        return (height, width) if _is_turned(header, file) else (width, height)
+
+
+def _has_metadata(file: BinaryIO) -> bool:
+    """Whether a WebP has EXIF or XMP."""
+    head = file.read(_WEBP_HEADER_BYTES)
+    file.seek(0)
+    return head[12:16] == b"VP8X" and bool(head[20] & _WEBP_METADATA)
+
+
+def _is_turned(header: Image.Image, file: BinaryIO) -> bool:
+    """Whether an image is stored with rows and columns exchanged."""
+    if header.format == "TIFF":
+        return False  # Pillow has turned its size already
+    if header.format != "PNG" or "exif" in header.info or _has_late_exif(file):
+        exif = header.getexif()
+    else:
+        exif = Image.Image.getexif(header)  # a PNG's own decodes the image first
+    return exif.get(ExifTags.Base.Orientation) in _TURNED
+
+
+def _has_late_exif(file: BinaryIO) -> bool:
+    """Whether EXIF or XMP may stand behind a PNG's pixels, as few programs write it."""
+    place = file.tell()
+    file.seek(max(0, file.seek(0, 2) - _LATE_BYTES))
+    end = file.read()
+    file.seek(place)
+    return b"eXIf" in end or b"adobe.xmp" in end
+
+
+def image_size(image: ImageFile | HeldFile, *, upright: bool = False) -> tuple[int, int]:
+    """Width and height in pixels, of an image that is whole; raises IsADirectoryError too.
+
+    Args:
+        upright: as EXIF says that it stands, and not as it is stored.
+    """
+    try:
+        with image.open() as file:
+            webp = webp_size(file)
+            if webp is not None:
+                return upright_size(file) if upright else webp
+            with Image.open(file) as header:
+                size, image_format = header.size, header.format
+                if upright and _is_turned(header, file):
+                    size = size[1], size[0]
+            truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
+    except FileNotFoundError as error:
+        raise BadImage(
+            f"image {image} does not exist; correct the path, or root in the meta"
+        ) from error
+    except IsADirectoryError:
+        raise
+    except Exception as error:  # what Pillow raises for a broken file has no common type
+        raise BadImage(
+            f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
+            "the sample"
+        ) from error
+    if truncated:
+        raise BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
+    return size
+
+
+def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
+    """Whether an image ends before its format's end marker (formats without one: never).
+
+    Some writers append bytes of their own; where the marker is only found further in, it may also
+    belong to an embedded preview, so that image is decoded.
+    """
+    size = file.seek(0, 2)
+    file.seek(max(0, size - _TAIL_BYTES))
+    if end_marker in file.read(_TAIL_BYTES):
+        return False
+    file.seek(0)
+    if end_marker not in file.read():
+        return True
+    file.seek(0)
+    try:
+        with Image.open(file) as image:
+            image.load()
+    except Exception:
+        return True
+    return False

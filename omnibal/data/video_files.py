@@ -1,0 +1,106 @@
+"""Videos in files: how many frames one has, from its header, and the frames that are wanted.
+
+Files are read with PyAV, the extra `video` of this package.
+
+Shapes: F frames, H rows and W columns of pixels, C channels.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.data.stored_files import VideoFile
+
+_REMEDY = "replace the file or remove the sample"
+_HEADERS = 4_096  # that are remembered: of a pack's samples, and of a part of a scan
+
+
+class BadVideo(ValueError):
+    """A video is unusable; the message says why and what to do, and the caller which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoHeader:
+    """What a file says of its first video stream."""
+
+    frames: int
+    frames_per_second: float
+    width: int
+    """As frames are decoded, in pixels, like `height`."""
+    height: int
+
+
+@lru_cache(maxsize=_HEADERS)
+def read_video_header(video: VideoFile) -> VideoHeader:
+    """Frames, rate and size of a video; nothing is decoded.
+
+    Frames are the container's number, or, where it does not say, as many as there are packets.
+
+    Raises:
+        BadVideo: it is missing, broken, or has no video stream.
+        UserError: PyAV is not installed.
+    """
+    with _opened(video) as (container, stream):
+        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        rate = stream.average_rate or stream.guessed_rate
+        if not frames or not rate:
+            raise BadVideo(f"has no {'frames' if not frames else 'rate'}; {_REMEDY}")
+        return VideoHeader(frames, float(rate), stream.width, stream.height)
+
+
+def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
+    """Decode some frames of a video.
+
+    Args:
+        wanted: numbers of frames in the order in which they are shown, ascending.
+
+    Returns:
+        frames_FHWC: RGB, uint8.
+
+    Raises:
+        BadVideo: it cannot be decoded so far, or its frames differ in size.
+    """
+    found: list[np.ndarray] = []
+    left = list(wanted)
+    with _opened(video) as (container, stream):
+        stream.thread_type = "AUTO"
+        for number, frame in enumerate(container.decode(stream)):
+            while left and left[0] == number:
+                found.append(frame.to_ndarray(format="rgb24"))
+                left.pop(0)
+            if not left:
+                break
+    if left:
+        raise BadVideo(f"ends before frame {left[0]}, which its header counts; {_REMEDY}")
+    if len({frame.shape for frame in found}) > 1:
+        raise BadVideo(f"has frames of different sizes; {_REMEDY}")
+    return np.stack(found)
+
+
+@contextmanager
+def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
+    """The container and its first video stream."""
+    try:
+        import av
+    except ImportError as error:
+        raise UserError(
+            f"{video}: videos in files are read with PyAV, which is not installed; install it: "
+            'pip install "omnibal[video]", or name a folder of frames'
+        ) from error
+    try:
+        with video.open() as file, av.open(file) as container:
+            streams = container.streams.video
+            if not streams:
+                raise BadVideo(f"has no video stream; {_REMEDY}")
+            yield container, streams[0]
+    except FileNotFoundError as error:
+        raise BadVideo("does not exist; correct the path, or root in the meta") from error
+    except IsADirectoryError as error:
+        raise BadVideo("is a folder; name a file in it") from error
+    except (av.FFmpegError, OSError) as error:
+        raise BadVideo(f"cannot be read ({error.strerror}); {_REMEDY}") from error

@@ -1,0 +1,1 @@
+"""Nothing of torchvision's readers is used."""

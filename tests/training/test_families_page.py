@@ -1,0 +1,52 @@
+"""The table of families in docs/models.md, in code, and what importer and trainer say of them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.vlm.conversion.released_config import read_config
+from omnibal.base.errors import UserError
+from omnibal.families.hub import FAMILIES, TRAINED_TYPES
+from omnibal.families.named import named_model
+from omnibal.job.check import model_obstacle
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "tests" / "planner" / "hub_configs").glob("*/config.json"))
+HEAD = "| family | `model_type` |"
+
+
+def rows() -> list[list[str]]:
+    """Cells of the rows of the table of families."""
+    lines = (ROOT / "docs" / "models.md").read_text().splitlines()
+    first = next(at for at, line in enumerate(lines) if line.startswith(HEAD)) + 2
+    table = [line for line in lines[first:][: len(FAMILIES) + 1] if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_the_page_is_what_the_code_says():
+    """Prevents: a page that promises a family that is refused, or hides one that is trained."""
+    found = [(name, re.findall(r"`(\w+)`", types), yes) for name, types, _, _, yes in rows()]
+    for (name, types, trained), family in zip(found, FAMILIES, strict=True):
+        assert (name, trained) == (family.name, "yes" if family.is_trained else "no")
+        # A language model that stands alone is named by its ending.
+        assert [kind for kind in family.readers if not kind.endswith("_text")] == [
+            kind for kind in types if not kind.endswith("_text")
+        ]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.parent.name)
+def test_importer_and_trainer_agree_with_the_table(config):
+    """Prevents: a family that is said to be trained and is refused, by either, or the other way
+    round; of every release whose file is a preset."""
+    is_trained = json.loads(config.read_text())["model_type"] in TRAINED_TYPES
+    assert (model_obstacle(named_model(str(config.parent))) is None) == is_trained
+    names = {"lm_head.weight", "language_model.lm_head.weight"}
+    if is_trained:
+        assert read_config(config.parent, names)[0].layers > 0
+    else:
+        with pytest.raises(UserError, match=r"not converted|quantization_config"):
+            read_config(config.parent, names)

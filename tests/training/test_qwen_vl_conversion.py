@@ -1,0 +1,283 @@
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL by transformers: imported and exported without loss."""
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conversion_file_cases import (
+    assert_equal_tensors,
+    content,
+    edit_config,
+    edit_tensor,
+    edit_tensors,
+    exported_like,
+    tensors_of,
+)
+from qwen_vl_cases import (
+    IDS,
+    KINDS,
+    as_released,
+    experts_apart,
+    save_tensors,
+    transformers_model,
+    write_companions,
+)
+from released import imported
+from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
+
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
+from megatron.vlm.conversion.importing import open_released
+from megatron.vlm.conversion.tensor_map import Layout
+from omnibal.base.errors import UserError
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.families.named import named_model
+from omnibal.model.config import ModelConfig, load_model, model_toml
+
+
+def released(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, own_names=False):
+    """A folder as transformers writes it, and what stands beside it.
+
+    Args:
+        own_names: whether tensors are named as in Transformers' modules.
+    """
+    model = transformers_model(name).to(dtype)
+    model.save_pretrained(folder, max_shard_size=shard_size, save_original_format=not own_names)
+    write_companions(folder)
+    return folder
+
+
+def exported_as(run: Path, layout: Layout, target: Path, dtype=None) -> Path:
+    tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
+    planned = plan_export_as(open_newest(run), layout, dtype, tokenizer, 20_000)
+    write_export(planned, target, lambda size: None)
+    return target
+
+
+def named(model: ModelConfig, name: str) -> ModelConfig:
+    return model.model_copy(update={"name": name})
+
+
+@pytest.mark.parametrize("own_names", [False, True])
+@pytest.mark.parametrize(
+    ("name", "shard_size", "dtype"),
+    [
+        ("qwen2-vl", "20KB", torch.float32),
+        ("qwen2.5-vl-tied", "1GB", torch.bfloat16),
+        ("qwen3-vl-tied", "20KB", torch.bfloat16),
+        ("qwen3-vl-moe", "1GB", torch.float32),
+    ],
+)
+def test_import_knows_the_model_and_export_gives_the_same_bytes(
+    tmp_path, name, shard_size, dtype, own_names
+):
+    """Prevents: a size or a kind of layer that an import forgets, or a tensor, a name or a file
+    that comes back otherwise, of released names and of Transformers' own."""
+    source = released(name, tmp_path / "released", shard_size, dtype, own_names)
+    run = imported(source, tmp_path / "run")
+    assert load_model(str(run / "model.toml")) == KINDS[name].model
+    assert (run / "model.toml").read_text() == model_toml(KINDS[name].model)
+    assert named_model(str(source)) == KINDS[name].model
+    carried = {path.name for path in (run / "tokenizer").iterdir()}
+    assert {"chat_template.json", "video_preprocessor_config.json"} <= carried
+    assert (len(list(source.glob("*.safetensors"))) > 1) == (shard_size == "20KB")
+    assert content(exported_like(run, source, tmp_path / "again")) == content(source)
+    layout = open_released(source).layout
+    assert layout == KINDS[name].layout + ("-prefixed" if own_names and "2" in name else "")
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if name.endswith("tied")])
+def test_a_tied_heads_copy_stays(tmp_path, name):
+    """Prevents: a tied model that other tools do not load, as they look for the head's tensor."""
+    source = released(name, tmp_path / "released", "1GB")
+    tensors = tensors_of(source)
+    [embedding] = [value for key, value in tensors.items() if key.endswith("embed_tokens.weight")]
+    save_tensors(source, tensors | {"lm_head.weight": embedding.clone()})
+    run = imported(source, tmp_path / "run")
+    assert open_newest(run).model.language.tied_head
+    assert content(exported_like(run, source, tmp_path / "again")) == content(source)
+
+
+def test_a_head_of_its_own_is_not_tied(tmp_path):
+    """Prevents: a trained head replaced by the embedding, where Transformers 5 loads it."""
+    source = released("qwen2-vl", tmp_path / "released")
+    edit_config(tie_word_embeddings=True)(source)
+    assert not open_released(source).model.language.tied_head
+
+
+def test_experts_are_read_turned_stacked_and_apart(tmp_path):
+    """Prevents: rows of experts' matrices taken for columns, gate for up, or experts in another
+    order, in released files, those of Transformers 5 and those of tools that keep experts apart."""
+    model = transformers_model("qwen3-vl-moe")
+    own = {key: value.detach() for key, value in model.named_parameters()}
+    forms = {
+        Layout.QWEN3_VL_MOE: as_released(own),
+        Layout.QWEN3_VL_MOE_STACKED: own,
+        Layout.QWEN3_VL_MOE_APART: experts_apart(own),
+    }
+    for layout, tensors in forms.items():
+        source = released("qwen3-vl-moe", tmp_path / layout / "there")
+        save_tensors(source, tensors)
+        run = imported(source, tmp_path / layout / "run")
+        assert open_released(source).layout == layout
+        assert content(exported_like(run, source, tmp_path / layout / "back")) == content(source)
+        for other, expected in forms.items():
+            out = exported_as(run, other, tmp_path / layout / other)
+            assert_equal_tensors(tensors_of(out), dict(expected))
+
+
+@pytest.mark.parametrize("inner", [16, 32])
+def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
+    """Prevents: matrices that look alike turned the wrong way, or written as files that
+    Transformers 5, which goes by each one's shape, reads otherwise."""
+    config = copy.deepcopy(KINDS["qwen3-vl-moe"].config)
+    config.text_config.moe_intermediate_size = inner
+    model = Qwen3VLMoeForConditionalGeneration(config)
+    own = {key: value.detach() for key, value in model.named_parameters()}
+    model.save_pretrained(tmp_path / "there")
+    for layout, tensors in (
+        (Layout.QWEN3_VL_MOE_STACKED, own),
+        (Layout.QWEN3_VL_MOE, as_released(own)),
+    ):
+        save_tensors(tmp_path / "there", tensors)
+        assert open_released(tmp_path / "there").layout == layout
+        run = imported(tmp_path / "there", tmp_path / f"run-{layout}")
+        out = exported_as(run, Layout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
+        assert_equal_tensors(tensors_of(out), own)
+    with pytest.raises(UserError, match="experts with square matrices, which layout qwen3-vl-moe"):
+        exported_as(run, Layout.QWEN3_VL_MOE, tmp_path / "turned")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("form", ["as released", "own names"])
+def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
+    """Prevents: a config.json of another model than the weights were trained as."""
+    model, kind = transformers_model(name), KINDS[name]
+    run = imported(released(name, tmp_path / "released"), tmp_path / "run")
+    layout = Layout(kind.layout.removesuffix("-stacked"))
+    if form == "own names":
+        layout = open_released(released(name, tmp_path / "own", own_names=True)).layout
+    out = exported_as(run, layout, tmp_path / "out")
+    again, told = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
+    assert type(again) is type(model) and not any(told.values())
+    assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))
+    assert {key: again.config.to_dict()[key] for key in IDS} == IDS
+    assert again.generation_config.eos_token_id == again.config.text_config.eos_token_id == 3
+    with torch.no_grad():
+        given = random_inputs(name)
+        # Equal weights elsewhere in memory may be added up in another order.
+        torch.testing.assert_close(again.eval()(**given).logits, model(**given).logits)
+    assert open_released(out).model == named(kind.model, "out")
+    assert open_released(out).layout == layout
+
+
+def random_inputs(name: str) -> dict[str, torch.Tensor]:
+    """A sample with an image of 2 x 4 cells."""
+    tower = KINDS[name].model.images
+    ids = [8, IDS["vision_start_token_id"], *[IDS["image_token_id"]] * 8, 5, 9, 10, 9]
+    pixels = torch.randn(32, tower.values_per_patch, generator=torch.Generator().manual_seed(1))
+    token_ids = torch.tensor([ids])
+    return {
+        "input_ids": token_ids,
+        "mm_token_type_ids": (token_ids == IDS["image_token_id"]).long(),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, 4, 8]]),
+    }
+
+
+PATCHES = "visual.patch_embed.proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen2-vl",
+            edit_tensors(lambda tensors: tensors.pop("visual.merger.ln_q.weight")),
+            "lacks visual.merger.ln_q.weight; the tensors must be those of config.json's model",
+        ),
+        (
+            "qwen3-vl-tied",
+            edit_tensors(lambda tensors: tensors.update(extra=torch.zeros(2))),
+            "has extra, which the model does not",
+        ),
+        (
+            "qwen3-vl-tied",
+            edit_config(vision_config__deepstack_visual_indexes=[0]),
+            r"has model.visual.deepstack_merger_list.1.linear_fc1.bias, .* and 1 more, which",
+        ),
+        (
+            "qwen2.5-vl-tied",
+            edit_tensor(PATCHES, lambda value: value.flatten(1)),
+            r"visual.patch_embed.proj.weight is \[24, 96\] and not \[24, 3, 2, 4, 4\]",
+        ),
+        (
+            "qwen3-vl-moe",
+            edit_tensor(
+                "model.language_model.layers.0.mlp.experts.gate_up_proj", lambda value: value[:3]
+            ),
+            r"gate_up_proj is \[3, 40, 32\] and not \[4, ",
+        ),
+        ("qwen3-vl-moe", edit_config(text_config__mlp_only_layers=[1]), "experts in every layer"),
+        ("qwen3-vl-moe", edit_config(text_config__norm_topk_prob=False), "must be true"),
+        ("qwen2-vl", edit_config(vision_config__depth=2), "has visual.blocks.2.attn.proj.bias"),
+        ("qwen3-vl-tied", edit_config(text_config__new_thing=1), "new_thing is not understood"),
+        (
+            "qwen2.5-vl-tied",
+            edit_config(text_config__rope_parameters={"rope_type": "yarn", "factor": 4.0}),
+            "RoPE of type 'yarn' is not trained; it must be one of default, mrope",
+        ),
+        ("qwen3-vl-tied", edit_config(quantization_config={"bits": 4}), "must be unquantized"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path, name, change, message):
+    """Prevents: weights left as they were drawn, or an import of another function."""
+    source = released(name, tmp_path / "released")
+    change(source)
+    with pytest.raises(UserError, match=message) as refused:
+        open_released(source)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "message"),
+    [
+        ({}, Layout.QWEN3_VL_MOE, "dense feed-forwards"),
+        ({}, Layout.QWEN2_5_VL, "qkv_bias false"),
+        ({}, Layout.TRANSFORMERS, "images at their native resolution"),
+        ({}, Layout.QWEN3, "an encoder"),
+        ({"norm_eps": 1e-5}, Layout.QWEN3_VL, r"norm_eps is 1e-05 there and 1e-06 there"),
+        ({"gated": True}, Layout.QWEN3_VL, "gated is True there and False there"),
+        ({"learned_positions": 0}, Layout.QWEN3_VL, "is no model of layout qwen3-vl: "),
+        ({"positions_per_second": 3.0}, Layout.QWEN3_VL, "positions_per_second is 3.0 and None"),
+    ],
+)
+def test_a_model_that_a_layout_has_not_is_not_exported(tmp_path, changes, layout, message):
+    """Prevents: a folder that Transformers loads as another model than was trained."""
+    run = imported(released("qwen3-vl-tied", tmp_path / "released"), tmp_path / "run")
+    stored = open_newest(run)
+    model = stored.model
+    if "positions_per_second" in changes:
+        video = model.images.video.model_copy(update=changes)
+        changes = {"video": video}
+    planned = replace(stored, model=model.with_tower("vision", **changes))
+    with pytest.raises(UserError, match=message):
+        plan_export_as(planned, layout, None, None, 10**9)
+
+
+def test_other_pixels_export_like_the_release(tmp_path):
+    """Prevents: a model trained on smaller images that is taken for another than the release's."""
+    source = released("qwen3-vl-tied", tmp_path / "released")
+    run = imported(source, tmp_path / "run")
+    stored = open_newest(run)
+    smaller = replace(stored, model=stored.model.with_tower("vision", max_pixels=128 * 128 * 9))
+    planned = plan_export_like(smaller, open_released(source), None)
+    assert planned.bytes == sum(value.nbytes for value in tensors_of(source).values())
+    made = plan_export_as(smaller, Layout.QWEN3_VL, None, None, 10**9).made
+    processor = json.loads(made["preprocessor_config.json"])
+    assert processor["size"] == {"longest_edge": 128 * 128 * 9, "shortest_edge": 256 * 256}
+    assert processor["image_mean"] == processor["image_std"] == [0.5] * 3
+    assert "image_token_id" not in json.loads(made["config.json"])

@@ -1,0 +1,126 @@
+"""Compose scanned digits into a small dataset of images of many sizes, for a Qwen3-VL.
+
+Samples are those of tools/make_digits_dataset.py, with digits from 24 to 40 pixels wide, and
+written as it writes them; beside them is a tokenizer as Qwen3-VL has one: byte-level, with its chat
+template and the pieces of images and videos.
+
+    OUTPUT/dataset.json  OUTPUT/tokenizer/{tokenizer.json,tokenizer_config.json,chat_template.jinja}
+    OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
+
+The same arguments give the same text and tokenizer, byte for byte.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from omnibal.base.files import atomic_directory
+from omnibal.base.program import one_line_errors
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.make_digits_dataset import (
+    SHARES,
+    Composer,
+    dataset_options,
+    describe,
+    made_with,
+    make_once,
+    sample_counts,
+    sources,
+    split_scans,
+    training_lines,
+    write_split,
+)
+
+FORMAT = 1
+"""Raised whenever the same arguments give another dataset than before."""
+WORDS = 384
+"""All bytes, the pieces below, and what is left for syllables of the questions."""
+PIECES = (
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
+)
+TEMPLATE = (
+    "{%- macro written(content) %}{%- if content is string %}{{- content }}{%- else %}"
+    "{%- for part in content %}"
+    "{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{%- elif 'text' in part %}{{- part.text }}{%- endif %}{%- endfor %}{%- endif %}"
+    "{%- endmacro %}{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + written(message.content) + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""What Qwen3-VL's own writes of conversations without tools."""
+
+
+class NativeComposer(Composer):
+    """Draws the same samples with digits of more sizes."""
+
+    cell_pixels = (24, 41)
+
+
+def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
+    """A tokenizer in which any text round-trips and each digit is a token of its own.
+
+    Args:
+        texts: lines to train on.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS,
+        special_tokens=list(PIECES),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, texts: Iterator[str]) -> None:
+    """Write the tokenizer's files, with the chat template."""
+    folder.mkdir()
+    byte_tokenizer(texts).save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "additional_special_tokens": list(PIECES[3:]),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
+    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    train, heldout = split_scans(seed)
+    with atomic_directory(output) as part:
+        for name, scans, count, stream in (
+            ("train", train, samples, 0),
+            ("heldout", heldout, heldout_samples, 1),
+        ):
+            composer = NativeComposer(scans, np.random.default_rng([seed, stream]))
+            write_split(part / name, sources(composer), sample_counts(count, SHARES))
+        write_tokenizer(part / "tokenizer", training_lines(part / "train"))
+        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    with one_line_errors():
+        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
+        make_once(options, FORMAT, make_dataset)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
