@@ -66,11 +66,11 @@ from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.links import (
     Group,
     all_to_all_line,
-    expert_copies,
+    expert_state_group,
     message_line,
     pass_line,
     ring_ms_per_byte,
-    stage_group,
+    state_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
@@ -163,7 +163,7 @@ def analytic_cost(
         is_sharded=distributed_optimizer,
         divides_gradients=parallel.sharded > 1,
     )
-    rates = once.rates(stage_group(parallel))
+    rates = once.rates(state_group(parallel))
     overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
         features=feature_names(model),
@@ -181,7 +181,7 @@ def analytic_cost(
         gradient_reduction_ms_per_parameter=rates.gradient_reduction_ms,
         weight_gather_ms_per_parameter=rates.weight_gather_ms,
         bucket_parameters=parallel.bucket_parameters if overlaps else math.inf,
-        expert_rates=once.rates(expert_copies(parallel)),
+        expert_rates=once.rates(expert_state_group(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
@@ -236,6 +236,8 @@ class _Once:
         gather_ms = byte_ms("all_gather") * gathered_bytes
         is_overlapped = self.runtime.overlap_weights
         return ParameterRates(
+            weight_bytes=size,
+            gradient_bytes=gradient_bytes,
             optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
             optimizer_ms=update_ms + (0.0 if is_overlapped else gather_ms),
             gradient_reduction_ms=reduced_ms * gradient_bytes,

@@ -232,8 +232,7 @@ def encoders_cost(
     """
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
-    sizes = copies if sharded == 1 else copies.of_shards
-    whole = source.costs(model, cluster, sizes, precision, frozen)
+    whole = source.costs(model, cluster, copies, precision, frozen)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()

@@ -20,6 +20,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
@@ -312,8 +313,10 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
     return replace(
         cost,
         optimizer_ms_fixed=fixed,
-        optimizer_ms_per_parameter=rate / parallel.data,
-        expert_rates=replace(cost.expert_rates, optimizer_ms=rate / parallel.expert_data),
+        optimizer_ms_per_parameter=rate / state_group(parallel).ranks,
+        expert_rates=replace(
+            cost.expert_rates, optimizer_ms=rate / expert_state_group(parallel).ranks
+        ),
     )
 
 

@@ -1,8 +1,8 @@
-"""Pixels that a family's image processor allows and makes, from the file beside `config.json`."""
+"""What a family's image and video processors allow and make, from files beside `config.json`."""
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, PositiveFloat, PositiveInt
 
@@ -10,6 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import parse_json_model, read_text
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+_VIDEO_FILES = ("processor_config.json", "video_preprocessor_config.json")
 _REMEDY = "correct it, or move it away to plan with the family's defaults"
 
 
@@ -74,8 +75,35 @@ class Processor(BaseModel):
         return self.in_token_limit or (None if limits is None else limits.in_patch_limit)
 
 
+class VideoProcessor(BaseModel):
+    """What of a video processor's file says which frames are seen, and of how many pixels."""
+
+    fps: PositiveFloat | None = None
+    min_frames: PositiveInt | None = None
+    max_frames: PositiveInt | None = None
+    size: _Size | None = None
+    num_frames: None = None
+    """A number of frames that every video has; none is followed here."""
+    cap_pixels_per_frame: Literal[False] | None = None
+    """A limit of every frame that Transformers has beside those of `size`; not followed here."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Fields of a VideoConfig that the file gives."""
+        size = self.size or _Size()
+        given = {
+            "frames_per_second": self.fps,
+            "min_frames": self.min_frames,
+            "max_frames": self.max_frames,
+            "min_pixels": size.shortest_edge,
+            "max_pixels": size.longest_edge,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class _Nested(BaseModel):
     image_processor: dict[str, Any] | None = None
+    video_processor: dict[str, Any] | None = None
 
 
 def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Processor:
@@ -99,6 +127,27 @@ def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Process
         _agrees(processor, path, {"patch_size": patch_size, "merge_size": merge_size})
         return processor
     return Processor()
+
+
+def read_video_processor(config: Path) -> VideoProcessor:
+    """Read the video processor's file beside a `config.json`, or its defaults where there is none.
+
+    It is the table of `processor_config.json` before `video_preprocessor_config.json`, as in
+    Transformers, which goes on to the image processor's file; this does not, as the pixels there
+    are those of one image.
+
+    Raises:
+        UserError: the file is broken, or has what is not followed here.
+    """
+    whole, alone = (config.with_name(name) for name in _VIDEO_FILES)
+    if whole.is_file():
+        text = read_text(whole, _REMEDY)
+        nested = parse_json_model(_Nested, text, str(whole), _REMEDY).video_processor
+        if nested is not None:
+            return parse_json_model(VideoProcessor, json.dumps(nested), str(whole), _REMEDY)
+    if alone.is_file():
+        return parse_json_model(VideoProcessor, read_text(alone, _REMEDY), str(alone), _REMEDY)
+    return VideoProcessor()
 
 
 def _agrees(processor: Processor, path: Path, tower: dict[str, int]) -> None:

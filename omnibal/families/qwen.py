@@ -28,6 +28,7 @@ from omnibal.families.vision import (
     VisionTable,
     pixels,
     square,
+    video_of,
 )
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
@@ -293,7 +294,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         activation="quick_gelu",
         patch_bias=False,
         **pixels(path, sizes, _OLDER_PIXELS),
-        video=VideoConfig(),
+        video=video_of(path, VideoConfig()),
     )
     return vision_language(name, whole, text, encoder, table.hidden_size)
 
@@ -313,7 +314,7 @@ def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig
         window_pixels=table.window_size,
         full_layers=tuple(sorted(table.fullatt_block_indexes)),
         **pixels(path, sizes, _OLDER_PIXELS),
-        video=VideoConfig(positions_per_second=table.tokens_per_second),
+        video=video_of(path, VideoConfig(positions_per_second=table.tokens_per_second)),
     )
     return vision_language(name, whole, text, encoder, table.out_hidden_size)
 
@@ -362,6 +363,6 @@ def read_newer(
         learned_positions=table.num_position_embeddings,
         deepstack_layers=table.deepstack_visual_indexes,
         **pixels(path, sizes, _NEWER_PIXELS),
-        video=_NEWER_VIDEO,
+        video=video_of(path, _NEWER_VIDEO),
     )
     return vision_language(name, whole, language, encoder, table.out_hidden_size)

@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveInt
 
 from omnibal.families.hub_table import HubTable
-from omnibal.families.processor import Colour, Processor, read_processor
+from omnibal.families.processor import (
+    Colour,
+    Processor,
+    read_processor,
+    read_video_processor,
+)
+from omnibal.model.encoders import VideoConfig
 
 Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A side, or both sides of a rectangle."""
@@ -96,6 +102,16 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
         "pixel_std": processor.image_std or default.std,
         "pixel_scale": processor.rescale_factor,
     }
+
+
+def video_of(config: Path, default: VideoConfig) -> VideoConfig:
+    """How a video becomes tokens, by the video processor's file beside a `config.json`.
+
+    Args:
+        default: what the family's released models have, for what the file does not say.
+    """
+    changes = read_video_processor(config).changes
+    return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default
 
 
 def processor_of(config: Path, sizes: dict[str, Any]) -> Processor:

@@ -149,8 +149,7 @@ class JobSpec:
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
         costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
-        parallel = self.parallel if self.parallel.sharded == 1 else self.parallel.of_shards
-        cost = costs(self.model, self.cluster, parallel, runtime=self.trainer.runtime)
+        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost

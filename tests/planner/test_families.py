@@ -143,6 +143,41 @@ def test_pixels_of_the_processor_beside_it(tmp_path):
         read(tmp_path / "p", given, preprocessor_config={"patch_size": 14})
 
 
+def test_values_and_frames_of_the_processors_beside_it(tmp_path):
+    """Prevents: colours, or frames of videos, other than the model was released with."""
+    older, newer = config_of("qwen2.5-vl-3b"), config_of("qwen3-vl-2b")
+    tower = read(tmp_path / "a", older).images
+    assert tower.pixel_mean == (0.48145466, 0.4578275, 0.40821073)
+    assert (tower.pixel_scale, read(tmp_path / "b", newer).images.pixel_std) == (
+        1 / 255,
+        (0.5,) * 3,
+    )
+    colours = {"image_mean": [0.1, 0.2, 0.3], "image_std": [1, 2, 3], "rescale_factor": 0.5}
+    tower = read(tmp_path / "c", newer, preprocessor_config=colours).images
+    assert (tower.pixel_mean, tower.pixel_std) == ((0.1, 0.2, 0.3), (1, 2, 3))
+    assert tower.pixel_scale == 0.5
+    for change, message in (
+        ({"do_normalize": False}, "do_normalize of the image processor must be true"),
+        ({"resample": 2}, "resample of the image processor is 2"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path / "d", newer, preprocessor_config=change)
+    size = {"shortest_edge": 2048, "longest_edge": 65_536}
+    frames = {"fps": 1, "min_frames": 2, "max_frames": 8, "size": size}
+    other = {"fps": 3}
+    for beside in (
+        {"video_preprocessor_config": frames, "processor_config": {"processor_class": "x"}},
+        {"processor_config": {"video_processor": frames}, "video_preprocessor_config": other},
+    ):
+        folder = tmp_path / "-".join(sorted(beside))
+        video = read(folder, newer, **beside).images.video
+        assert (video.frames_per_second, video.min_frames, video.max_frames) == (1, 2, 8)
+        assert (video.min_pixels, video.max_pixels) == (2048, 65_536)
+        assert (video.times, video.sampling) == ("before", "ends")
+    with pytest.raises(UserError, match="cap_pixels_per_frame"):
+        read(tmp_path / "e", newer, video_preprocessor_config={"cap_pixels_per_frame": True})
+
+
 def test_a_folder_of_the_hubs_cache_names_the_model(tmp_path):
     """Prevents: plans of a model named by the hash of its snapshot."""
     folder = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "9c925d64d72725edaf899c6cb9c377fd0"

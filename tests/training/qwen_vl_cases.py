@@ -58,10 +58,19 @@ _TOWER = {
     "layers": 3, "hidden_size": 24, "heads": 3, "ffn_hidden_size": 40, "patch_size": 4,
     "frames_per_patch": 2, "qkv_bias": True, "qk_norm": False,
 }  # fmt: skip
-_OLDER_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128}
+_OLDER_PIXELS = {
+    "min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128,
+    "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
+    "pixel_std": (0.26862954, 0.26130258, 0.27577711),
+}  # fmt: skip
 _NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096}
 _NEWER_VIDEO = VideoConfig(
-    min_pixels=4096, max_pixels=24_576 * 1024, counts_frames=True, times="before"
+    min_pixels=4096,
+    max_pixels=24_576 * 1024,
+    counts_frames=True,
+    times="before",
+    sampling="ends",
+    around=("<|vision_start|>", "<|vision_end|>"),
 )
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _OLDER_SECTIONS = RopeSections(time=1, rows=1, columns=2)
@@ -134,6 +143,9 @@ def _described_older(tied: bool, **tower: Any) -> ModelConfig:
     return _described(
         {"qkv_bias": True, "rope_sections": _OLDER_SECTIONS, "tied_head": tied},
         patch_bias=False,
+        # OpenAI's CLIP.
+        pixel_mean=(0.48145466, 0.4578275, 0.40821073),
+        pixel_std=(0.26862954, 0.26130258, 0.27577711),
         **tower,
         **_OLDER_PIXELS,
     )

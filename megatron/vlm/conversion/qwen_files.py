@@ -170,6 +170,7 @@ def qwen_files(
         files[VIDEO_FILE] = _processor(tower, video.min_pixels, video.max_pixels) | {
             "fps": video.frames_per_second,
             "max_frames": video.max_frames,
+            "min_frames": video.min_frames,
             "processor_class": family.processor,
             "video_processor_type": family.video_processor,
         }
@@ -182,11 +183,11 @@ def _processor(tower: ImagesEncoder, least_pixels: int, most_pixels: int) -> dic
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
+        "image_mean": list(tower.pixel_mean),
+        "image_std": list(tower.pixel_std),
         "merge_size": tower.merge_size,
         "patch_size": tower.patch_size,
-        "rescale_factor": 1 / 255,
+        "rescale_factor": tower.pixel_scale,
         "size": {"longest_edge": most_pixels, "shortest_edge": least_pixels},
         "temporal_patch_size": tower.frames_per_patch,
     }
