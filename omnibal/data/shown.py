@@ -89,16 +89,16 @@ def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Sho
     """
     seen = iter(seen_videos(sample, rule))
     found: list[Shown] = []
-    try:
-        for item in sample.shown_in_order:
+    for item in sample.shown_in_order:
+        try:
             if isinstance(item, Video):
                 found += _shown_video(item, next(seen), sample, rule, image_size)
             else:
                 found.append(Shown(image_grid(*image_size(item), rule)))
-    except OddImage as error:
-        raise UserError(
-            f"{sample.where}: one of its images {error}; crop it or remove the sample"
-        ) from error
+        except OddImage as error:
+            raise UserError(
+                f"{sample.where}: {item} {error}; crop it or remove the sample"
+            ) from error
     return found
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.whole_samples import DealtSamples, deal_samples
-from omnibal.model.data_parallel_encoders import SampleTimes
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import SampleTimes, takes_whole_samples
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -109,6 +110,19 @@ class SampleItems:
                 unit_ms=unit_ms,
             )
         return self._dealt[sizes]
+
+
+def samples_of_shares(
+    model: ModelConfig,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    levels: Sequence[Level],
+    shares: Shares | None = None,
+) -> dict[str, SampleItems]:
+    """Samples of every share by the feature of the encoders that take whole ones."""
+    shares = shares_of(packs, levels) if shares is None else shares
+    whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
+    return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 
 
 def _parts(pack: np.ndarray, items: np.ndarray, context: np.ndarray) -> np.ndarray:

@@ -14,7 +14,6 @@ from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.job.planner import prediction_of
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import takes_whole_samples
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
@@ -128,12 +127,6 @@ def training_obstacles(plan: Plan) -> list[str]:
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
     obstacles += _adapter_obstacles(plan)
-    if plan.beside is not None and takes_whole_samples(plan.model):
-        obstacles.append(
-            f"encoders of {plan.model.name} for images at their native resolution are "
-            "data-parallel, which the trainer does not run: the plan can be studied but not "
-            "trained; plan with --encoder pipeline"
-        )
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "

@@ -22,9 +22,9 @@ from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.sample_items import SampleItems
+from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -44,7 +44,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.shares import Shares, shares_of
+from omnibal.steps.shares import shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -116,7 +116,7 @@ class JobSpec:
             return {}
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         return {
-            ranks: encoders_cost(*sizes, self.cost_source, sharded=ranks)
+            ranks: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=ranks)
             for ranks in self._encoder_shards()
         }
 
@@ -148,7 +148,12 @@ class JobSpec:
 
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
-        costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
+        costs = partial(
+            self.cost_source.costs,
+            precision=self.precision,
+            frozen=self.frozen,
+            adapters=self.adapters,
+        )
         cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
@@ -247,7 +252,8 @@ class JobSpec:
             UserError: a level exchanges heads that its context size does not divide.
         """
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
-        sizes = self.model, cluster, self.parallel, self.precision, self.frozen
+        trained = trained_kinds(self.model, self.frozen, self.adapters)
+        sizes = self.model, cluster, self.parallel, self.precision, trained
         source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
         if not runtime.accumulates_in_products:
@@ -277,22 +283,15 @@ class JobSpec:
             workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
         else:
             workload = Workload.of_shares(shares, unpadded, self.parallel.data)
-        workload = replace(workload, samples=self._samples(packs, lengths, levels, shares))
+        if self.has_data_parallel_encoders:
+            samples = samples_of_shares(self.model, packs, lengths, levels, shares)
+            workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
         if self.beside is None or self.encoders_cost is None:
             return workload
         return with_encoders(workload, names, self.encoders_cost, self.beside)
-
-    def _samples(
-        self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level], shares: Shares
-    ) -> dict[str, SampleItems]:
-        """Samples of every share, of data-parallel encoders that take whole ones."""
-        if not self.has_data_parallel_encoders:
-            return {}
-        whole = {tower.feature for tower in self.model.encoders.values() if tower.squares}
-        return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:

@@ -164,7 +164,8 @@ def test_counted_passes_are_those_of_every_step(seed):
 
 def test_passes_do_not_mix_kept_items_and_others():
     """Prevents: activations kept of more items, or fewer, than memory was planned for."""
-    assert list(pass_bounds(10, 4, 5)) == [(0, 4), (4, 5), (5, 9), (9, 10)]
-    assert list(pass_bounds(3, 4, 5)) == [(0, 3)]
-    assert list(pass_bounds(3, 4, 0)) == [(0, 3)]
-    assert list(pass_bounds(0, 4, 5)) == []
+    of_ten = [(0, 4, True), (4, 5, True), (5, 9, False), (9, 10, False)]
+    assert pass_bounds(10, 4, 5) == of_ten
+    assert pass_bounds(3, 4, 5) == [(0, 3, True)]
+    assert pass_bounds(3, 4, 0) == [(0, 3, False)]
+    assert pass_bounds(0, 4, 5) == []

@@ -97,6 +97,12 @@ def read_native_images(
     except UnreadableFile as error:
         return _blank(planned, encoder, patches, str(error))
     cells = shown_cells(shown, encoder)
+    if cells != planned and any(video.file is None for video in sample.videos):
+        fewer = (
+            f"{sample.where}: {cells} image tokens where the plan counted {planned}, and a video "
+            "of frames; restore frames that are missing, or take the sample out and plan anew"
+        )
+        return _blank(planned, encoder, patches, fewer)
     check_count(cells, planned, "image tokens", sample)
     values, unreadable = None, None
     try:

@@ -155,7 +155,7 @@ class SampleReader:
         except UnreadableFile:
             raise
         except UserError as error:
-            raise UnreadableFile(f"{error}; or take the sample out and plan anew") from error
+            raise UnreadableFile(f"{error}, and plan anew") from error
 
     def patches(self, sample: Sample, shown: Sequence[Shown]) -> torch.Tensor:
         """Values of the patches of what the sample shows, in order, float32 [Y, X]; Y may be 0.
@@ -393,10 +393,7 @@ def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.
     try:
         return read_video_frames(video, wanted)
     except BadVideo as error:
-        raise UnreadableFile(
-            f"{video}: this video {error}; it is one of {sample.where}; or take the sample out and "
-            "plan anew"
-        ) from error
+        raise UnreadableFile(f"{sample.where}: video {video} {error}, and plan anew") from error
 
 
 def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableFile:

@@ -1,0 +1,137 @@
+"""Samples of images and videos at their native resolution, and packs of them, at toy size."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from native_resolution_cases import qwen2_5_vl, qwen3_vl
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron.vlm.inputs.data import DataOptions, PackDataset
+from megatron.vlm.inputs.reader import SampleReader
+from omnibal.data.annotations import Annotations
+from omnibal.data.scan import scan_lengths
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.model.config import ModelConfig
+from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.pipeline.stage import Stage
+
+TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' -}}
+{%- if message.content is string -%}{{- message.content -}}
+{%- else -%}{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part.type == 'video' -%}{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}
+{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [
+    f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")
+]
+
+
+def native_models() -> dict[str, ModelConfig]:
+    """Both families at toy size, with a vocabulary for the tokenizer below."""
+    found = {}
+    for name, model in (("qwen3-vl", qwen3_vl()), ("qwen2.5-vl", qwen2_5_vl())):
+        small = {"min_pixels": 512, "max_pixels": 4096}
+        video = model.images.video.model_copy(update=small)
+        larger = model.with_tower("language", vocab_size=320).with_tower("vision", video=video)
+        found[name] = larger.model_copy(update={"chat_template": "tokenizer"})
+    return found
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with a chat template in the manner of Qwen's."""
+    folder.mkdir(exist_ok=True)
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(["What is it? A cat, 1.5 seconds."] * 3, trainer)
+    bpe.add_special_tokens([AddedToken(piece, normalized=False) for piece in SPECIAL])
+    bpe.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+
+
+def talk(*said: str, **shown: Any) -> dict[str, Any]:
+    """A record of questions and answers in turn."""
+    roles = ("user", "assistant") * len(said)
+    messages = [{"role": r, "content": text} for r, text in zip(roles, said, strict=False)]
+    return {"messages": messages, **shown}
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """Random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def write_samples(folder: Path) -> None:
+    """Six samples: images of several sizes, a video between images, text alone."""
+    for number, size in enumerate([(30, 22), (9, 40), (64, 16), (25, 25)]):
+        picture(*size, number).save(folder / f"{number}.png")
+    (folder / "clip").mkdir()
+    for number in range(5):
+        picture(20, 28, 10 + number).save(folder / f"clip/{number}.png")
+    records = [
+        talk("<image>What is it?", "A cat.", images=["0.png"]),
+        talk("<image>a<image>b", "c", "and<image>?", "d", images=["1.png", "2.png", "3.png"]),
+        talk("no picture", "none"),
+        talk("<image>then<video>What?", "e", "<image>", "f", images=["0.png", "3.png"],
+             videos=["clip"]),
+        talk("<video>", "g", videos=["clip"]),
+        talk("<image>", "h", images=["2.png"]),
+    ]  # fmt: skip
+    write_records(folder, records)
+
+
+def write_records(folder: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Write a file of them, and the tokenizer."""
+    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_tokenizer(folder / "tokenizer")
+
+
+class NativeData:
+    """Samples of a folder for a model, their lengths, and packs of them."""
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        tokenizer = open_tokenizer(folder / "tokenizer")
+        self.reader = SampleReader(Annotations.open(folder / "a.jsonl"), tokenizer, model)
+        scan = scan_lengths(self.reader.annotations, model, tokenizer, lambda done: None)
+        self.lengths = scan.lengths
+
+    def dataset(
+        self, packs: Sequence[Sequence[int]], stage: Stage, options: DataOptions | None = None
+    ) -> PackDataset:
+        """These lists of samples as micro-batches of one rank."""
+        lists = Packs.from_lists(packs)
+        rows, zeros = np.arange(len(lists)), np.zeros(len(lists), np.int32)
+        scheduled = ScheduledPacks(
+            packs=lists,
+            step=rows,
+            dp_rank=zeros,
+            slot=zeros,
+            epoch=zeros,
+            items=item_sums(lists, self.lengths),
+            tokens=lists.sums(self.lengths.tokens).astype(np.int32),
+            level=zeros,
+        )
+        given = options or DataOptions()
+        return PackDataset(self.reader, scheduled, self.lengths, rows, stage, given)
+
+    def with_model(self, model: ModelConfig) -> "NativeData":
+        """The same samples, read for another model without another scan."""
+        other = object.__new__(NativeData)
+        other.reader, other.lengths = replace(self.reader, model=model), self.lengths
+        return other

@@ -1,0 +1,227 @@
+"""Micro-batches of images and videos at their native resolution, beside Transformers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from native_data_cases import NativeData, native_models, picture, talk, write_records, write_samples
+from PIL import Image
+from toy import stages_of
+
+from megatron.vlm.inputs.batch import MicroBatch
+from megatron.vlm.inputs.data import DataOptions, OnBadSample
+from megatron.vlm.inputs.validation_packs import pack_validation
+from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions, _shape
+from omnibal.base.errors import UserError
+from omnibal.model.config import ModelConfig
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+
+ROOT = Path(__file__).parents[2]
+SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
+PACKS = [[0, 3, 2], [1, 5], [4], [2]]
+CUTS = (1, 6, 8, 9)
+"""Stages: embed; layers; projector and language embed; a layer; the rest."""
+
+
+@pytest.fixture(params=["qwen3-vl", "qwen2.5-vl"])
+def model(request) -> ModelConfig:
+    return native_models()[request.param]
+
+
+@pytest.fixture
+def data(tmp_path, model) -> NativeData:
+    """Six samples, for one of both families."""
+    write_samples(tmp_path)
+    return NativeData(tmp_path, model)
+
+
+def test_all_is_as_transformers_processors_make_it():
+    """Prevents: token ids, patches, grids or positions of RoPE on which released models were not
+    trained, of images and videos of any kind."""
+    script = [sys.executable, str(ROOT / "benchmarks/native_parity.py")]
+    sizes = ["--images", "30", "--clips", "6", "--seed", "3"]
+    places = [ROOT, Path(__file__).parent / "fake_tv", *filter(None, [os.getenv("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    ran = subprocess.run(
+        [*script, *sizes], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("different: nothing") == 2
+
+
+def equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one, other)
+
+
+def test_every_stage_has_what_its_units_need(data):
+    """Prevents: a stage that guesses where images begin, and one that reads what it needs not."""
+    model = data.reader.model
+    [whole] = stages_of(model)
+    embed, layers, projector, first, last = stages_of(model, *CUTS)
+    for number in range(len(PACKS)):
+        expected = data.dataset(PACKS, whole)[number]
+        batches = {
+            stage: data.dataset(PACKS, stage)[number]
+            for stage in (embed, layers, projector, first, last)
+        }
+        assert {batch.shape for batch in batches.values()} == {expected.shape}
+        for stage, batch in batches.items():
+            sees = stage in (embed, layers, projector)
+            assert batch.image_grids == (expected.image_grids if sees else ())
+            assert (batch.patches_YX is not None) == (stage is embed)
+            if stage in (first, last):
+                assert equal(batch.rope_positions_3S, expected.rope_positions_3S)
+            else:
+                assert batch.rope_positions_3S is None
+            takes = stage is projector or (stage is not layers and model.images.deepstack_layers)
+            if takes and stage is not embed:
+                assert equal(batch.image_positions_M, expected.image_positions_M)
+            else:
+                assert batch.image_positions_M is None
+        assert equal(batches[embed].patches_YX, expected.patches_YX)
+        assert equal(batches[projector].token_ids_S, expected.token_ids_S)
+        assert equal(batches[last].labels_L, expected.labels_L)
+        patches = sum(grid.patches for grid in expected.image_grids)
+        assert len(expected.patches_YX) == patches == 4 * expected.image_tokens
+
+
+def test_positions_begin_anew_with_every_sample(data):
+    """Prevents: positions that depend on what a sample is packed with."""
+    [whole] = stages_of(data.reader.model)
+    together, alone = data.dataset([[3, 2, 0]], whole)[0], data.dataset([[3], [2], [0]], whole)
+    positions = torch.cat([alone[k].rope_positions_3S for k in range(3)], dim=1)
+    assert torch.equal(together.rope_positions_3S, positions)
+    text = alone[1].rope_positions_3S
+    assert torch.equal(text, torch.arange(text.shape[1]).expand(3, -1))
+
+
+def test_another_image_than_planned_is_an_error(data, tmp_path):
+    """Prevents: stages that exchange tensors of another size than the plan has."""
+    picture(90, 90).save(tmp_path / "0.png")
+    stages = stages_of(data.reader.model, *CUTS)
+    for stage in (stages[0], stages[1], stages[3]):
+        error = data.dataset([[0]], stage)[0]
+        assert isinstance(error, UserError)
+        assert "image tokens where the plan counted" in str(error) and "line 1" in str(error)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def spoil(path: Path) -> None:
+    path.write_bytes(b"no picture")
+
+
+def stretch(path: Path) -> None:
+    Image.new("RGB", (410, 2)).save(path)
+
+
+@pytest.mark.parametrize("damage", [remove, cut, spoil, stretch])
+@pytest.mark.parametrize("name", ["3.png", "clip/2.png"])
+def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, damage, name):
+    """Prevents: a stage that learns of an image that another has blanked, or a pack of another
+    size than planned."""
+    model = data.reader.model
+    [whole] = stages_of(model)
+    pack = [[2, 3, 0]]
+    before = data.dataset(pack, whole)[0]
+    start, stop = np.cumsum(before.segment_tokens)[:2]
+    damage(tmp_path / name)
+    stopped = data.dataset(pack, whole)[0]
+    assert isinstance(stopped, UserError) and "--on-bad-sample skip" in str(stopped)
+    assert "line 4" in str(stopped) and "\n" not in str(stopped)
+    after = data.dataset(pack, whole, SKIP)[0]
+    assert after.shape == before.shape and after.segment_tokens == before.segment_tokens
+    assert len(after.unreadable) == 1
+    # Of a frame that is gone nothing is known but that there are too few.
+    assert name in after.unreadable[0] or (damage is remove and "restore frames" in str(stopped))
+    assert not ((after.loss_positions_L >= start) & (after.loss_positions_L < stop)).any()
+    outside = (before.loss_positions_L < start) | (before.loss_positions_L >= stop)
+    assert torch.equal(after.loss_positions_L, before.loss_positions_L[outside])
+    assert sum(grid.patches for grid in after.image_grids) == len(before.patches_YX)
+    last = after.image_grids[-1].patches
+    assert torch.equal(after.patches_YX[-last:], before.patches_YX[-last:])
+    assert not after.patches_YX[:-last].any()
+    assert len(after.image_positions_M) == after.image_tokens
+    for stage in stages_of(model, *CUTS):
+        batch = data.dataset(pack, stage, SKIP)[0]
+        assert batch.shape == before.shape
+        for name_of_field, value in vars(batch).items():
+            if torch.is_tensor(value):
+                assert torch.equal(value, vars(after)[name_of_field]), name_of_field
+        assert batch.image_grids in ((), after.image_grids)
+
+
+def test_held_out_samples_are_packed(data):
+    """Prevents: a loss on held-out images that ends a run, or packs beyond the plan's caps."""
+    model = data.reader.model
+    caps = Caps.of(image_tokens=160, tokens=600)
+    packs = pack_validation(data.reader, 6, Level(caps=caps), 1)
+    [whole] = stages_of(model)
+    dataset = packs.dataset(data.reader, whole, 0, DataOptions())
+    batches = [dataset[number] for number in range(len(dataset))]
+    assert [batch.shape for batch in batches] == packs.shapes(0)
+    assert packs.samples + packs.left_out == 6
+    assert 0 < max(batch.image_tokens for batch in batches) <= 160
+
+
+def asked(batch: MicroBatch, number: int, prompts: list[int]) -> torch.Tensor:
+    """Positions of one question."""
+    start = sum(prompts[:number])
+    return batch.rope_positions_3S[:, start : start + prompts[number]]
+
+
+def test_answers_go_on_from_the_largest_position(data):
+    """Prevents: an answer at positions of which its image's rows and columns are, and questions
+    that show images of later turns. By hand, as Transformers' `rope_deltas` has it."""
+    reader = data.reader
+    options = EvaluationOptions(samples=6, max_new_tokens=3)
+    questions = list(_questions(reader, options))
+    media = _Media(
+        patches={q.sample: reader.patches(q.sample, reader.shown(q.sample)) for q in questions}
+    )
+    before = _micro_batch(questions, media, reader)
+    lengths = [question.tokens for question in questions]
+    for question in questions:
+        # A model may answer with the word for an image's tokens.
+        question.answer_ids.extend([reader.tokenizer.required("<|image_pad|>"), 5])
+    after = _micro_batch(questions, media, reader)
+    assert after.shape == _shape(questions)
+    assert torch.equal(after.patches_YX, before.patches_YX)
+    assert len(after.image_positions_M) == after.image_tokens
+    shown = [len(question.prompt.shown) for question in questions]
+    assert shown == [1, 2, 3, 0, 2, 3, 1, 1] and sum(shown) == len(after.image_grids)
+    assert len(after.patches_YX) == sum(grid.patches for grid in after.image_grids)
+    for number, length in enumerate(lengths):
+        prompt = asked(before, number, lengths)
+        answered = asked(after, number, [each + 2 for each in lengths])
+        assert torch.equal(answered[:, :length], prompt)
+        largest = int(prompt.max())
+        assert answered[:, length:].tolist() == [[largest + 1, largest + 2]] * 3
+
+
+def test_a_video_and_its_frames_named_as_a_list_are_one(tmp_path):
+    """Prevents: frames that are taken for images, or in another order than they are named."""
+    write_samples(tmp_path)
+    names = [f"clip/{number}.png" for number in range(5)]
+    forms = [talk("<video>q", "a", videos=["clip"]), talk("<video>q", "a", videos=[names])]
+    write_records(tmp_path, [*forms, talk("<video>\nq", "a", video=names)])
+    data = NativeData(tmp_path, native_models()["qwen3-vl"])
+    [whole] = stages_of(data.reader.model)
+    first, second, third = (data.dataset([[number]], whole)[0] for number in range(3))
+    assert torch.equal(first.patches_YX, second.patches_YX)
+    assert torch.equal(first.patches_YX, third.patches_YX)
+    assert torch.equal(first.token_ids_S, second.token_ids_S)
+    assert len(third.token_ids_S) == len(first.token_ids_S) + 1
+    # Five frames, of which the last stands twice.
+    assert [grid.times for grid in first.image_grids] == [3]
