@@ -246,12 +246,13 @@ class _Search:
             return [job.sized(each) for each in allowed]
         if every:
             return [job.sized(next(iter(every)))]
-        node = job.cluster.gpus_per_node // job.parallel.tensor
+        node, sharing = job.cluster.gpus_per_node // job.parallel.tensor, job.parallel.routing_ranks
+        of_experts = f", and a divisor or a multiple of the {sharing} that share out experts"
         raise UserError(
             f"--sharding hybrid was given with {job.parallel.options}, and a group has the {node} "
             f"data-parallel ranks of a node of {job.cluster.name}, which must be at least 2, and "
-            f"fewer than all {job.parallel.data} and a divisor of them: give --sharding full, or "
-            "another --dp"
+            f"fewer than all {job.parallel.data} and a divisor of them"
+            f"{of_experts if sharing > 1 else ''}: give --sharding full, or another --dp"
         )
 
     def _at_placements(self, given: JobSpec) -> Planned:

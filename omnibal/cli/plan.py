@@ -333,7 +333,7 @@ def plan(
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])
-    _check_options(context, data, sizes, partition)
+    _check_options(context, data, partition)
     goal = _goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
     save_plan(planned.result, output)
@@ -344,9 +344,7 @@ def plan(
     _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
 
 
-def _check_options(
-    context: typer.Context, data: DataOptions, sizes: SizeOptions, partition: PlacementOptions
-) -> None:
+def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
     """Refuse options that do not go together."""
     given: dict[Feature, str] = {}
     options = {one.name: one.opts[0] for one in context.command.params}
@@ -359,10 +357,6 @@ def _check_options(
         given.pop(Feature.LEVELS, None)
     if partition.encoder is EncoderChoice.DATA_PARALLEL:
         given[Feature.BESIDE] = Feature.BESIDE.value
-    if partition.sharding in (ShardingChoice.FULL, ShardingChoice.HYBRID):
-        given[Feature.SHARDING] = f"--sharding {partition.sharding}"
-    if sizes.ep is not None and sizes.ep > 1:
-        given[Feature.EXPERT] = f"--ep {sizes.ep}"
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
     check_complete({**given, **has_samples})

@@ -215,6 +215,7 @@ def profile(
         "--precision": precision,
         "--max-tiles": caps.get("tiles"),
         "--max-clips": caps.get("clips"),
+        "--max-image-tokens": caps.get("image_tokens"),
         "--max-tokens": caps["tokens"],
         "--tokens-per-sample": tokens_per_sample,
         "--layers": measured.layers,

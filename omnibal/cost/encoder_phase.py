@@ -2,8 +2,10 @@
 
 No encoder is divided by tensor-parallel ranks, so that units cost what they cost at tensor size 1.
 A rank runs its share of a step's items in passes. A pass of n items computes for a time that is
-linear in n. Of kept items the activations stay from forward to backward; of all others the forward
-runs again, frozen layers before a trained projector too, as nothing of it was kept.
+linear in n and, where items attend to each other, in the sum over images of their items squared:
+vectors below are of a pass, an item and, of such encoders, a square. Of kept items the activations
+stay from forward to backward; of all others the forward runs again, frozen layers before a trained
+projector too, as nothing of it was kept.
 
 Features leave in one all-to-all of the encoding group and gradients come back in another. A rank
 takes as long as it sends or receives, whichever is more, at the rate of the slowest link between
@@ -16,7 +18,7 @@ computation.
 
 Neighbouring ranks of the job may divide weights, gradients and optimizer state instead. Then every
 pass gathers and reduces unit after unit, as `omnibal.cost.sharded` says, and what its computation
-does not hide is a time that is not linear in n. In a second forward the last unit's weights stay
+does not hide is a time that is not linear. In a second forward the last unit's weights stay
 for the backward that follows. Blocks of so many ranks are copies of each other, which sum the
 gradients of their shares once a step, after the last backward.
 """
@@ -33,14 +35,22 @@ from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line, exchanged_line
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.encoders import Encoder
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime
 from omnibal.model.runtime import OWN_RUNTIME
-from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
+from omnibal.model.units import (
+    ENCODER_WAITS_MS,
+    LANGUAGE,
+    LANGUAGE_EMBED,
+    unit_kinds,
+    unit_names,
+)
 
-PASS, ITEM = 0, 1
-"""Places of what a pass costs, and of what each of its items does."""
+PASS, ITEM, SQUARE = 0, 1, 2
+"""Places of what a pass costs, what each of its items does, and each of their squares."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,28 +61,30 @@ class PassExchange:
     """In a forward, and in the backward of kept items."""
     of_second: ShardedExchange
     """In a second forward."""
-    item: int
-    """Place of the encoder's items among the features of the costs."""
+    columns: tuple[int, ...]
+    """Places of a pass, of the encoder's items and of their squares among the features of costs."""
 
-    def exposed_ms(self, items: np.ndarray) -> np.ndarray:
+    def exposed_ms(self, work: np.ndarray) -> np.ndarray:
         """What computation does not hide in a forward, in the backward of kept items, and in the
-        second forward and the backward of others, [..., 3].
+        second forward and the backward of others, [passes, 3].
 
         Args:
-            items: of a pass, [...]; without any, it is what a pass of none waits.
+            work: 1, items and, if they count, squares of every pass, [passes, 2 or 3]; without
+                items it is what a pass of none waits.
         """
-        features = np.zeros((items.size, self.of_pass.forward_ms.shape[1]))
-        features[:, 0], features[:, self.item] = 1, items.ravel()
+        features = np.zeros((len(work), self.of_pass.forward_ms.shape[1]))
+        features[:, self.columns] = work
         ahead, behind = self.of_pass.exposed_ms(features).T
         ahead_again = self.of_second.exposed_ms(features)[:, 0]
         # The last unit's weights are still there.
         again = ahead_again + behind - self.of_pass.gather_back_ms[self.of_pass.sequence[-1]]
-        return np.stack([ahead, behind, again], axis=-1).reshape(*items.shape, 3)
+        return np.stack([ahead, behind, again], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderCost:
-    """Cost of an encoder with its projector on one device; vectors are [pass, item]."""
+    """Cost of an encoder with its projector on one device; vectors are [pass, item] or, of whole
+    samples, [pass, item, square]."""
 
     feature: str
     """What its items are."""
@@ -84,28 +96,35 @@ class EncoderCost:
     kept_bytes: np.ndarray
     """Activations of kept items."""
     working_bytes: np.ndarray
-    """Working memory of a pass, [moments, 2]; the largest of the moments counts. Of one that is not
-    kept, its activations come to it."""
+    """Working memory of a pass, [moments, 2 or 3]; the largest of the moments counts. Of one that
+    is not kept, its activations come to it."""
     input_bytes: float
     """What an item is read as, held from its forward to its second one."""
     feature_bytes: float
-    """Features of an item."""
+    """Features of an item, those of deepstack projectors too."""
     is_trained: bool
     """Whether any part of it is trained, so that gradients come back."""
     exchange: PassExchange | None = None
     """Exchange of its weights and gradients in every pass; None where ranks hold them whole."""
 
-    def kept(self, items: int, items_per_pass: int) -> float:
-        """Bytes that so many kept items hold."""
-        passes = -(-items // items_per_pass)
-        return float(self.kept_bytes @ (passes, items))
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether a rank takes all items of a sample, as they attend to each other."""
+        return len(self.forward_ms) > SQUARE
 
-    def pass_bytes(self, items: int, *, is_kept: bool) -> float:
-        """Bytes that a pass of so many items takes besides what is kept."""
-        if not items:
-            return 0.0
-        again = 0.0 if is_kept else float(self.kept_bytes @ (1, items))
-        return again + float((self.working_bytes @ (1, items)).max())
+    @property
+    def item_ms(self) -> np.ndarray:
+        """Forward and backward, [2 or 3]."""
+        return self.forward_ms + self.backward_ms
+
+    def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
+        """Bytes that passes take besides what is kept, [passes].
+
+        Args:
+            work: 1, items and, if they count, squares of every pass, [passes, 2 or 3].
+        """
+        working = (work @ self.working_bytes.T).max(axis=1, initial=0)
+        return working if is_kept else working + work @ self.kept_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -173,10 +192,24 @@ class EncodersCost:
         return replace(whole, fixed_ms=whole.fixed_ms / (ranks - 1))
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-        """Forward and backward of an item by encoder, its part of a full pass included."""
+        """Forward and backward of an item by encoder; where items are equal, with its part of a
+        full pass. Whole samples fill no pass, and are dealt alike whatever a pass may have."""
         return {
-            name: float((cost.forward_ms + cost.backward_ms) @ (1 / items_per_pass[name], 1))
+            name: float(
+                cost.item_ms[ITEM]
+                if cost.is_of_samples
+                else cost.item_ms @ (1 / items_per_pass[name], 1)
+            )
             for name, cost in self.encoders.items()
+        }
+
+    @property
+    def square_ms(self) -> dict[str, float]:
+        """Forward and backward of a square, of encoders that take whole samples."""
+        return {
+            name: float(cost.item_ms[SQUARE])
+            for name, cost in self.encoders.items()
+            if cost.is_of_samples
         }
 
 
@@ -188,6 +221,7 @@ def encoders_cost(
     frozen: Collection[str] = (),
     source: CostSource = ANALYTIC,
     *,
+    adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
     """Cost of a model's data-parallel encoders.
@@ -200,8 +234,7 @@ def encoders_cost(
     """
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
-    sizes = copies if sharded == 1 else copies.of_shards
-    whole = source.costs(model, cluster, sizes, precision, frozen)
+    whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
@@ -257,15 +290,17 @@ def _encoder_cost(
     exchange: ShardedExchange | None,
 ) -> EncoderCost:
     """Cost of one encoder: its embedding, its layers and its projector together."""
-    tower, columns = model.encoders[name], _columns(cost.features, model.encoders[name].feature)
+    tower = model.encoders[name]
+    columns = _columns(cost.features, tower)
     held = _held(model, cost, name)
     is_trained = any(unit.has_backward for _, unit in held)
-    assert tower.values_per_item is not None
 
     def total(value: Callable[[UnitCost], np.ndarray]) -> np.ndarray:
         return np.sum([number * value(unit)[columns] for number, unit in held], axis=0)
 
-    feature_bytes = tower.tokens_per_item * model.language.hidden_size * ELEMENT_BYTES[precision]
+    rows = tower.tokens_per_item * (1 + tower.deepstack_features)
+    assert tower.values_per_item is not None, "a job has none without"
+    feature_bytes = rows * model.language.hidden_size * ELEMENT_BYTES[precision]
     return EncoderCost(
         feature=tower.feature,
         forward_ms=total(lambda unit: unit.forward_ms),
@@ -278,25 +313,28 @@ def _encoder_cost(
         input_bytes=FP32_BYTES * tower.values_per_item,
         feature_bytes=float(feature_bytes),
         is_trained=is_trained,
-        exchange=None if exchange is None else _pass_exchange(exchange, cost, columns[ITEM]),
+        exchange=None if exchange is None else _pass_exchange(exchange, cost, columns),
     )
 
 
-def _pass_exchange(exchange: ShardedExchange, cost: CostModel, item: int) -> PassExchange:
-    """The exchange of passes of items of this feature, and that of second forwards."""
+def _pass_exchange(
+    exchange: ShardedExchange, cost: CostModel, columns: Sequence[int]
+) -> PassExchange:
+    """The exchange of passes of items of these features, and that of second forwards."""
     features = exchange.forward_ms.shape[1]
     again_ms = [_again_ms(cost.units[kind.name])[:features] for kind in cost.kinds]
     again = replace(exchange, forward_ms=np.stack(again_ms))
-    return PassExchange(of_pass=exchange, of_second=again, item=item)
+    return PassExchange(of_pass=exchange, of_second=again, columns=tuple(columns))
 
 
 def _again_ms(unit: UnitCost) -> np.ndarray:
     return unit.recompute_ms if unit.has_backward else unit.forward_ms
 
 
-def _columns(features: Sequence[str], feature: str) -> list[int]:
-    """Places of the fixed feature and of an encoder's items."""
-    return [0, features.index(feature)]
+def _columns(features: Sequence[str], tower: Encoder) -> list[int]:
+    """Places of the fixed feature, of an encoder's items, and of their squares if they count."""
+    squares = [] if tower.squares is None else [tower.squares]
+    return [0, *(features.index(name) for name in (tower.feature, *squares))]
 
 
 def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:

@@ -222,8 +222,10 @@ def _two_products(
     norm_bytes = moments_bytes(tower, cells * tower.positions_per_item)
     return Counts(
         products=(
-            Product(rows=cells, inner=wide, outer=inner / t),
-            Product(rows=cells, inner=inner / t, outer=h),
+            Product(
+                rows=cells, inner=wide, outer=inner / t, name="linear_fc1", given="norm's output"
+            ),
+            Product(rows=cells, inner=inner / t, outer=h, name="linear_fc2", given="out of GELU"),
         ),
         # The norm, GELU, and the bias; backward the norm reads its input too.
         moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,

@@ -117,9 +117,19 @@ def ring_ms_per_byte(
     return pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
 
 
-def stage_group(parallel: Parallel) -> Group:
-    """The data-parallel ranks of a stage."""
+def state_group(parallel: Parallel) -> Group:
+    """The data-parallel ranks of a stage that divide the optimizer's state of all but experts:
+    those that divide weights too, or all."""
+    if parallel.sharded > 1:
+        return shard_group(parallel)
     return Group(parallel.data, stride=parallel.tensor)
+
+
+def expert_state_group(parallel: Parallel) -> Group:
+    """The ranks of a stage that divide the optimizer's state of experts, of which they hold the
+    same ones: those that divide the weights too, or all."""
+    ranks = parallel.expert_shards if parallel.sharded > 1 else parallel.expert_data
+    return Group(ranks, stride=parallel.expert)
 
 
 def shard_group(parallel: Parallel) -> Group:
@@ -133,9 +143,10 @@ def shard_copies(parallel: Parallel) -> Group:
     return Group(parallel.data // parallel.sharded, stride=stride)
 
 
-def expert_copies(parallel: Parallel) -> Group:
-    """The ranks of a stage that hold the same experts."""
-    return Group(parallel.expert_data, stride=parallel.expert)
+def expert_shard_copies(parallel: Parallel) -> Group:
+    """The ranks of a stage that hold the same part of divided experts."""
+    stride = max(parallel.tensor * parallel.sharded, parallel.expert)
+    return Group(parallel.expert_data // parallel.expert_shards, stride=stride)
 
 
 def _adapter_gb_per_s(cluster: ClusterConfig) -> float:

@@ -65,7 +65,8 @@ class UnitCost:
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
-    """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
+    """Trained parameters on this device: all of them, those of adapters, or 0 where the unit is
+    frozen."""
     expert_parameters: int = 0
     """Parameters that are experts', which other ranks hold too than hold the rest."""
     whole_bytes: float = 0.0
@@ -77,7 +78,7 @@ class UnitCost:
     @property
     def trained_expert_parameters(self) -> int:
         """Parameters of experts that are trained."""
-        return self.expert_parameters if self.trained_parameters else 0
+        return self.expert_parameters if self.trained_parameters == self.parameters else 0
 
     @property
     def has_backward(self) -> bool:
@@ -87,13 +88,16 @@ class UnitCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterRates:
-    """What a trained parameter costs once a step, and of memory.
+    """What a parameter costs of memory, and a trained one once a step.
 
     Its gradient is reduced, its weight gathered and its optimizer state shared out over the ranks
     that hold it: of an expert over `omnibal.model.parallel.Parallel.expert_data` ranks, in buffers
-    of their own.
+    of their own. Where ranks divide weights, an expert is divided over
+    `omnibal.model.parallel.Parallel.expert_shards` of these.
     """
 
+    weight_bytes: float
+    gradient_bytes: float
     optimizer_bytes: float
     """Optimizer state on one device, after sharding."""
     optimizer_ms: float
@@ -103,7 +107,12 @@ class ParameterRates:
 
 
 _NO_EXPERTS = ParameterRates(
-    optimizer_bytes=0.0, optimizer_ms=0.0, gradient_reduction_ms=0.0, weight_gather_ms=0.0
+    weight_bytes=0.0,
+    gradient_bytes=0.0,
+    optimizer_bytes=0.0,
+    optimizer_ms=0.0,
+    gradient_reduction_ms=0.0,
+    weight_gather_ms=0.0,
 )
 
 
@@ -152,14 +161,15 @@ class CostModel:
     words for multi-token prediction in the head. Both units count it, but a stage that holds both
     has it once."""
     expert_rates: ParameterRates = _NO_EXPERTS
-    """In place of the four rates per parameter above, for parameters of experts."""
+    """In place of the six rates per parameter above, for parameters of experts."""
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that
     holds any."""
     runs_in_lockstep: bool = False
     """Whether ranks meet in every unit, as those that divide weights do."""
     weight_parts: int = 1
-    """Ranks that each have a part of every weight: bytes per parameter above are of a part."""
+    """Ranks that each have a part of every weight but experts': bytes per parameter above are of a
+    part."""
     library_buffers: tuple[LibraryBuffer, ...] = ()
     """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
 
@@ -177,6 +187,20 @@ class CostModel:
     def in_lockstep(self) -> np.ndarray:
         """Whether ranks that run in lockstep meet in units of each kind. bool [kinds]"""
         return self.of_experts | self.runs_in_lockstep
+
+    def weight_bytes(self, parameters: Count, of_experts: Count) -> Count:
+        """Bytes of weights of parameters on one device, or of arrays of them.
+
+        Args:
+            of_experts: those of `parameters` that are experts'.
+        """
+        each = self.weight_bytes_per_parameter
+        return _total(parameters, of_experts, each, self.expert_rates.weight_bytes)
+
+    def gradient_bytes(self, trained: Count, of_experts: Count) -> Count:
+        """Bytes of gradients of trained parameters; as above."""
+        each = self.gradient_bytes_per_parameter
+        return _total(trained, of_experts, each, self.expert_rates.gradient_bytes)
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of optimizer state of trained parameters of one device, or of arrays of them.

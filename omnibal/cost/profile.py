@@ -20,9 +20,11 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -204,6 +206,7 @@ class Measured(CostSource):
         precision: Precision,
         frozen: Collection[str] = (),
         *,
+        adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Fit the profile's times to all units; what it did not measure is counted.
@@ -211,7 +214,8 @@ class Measured(CostSource):
         Links are measured on one machine, so they hold for jobs within one node; larger jobs take
         the cluster's figures between nodes. Ranks exchange at the profile's rates, where it has
         any. Profiles are of trained units: backward times and activations of
-        frozen ones are shortened by as much as they are by counting. So are experts that ranks
+        frozen ones are shortened by as much as they are by counting, and all times of those with
+        adapters changed by as much. So are experts that ranks
         share out, which a profile has on one: what their exchange and imbalance add is counted.
 
         Raises:
@@ -221,7 +225,7 @@ class Measured(CostSource):
         profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
         sizes = model, cluster, parallel, precision, frozen
-        cost = analytic_cost(*sizes, runtime=runtime)
+        cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
         trained = analytic_cost(model, cluster, parallel, precision).units
         plural = "es" if profile.processes > 1 else ""
         cost = replace(
@@ -236,7 +240,8 @@ class Measured(CostSource):
         if parallel.expert > 1:
             alone = parallel.model_copy(update={"expert": 1})
             counted = (
-                analytic_cost(model, cluster, each, precision, frozen) for each in (parallel, alone)
+                analytic_cost(model, cluster, each, precision, frozen, adapters=adapters)
+                for each in (parallel, alone)
             )
             cost = _with_shared_out_experts(cost, *counted)
         if profile.optimizer:
@@ -279,7 +284,8 @@ class Measured(CostSource):
         shares = [
             one
             for one in self.profile.shares
-            if (one.unit, one.context, one.exchange) == (unit.name, level.context, level.exchange)
+            if (one.unit, one.context, one.exchange)
+            == (unit.measured_name, level.context, level.exchange)
         ]
         if not shares:
             return None
@@ -291,7 +297,7 @@ class Measured(CostSource):
         can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
 
         def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
-            features, alone_ms = _series(self.profile, unit.name, quantity, names)
+            features, alone_ms = _series(self.profile, unit.measured_name, quantity, names)
             fitted = _fit(features, alone_ms, _depends_on(model, unit))
             more_ms = measured_ms - given[:, :-1] @ fitted
             return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
@@ -311,8 +317,10 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
     return replace(
         cost,
         optimizer_ms_fixed=fixed,
-        optimizer_ms_per_parameter=rate / parallel.data,
-        expert_rates=replace(cost.expert_rates, optimizer_ms=rate / parallel.expert_data),
+        optimizer_ms_per_parameter=rate / state_group(parallel).ranks,
+        expert_rates=replace(
+            cost.expert_rates, optimizer_ms=rate / expert_state_group(parallel).ranks
+        ),
     )
 
 
@@ -380,9 +388,9 @@ def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ..
     """Relative errors of every fit that `Measured.costs` makes of a profile of this model."""
     residuals = []
     names = feature_names(model)
-    for kind in unit_kinds(model):
+    for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():
         for quantity in QUANTITIES:
-            features, measured = _series(profile, kind.name, quantity, names)
+            features, measured = _series(profile, kind.measured_name, quantity, names)
             positive = measured > 0
             if not positive.any():
                 continue
@@ -390,7 +398,7 @@ def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ..
             errors = np.abs(fitted - measured)[positive] / measured[positive]
             residuals.append(
                 FitResidual(
-                    unit=kind.name,
+                    unit=kind.measured_name,
                     quantity=quantity,
                     measurements=len(errors),
                     median_error=float(np.median(errors)),
@@ -439,27 +447,29 @@ def _fitted_unit(
     counted, allowed = cost.units[kind.name], _depends_on(model, kind)
     fitted: dict[Quantity, np.ndarray] = {}
     for quantity in QUANTITIES:
-        features, measured = _series(profile, kind.name, quantity, cost.features)
+        features, measured = _series(profile, kind.measured_name, quantity, cost.features)
         if len(measured):
             fitted[quantity] = _fit(features, measured, allowed)
         elif quantity in _TIMES:
             raise UserError(
                 f"the profile of {profile.model} on {profile.device} has no measurement of "
-                f"{kind.name}; it must have every kind of unit: run `omnibal profile` again"
+                f"{kind.measured_name}; it must have every kind of unit: run `omnibal profile` "
+                "again"
             )
-    features, _ = _series(profile, kind.name, "forward_ms", cost.features)
+    features, _ = _series(profile, kind.measured_name, "forward_ms", cost.features)
+    forward_share = _share(features, counted.forward_ms, trained.forward_ms)
     backward_share = _share(features, counted.backward_ms, trained.backward_ms)
-    recompute_ms = fitted.get("recompute_ms", fitted["forward_ms"])
+    recompute_ms = forward_share * fitted.get("recompute_ms", fitted["forward_ms"])
     activation_bytes = counted.activation_bytes
     if "activation_bytes" in fitted:
-        features, _ = _series(profile, kind.name, "activation_bytes", cost.features)
+        features, _ = _series(profile, kind.measured_name, "activation_bytes", cost.features)
         kept_share = _share(features, counted.activation_bytes, trained.activation_bytes)
         # Kept bytes include the input, so recomputing a layer never costs memory.
         kept_bytes = kept_share * fitted["activation_bytes"]
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,
-        forward_ms=fitted["forward_ms"],
+        forward_ms=forward_share * fitted["forward_ms"],
         backward_ms=backward_share * fitted["backward_ms"],
         recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
         collective_ms=np.zeros((2, len(cost.features))),
@@ -472,7 +482,10 @@ def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
     """Features that a unit's cost can depend on, bool [features]."""
     names = {"fixed"}
     if kind.tower != LANGUAGE:
-        names |= {model.encoders[kind.tower].feature}
+        tower = model.encoders[kind.tower]
+        names |= {tower.feature}
+        if tower.squares and kind.is_layer and not kind.is_windowed:
+            names |= {tower.squares}
     elif kind.layer is not None:
         names |= _layer_features(kind.layer)
     elif kind.name == HEAD:

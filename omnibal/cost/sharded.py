@@ -18,16 +18,20 @@ head's weights stay from its forward to its backward, which is next, and no back
 embedding's. In a backward, whole gradients are set to zero, and the share that they become is added
 to that of the micro-batches before.
 
+Experts are exchanged by themselves, among those ranks of the group, tensor-parallel ones too, that
+hold the same (`Parallel.expert_shards`); where a group has all experts once, each of its ranks has
+its own whole, with all of their state, and their gradients are still summed of whole ones.
+
 What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
-Exchanges of tensor-parallel ranks and of ranks that share a pack hide nothing, as they take the
-same links, and neither does recomputation, so that the time is on the safe side. All ranks of a
-group meet in every exchange: they run their micro-batches in lockstep. Once a step the copies of a
-share all-reduce its gradients, behind the last backward where a group keeps to its node, and after
-it where gathers take the network too.
+Exchanges of tensor-parallel ranks, of tokens that go to their experts, and of ranks that share a
+pack hide nothing, as they take the same links, and neither does recomputation, so that the time is
+on the safe side. All ranks of a group meet in every exchange: they run their micro-batches in
+lockstep. Once a step the copies of a share all-reduce its gradients, behind the last backward where
+a group keeps to its node, and after it where gathers take the network too.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -35,6 +39,9 @@ import numpy as np
 
 from omnibal.cost.analytic import streamed_bytes_per_ms
 from omnibal.cost.links import (
+    Group,
+    expert_shard_copies,
+    expert_state_group,
     hidden_share,
     pass_line,
     ring_ms_per_byte,
@@ -48,6 +55,51 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.rates import RingKind
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE, UnitKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Alike:
+    """Parameters that the same ranks divide: experts, or all others."""
+
+    are_experts: bool
+    group: Group
+    """Ranks that divide them."""
+    copies: Group
+    """Ranks that hold the same part."""
+
+    def of(self, unit: UnitCost) -> int:
+        """How many a unit has on one device, were they whole."""
+        experts = unit.expert_parameters
+        return experts if self.are_experts else unit.parameters - experts
+
+    def trained_of(self, unit: UnitCost) -> int:
+        """How many of them are trained."""
+        return self.of(unit) if unit.trained_parameters else 0
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether there is more than one rank to divide them."""
+        return self.group.ranks > 1
+
+    def reduction_ms(
+        self, cluster: ClusterConfig, precision: Precision, gradient_size: float
+    ) -> float:
+        """Time of a parameter once a step, when copies sum its gradient: an all-reduce is two
+        passes."""
+        pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * gradient_size
+        return 2 * pass_ms / self.group.ranks
+
+
+def _alike(parallel: Parallel) -> tuple[_Alike, _Alike]:
+    """All parameters but experts', and those of experts."""
+    return (
+        _Alike(are_experts=False, group=shard_group(parallel), copies=shard_copies(parallel)),
+        _Alike(
+            are_experts=True,
+            group=expert_state_group(parallel),
+            copies=expert_shard_copies(parallel),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -97,26 +149,28 @@ class ShardedExchange:
         kinds, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
         reduced_size = _scattered_bytes(cost, runtime)
 
-        def exchange_ms(kind: RingKind, parameters: Sequence[int], size: float) -> np.ndarray:
-            line = pass_line(cluster, shard_group(parallel), precision, kind)
-            bytes_ = size * np.array(parameters, np.float64)
-            return np.where(bytes_ > 0, _ring_ms(line, bytes_, parallel.sharded), 0.0)
+        def exchange_ms(
+            kind: RingKind, size: float, parameters: Callable[[_Alike, UnitCost], int]
+        ) -> np.ndarray:
+            # Both kinds of parameters take the same links.
+            all_ms = np.zeros(len(units))
+            for alike in _alike(parallel):
+                line = pass_line(cluster, alike.group, precision, kind)
+                bytes_ = size * np.array([parameters(alike, unit) for unit in units], np.float64)
+                all_ms += np.where(bytes_ > 0, _ring_ms(line, bytes_, alike.group.ranks), 0.0)
+            return all_ms
 
+        gather_ms = exchange_ms("all_gather", size, _Alike.of)
+        is_back = [
+            unit.has_backward and _is_gathered_again(kind)
+            for unit, kind in zip(units, cost.kinds, strict=True)
+        ]
         return cls(
             forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
             backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
-            gather_ms=exchange_ms("all_gather", [unit.parameters for unit in units], size),
-            gather_back_ms=exchange_ms(
-                "all_gather",
-                [
-                    unit.parameters * (unit.has_backward and _is_gathered_again(kind))
-                    for unit, kind in zip(units, cost.kinds, strict=True)
-                ],
-                size,
-            ),
-            reduce_ms=exchange_ms(
-                "reduce_scatter", [unit.trained_parameters for unit in units], reduced_size
-            ),
+            gather_ms=gather_ms,
+            gather_back_ms=gather_ms * is_back,
+            reduce_ms=exchange_ms("reduce_scatter", reduced_size, _Alike.trained_of),
             hidden=hidden_share(cluster, precision),
             sequence=tuple(kinds.index(name) for name in names),
             stages=parallel.pipeline,
@@ -185,13 +239,14 @@ def _with_added_sums(
 ) -> CostModel:
     """Costs with what a backward does with gradients besides: whole ones are set to zero before it,
     and the share that they are summed to is added to that of the micro-batches before."""
-    sent = _scattered_bytes(cost, runtime)
-    moved = sent + (sent + 2 * cost.gradient_bytes_per_parameter) / parallel.sharded
-    each_ms = moved / streamed_bytes_per_ms(cluster, precision)
+    sent, summed = _scattered_bytes(cost, runtime), 2 * cost.gradient_bytes_per_parameter
+    bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
 
     def with_sums(unit: UnitCost) -> UnitCost:
         backward_ms = unit.backward_ms.copy()
-        backward_ms[0] += each_ms * unit.trained_parameters
+        for alike in _alike(parallel):
+            moved = sent + (sent + summed) / alike.group.ranks
+            backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
         return replace(unit, backward_ms=backward_ms)
 
     return replace(cost, units={name: with_sums(unit) for name, unit in cost.units.items()})
@@ -221,8 +276,7 @@ def sharded_cost(
     forward and after a backward besides what is hidden (`ShardedExchange.exposed_ms`).
 
     Args:
-        cost: of the ranks of one group (`Parallel.of_shards`) that hold weights whole and divide
-            the optimizer's state.
+        cost: of ranks that hold weights whole, and divide the optimizer's state as these do.
         names: of the kinds of the units that are divided, in the order in which they run.
         parallel: sizes of the job.
         has_one_loss: whether the head's backward begins with its one loss; with layers of
@@ -232,10 +286,11 @@ def sharded_cost(
             frozen.
     """
     cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
-    ranks, copies = parallel.sharded, shard_copies(parallel)
     size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
+    others, experts = _alike(parallel)
+    ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     sent = _scattered_bytes(cost, runtime)
-    whole = _whole_bytes(cost, names, sent, ranks, in_stages=parallel.pipeline > 1)
+    whole = _whole_bytes(cost, names, sent, parallel)
     if shares is None:
         shares = np.tile([float(name == HEAD) for name in cost.units], (2, 1))
     units = {
@@ -244,25 +299,29 @@ def sharded_cost(
         )
         for (name, unit), exposed in zip(cost.units.items(), shares.T, strict=True)
     }
-    # An all-reduce is two passes.
-    reduction_ms = 2 * ring_ms_per_byte(cluster, copies, precision) * gradient_size / ranks
-    is_hidden = copies.ranks > 1 and shard_group(parallel).is_within(cluster)
+    is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
+    of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
     return replace(
         cost,
         features=(*cost.features, *EXPOSED_MS),
         units=units,
         weight_bytes_per_parameter=size / ranks,
         gradient_bytes_per_parameter=gradient_size / ranks,
-        gradient_reduction_ms_per_parameter=reduction_ms,
+        gradient_reduction_ms_per_parameter=others.reduction_ms(cluster, precision, gradient_size),
         weight_gather_ms_per_parameter=0.0,
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
         expert_rates=replace(
-            cost.expert_rates, gradient_reduction_ms=reduction_ms, weight_gather_ms=0.0
+            cost.expert_rates,
+            weight_bytes=size / expert_ranks,
+            gradient_bytes=gradient_size / expert_ranks,
+            gradient_reduction_ms=experts.reduction_ms(cluster, precision, gradient_size),
+            weight_gather_ms=0.0,
         ),
         runs_in_lockstep=True,
         weight_parts=ranks,
-        source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}",
+        source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"
+        f"{of_experts}",
     )
 
 
@@ -281,7 +340,7 @@ class _WholeBytes:
 
 
 def _whole_bytes(
-    cost: CostModel, names: Sequence[str], sent: float, ranks: int, *, in_stages: bool
+    cost: CostModel, names: Sequence[str], sent: float, parallel: Parallel
 ) -> dict[str, _WholeBytes]:
     """Whole weights and gradients while a unit of each kind runs, by its name: the most of all its
     places in the model.
@@ -297,23 +356,32 @@ def _whole_bytes(
         cost: of ranks that hold weights whole.
         names: of the units' kinds, in the order in which they run.
         sent: bytes of a gradient as it is reduce-scattered.
-        ranks: that divide them.
-        in_stages: whether the units are those of several stages.
+        parallel: sizes; of several stages the units are those of any.
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
-    tied_bytes = sent * cost.tied_trained_parameters
-    weights = {name: cost.weight_bytes_per_parameter * units[name].parameters for name in units}
+    tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
+    divided = [alike for alike in _alike(parallel) if alike.is_divided]
+    weights = {
+        name: cost.weight_bytes_per_parameter * sum(alike.of(unit) for alike in divided)
+        for name, unit in units.items()
+    }
     # No embedding's backward reads a weight.
     read_back = {
         name: weights[name] * (units[name].has_backward and not kinds[name].is_embed)
         for name in units
     }
     gradients = {name: sent * units[name].trained_parameters for name in units}
-    divided = gradients | {HEAD: gradients[HEAD] - tied_bytes}
+    # Whole ones of the unit after, which are being summed, with the share that they become.
+    summed = {
+        name: gradients[name]
+        + sent * sum(alike.trained_of(unit) / alike.group.ranks for alike in divided)
+        for name, unit in units.items()
+    }
+    summed[HEAD] -= tied_bytes * (1 + 1 / parallel.sharded)
     most = dict.fromkeys(units, _WholeBytes())
     for before, name, after in set(zip(("", *names), names, (*names[1:], ""), strict=False)):
         waiting = tied_bytes * (kinds[name].is_layer and kinds[name].tower == LANGUAGE)
-        waiting += divided.get(after, 0) * (1 + 1 / ranks)
+        waiting += summed.get(after, 0)
         here = _WholeBytes(
             forward=weights[name] + weights.get(after, 0),
             backward=read_back[name] + read_back.get(before, 0) + gradients[name] + waiting,
@@ -329,7 +397,7 @@ def _whole_bytes(
             if kinds[name].is_layer:
                 alone = _WholeBytes(
                     forward=2 * weights[name],
-                    backward=2 * read_back[name] + gradients[name] * (2 + 1 / ranks),
+                    backward=2 * read_back[name] + gradients[name] + summed[name],
                 )
                 most[name] = most[name].at_most(alone)
     return most

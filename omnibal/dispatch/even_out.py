@@ -56,8 +56,8 @@ class _Exchanges:
 
     def least_loaded(self, busiest: int) -> np.ndarray:
         """The other ranks with the least load, [at most `_PARTNERS`]."""
-        count = min(_PARTNERS, len(self.load))
-        found = np.argpartition(self.load, count - 1)[:count]
+        # A stable order, which is the same on all machines.
+        found = np.argsort(self.load, kind="stable")[:_PARTNERS]
         return found[found != busiest]
 
     def next_least_loaded(self, busiest: int) -> np.ndarray:

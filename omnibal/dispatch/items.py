@@ -12,12 +12,17 @@ pipelines that hold more than their share, so that few features cross from one t
 
 A pipeline's ranks first take what its own packs hold, in the order of packs. Only what is over its
 share goes elsewhere. Shares are runs, so that a pack is split only where a share ends.
+
+Encoders whose items attend to each other take whole samples, which `omnibal.dispatch.whole_samples`
+deals before all other items.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from omnibal.dispatch.whole_samples import HEAVIEST
 
 _LONGEST = 1 << 20
 """Units of time of the item that takes longest: whole numbers, so that all machines agree."""
@@ -43,6 +48,22 @@ class ItemRuns:
         return len(self.pack)
 
 
+NO_LOAD = np.zeros((), np.int64)
+"""Load of ranks that encode nothing yet."""
+
+
+def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
+    """Time that dealing counts as one: a part of that of the longest item, of encoders that take
+    whole samples if there are any; 0 where nothing takes any time.
+
+    Args:
+        item_ms: time of an item by encoder.
+        square_ms: of a square, by encoder that takes whole samples.
+    """
+    whole = [item_ms[name] + each for name, each in square_ms.items()]
+    return max(whole or item_ms.values(), default=0.0) / _LONGEST
+
+
 def share_items(
     items: Mapping[str, np.ndarray],
     pipeline_of_pack: np.ndarray,
@@ -50,6 +71,8 @@ def share_items(
     pipelines: int,
     ranks_of_pipeline: int,
     item_ms: Mapping[str, float],
+    load: np.ndarray = NO_LOAD,
+    unit_ms: float | None = None,
 ) -> dict[str, ItemRuns]:
     """Deal the items of one step's packs to the ranks of an encoding group.
 
@@ -61,6 +84,8 @@ def share_items(
         pipelines: L, of the group.
         ranks_of_pipeline: R; rank r of the group is of pipeline r // R.
         item_ms: time of an item by encoder, at least 0; encoders without items may be named.
+        load: of every rank before, int64 [1, N], in units of `unit_ms`.
+        unit_ms: `unit_of_time`, where there are other encoders before.
 
     Returns:
         Runs of every encoder of `items`. Every item is in one run.
@@ -70,7 +95,9 @@ def share_items(
         name: np.bincount(pipeline_of_pack, counts, pipelines).astype(np.int64)[None]
         for name, counts in items.items()
     }
-    shares = shares_of_ranks(held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms)
+    shares = shares_of_ranks(
+        held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms, load=load, unit_ms=unit_ms
+    )
     return {
         name: _runs(
             np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], ranks_of_pipeline
@@ -80,7 +107,12 @@ def share_items(
 
 
 def shares_of_ranks(
-    held: Mapping[str, np.ndarray], *, ranks_of_pipeline: int, item_ms: Mapping[str, float]
+    held: Mapping[str, np.ndarray],
+    *,
+    ranks_of_pipeline: int,
+    item_ms: Mapping[str, float],
+    load: np.ndarray = NO_LOAD,
+    unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
     """How many items `share_items` gives to every rank, for many groups or steps at once.
 
@@ -88,16 +120,18 @@ def shares_of_ranks(
         held: items by encoder of all packs of every pipeline, int64 [G, L].
         ranks_of_pipeline: R.
         item_ms: time of an item by encoder.
+        load: of every rank before, int64 [G, N], in units of `unit_ms`.
+        unit_ms: `unit_of_time`, where there are other encoders before.
 
     Returns:
         Items of every rank by encoder, int64 [G, N].
     """
-    longest_ms = max((item_ms[name] for name in held), default=0.0)
+    if unit_ms is None:
+        unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     found: dict[str, np.ndarray] = {}
-    load = np.zeros((), np.int64)
     for name in sorted(held, key=lambda name: (-item_ms[name], name)):
-        if item_ms[name]:
-            units = max(round(item_ms[name] / longest_ms * _LONGEST), 1)
+        if item_ms[name] and unit_ms:
+            units = min(max(round(item_ms[name] / unit_ms), 1), HEAVIEST)
             found[name] = _level(held[name], load, ranks_of_pipeline, units)
             load = load + units * found[name]
         else:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.dispatch.items import shares_of_ranks
+from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
 from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.sample_items import SampleItems
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 ALL_ENCODERS = "encoders"
@@ -35,8 +36,20 @@ class PhaseBalance:
     """
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldSamples:
+    """Samples of an encoder that takes whole ones, by the pipeline that holds them."""
+
+    samples: SampleItems
+    pipeline: np.ndarray
+    """Place of every row's pipeline among those of all steps, step x D + rank, int64 [rows]."""
+
+
 def encoder_balances(
-    held: Mapping[str, np.ndarray], ranks_of_pipeline: int, beside: DataParallelEncoders | None
+    held: Mapping[str, np.ndarray],
+    ranks_of_pipeline: int,
+    beside: DataParallelEncoders | None,
+    whole: Mapping[str, HeldSamples] | None = None,
 ) -> list[PhaseBalance]:
     """Balance of every encoder, and of all together where several are data-parallel.
 
@@ -45,6 +58,8 @@ def encoder_balances(
         ranks_of_pipeline: R.
         beside: how encoders are data-parallel; None where each pipeline runs its own, and
             balance is that of pipelines.
+        whole: samples of data-parallel encoders that take whole ones, by encoder, whose balance is
+            of time.
     """
     if beside is None:
         return [
@@ -52,37 +67,94 @@ def encoder_balances(
                 phase=name,
                 imbalance_before=_imbalance(items),
                 imbalance_after=None,
-                bound=_items_bound(items),
+                bound=_over_mean(float(_fewest(items).sum()), items),
             )
             for name, items in held.items()
         ]
-    groups = {name: items.reshape(-1, beside.pipelines) for name, items in held.items()}
-    dealt = shares_of_ranks(groups, ranks_of_pipeline=ranks_of_pipeline, item_ms=beside.item_ms)
-    before = {name: _own_shares(items, ranks_of_pipeline) for name, items in held.items()}
-    after = {name: dealt[name].reshape(before[name].shape) for name in held}
-    found = [
-        PhaseBalance(
-            phase=name,
-            imbalance_before=_imbalance(before[name]),
-            imbalance_after=_imbalance(after[name]),
-            bound=_items_bound(before[name]),
-        )
-        for name in held
-    ]
-    if len(held) > 1:
-        all_before, all_after = (
-            sum((beside.item_ms[name] * items[name] for name in held), np.zeros(1))
-            for items in (before, after)
-        )
-        found.append(
-            PhaseBalance(
-                phase=ALL_ENCODERS,
-                imbalance_before=_imbalance(all_before),
-                imbalance_after=_imbalance(all_after),
-                bound=_together_bound(before, beside.item_ms),
+    loads = _Loads.of(held, ranks_of_pipeline, beside, whole or {})
+    found = [loads.balance_of(name) for name in held]
+    return [*found, loads.together()] if len(held) > 1 else found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Loads:
+    """Loads of every rank by encoder, [S, D * R]: items, or units of time of whole samples."""
+
+    before: dict[str, np.ndarray]
+    """Each pipeline's ranks share what its packs hold."""
+    after: dict[str, np.ndarray]
+    """As the plan deals them."""
+    least: dict[str, np.ndarray]
+    """No assignment's busiest rank has less, [S]."""
+    ms: dict[str, float]
+    """Time of one."""
+
+    @classmethod
+    def of(
+        cls,
+        held: Mapping[str, np.ndarray],
+        ranks_of_pipeline: int,
+        beside: DataParallelEncoders,
+        whole: Mapping[str, HeldSamples],
+    ) -> "_Loads":
+        """Share and deal what pipelines hold."""
+        unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+        before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
+        load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
+        for name, each in whole.items():
+            shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
+            for found, pipelines in ((before, 1), (after, beside.pipelines)):
+                dealt = each.samples.deal(
+                    each.pipeline,
+                    pipelines=pipelines,
+                    ranks_of_pipeline=ranks_of_pipeline,
+                    times=beside.sample_times[name],
+                    unit_ms=unit_ms,
+                )
+                found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
+            load = load + after[name].reshape(by_group)
+            steps = np.split(
+                dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0]))
             )
+            least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
+        equal = {name: items for name, items in held.items() if name not in whole}
+        groups = {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()}
+        shares = shares_of_ranks(
+            groups,
+            ranks_of_pipeline=ranks_of_pipeline,
+            item_ms=beside.item_ms,
+            load=load,
+            unit_ms=unit_ms,
         )
-    return found
+        for name, items in equal.items():
+            before[name] = _own_shares(items, ranks_of_pipeline)
+            after[name] = shares[name].reshape(before[name].shape)
+            least[name] = _fewest(before[name])
+        ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
+        return cls(before=before, after=after, least=least, ms=ms)
+
+    def balance_of(self, name: str) -> PhaseBalance:
+        """Balance of one encoder."""
+        return PhaseBalance(
+            phase=name,
+            imbalance_before=_imbalance(self.before[name]),
+            imbalance_after=_imbalance(self.after[name]),
+            bound=_over_mean(float(self.least[name].sum()), self.before[name]),
+        )
+
+    def together(self) -> PhaseBalance:
+        """Balance of all encoders, in time."""
+        before, after = (
+            sum((self.ms[name] * each for name, each in loads.items()), np.zeros(1))
+            for loads in (self.before, self.after)
+        )
+        least = np.max([self.ms[name] * each for name, each in self.least.items()], axis=0)
+        return PhaseBalance(
+            phase=ALL_ENCODERS,
+            imbalance_before=_imbalance(before),
+            imbalance_after=_imbalance(after),
+            bound=_over_mean(float(np.maximum(before.mean(axis=1), least).sum()), before),
+        )
 
 
 def language_balance(
@@ -119,18 +191,10 @@ def _imbalance(loads: np.ndarray) -> float:
     return _over_mean(float(loads.max(axis=1).sum()), loads)
 
 
-def _items_bound(items: np.ndarray) -> float:
-    """Least imbalance of equal items, int64 [S, ranks]."""
-    return _over_mean(float((-(-items.sum(axis=1) // items.shape[1])).sum()), items)
-
-
-def _together_bound(items: Mapping[str, np.ndarray], item_ms: Mapping[str, float]) -> float:
-    """Least imbalance of all encoders' items together, each [S, ranks]."""
-    loads = sum((item_ms[name] * each for name, each in items.items()), np.zeros(1))
-    fewest = [item_ms[name] * -(-each.sum(axis=1) // each.shape[1]) for name, each in items.items()]
-    # Some rank has the mean number of every encoder's items, rounded up.
-    least_ms = np.maximum(loads.mean(axis=1), np.max(fewest, axis=0))
-    return _over_mean(float(least_ms.sum()), loads)
+def _fewest(items: np.ndarray) -> np.ndarray:
+    """Items that some rank has at least, of items [S, ranks], [S]."""
+    fewest: np.ndarray = -(-items.sum(axis=1) // items.shape[1])
+    return fewest
 
 
 def _over_mean(busiest: float, loads: np.ndarray) -> float:

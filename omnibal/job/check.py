@@ -17,7 +17,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
-from omnibal.model.parallel import WeightSharding, beside_sharded, expert_counts
+from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
@@ -98,13 +98,9 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
             f"{ranks}, and weights of {trainer.title}, which made_for names, are {able}: set "
             f"parallel.sharded so, remove made_for, or {_ANEW}"
         )
-    if parallel.sharded == 1:
-        return
-    beside = [f"parallel.{name} {size}" for name, size in beside_sharded(plan.model, parallel)]
-    beside += ['precision "fp8"'] if plan.precision == "fp8" else []
-    if beside:
+    if parallel.sharded > 1 and plan.precision == "fp8":
         raise UserError(
-            f"{ranks}, and weights that ranks divide are planned without {words(beside)}: set "
+            f'{ranks}, and weights that ranks divide are planned without precision "fp8": set '
             f"parallel.sharded to 1, or {_ANEW}"
         )
 
@@ -130,16 +126,7 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    if plan.adapters is not None and plan.adapters.experts:
-        obstacles.append(
-            "adapters are of experts' matrices too, beside which the trainer has none: set "
-            "experts of adapters to false"
-        )
-    if plan.adapters is not None and plan.precision == "fp8":
-        obstacles.append(
-            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
-            "with --precision bf16"
-        )
+    obstacles += _adapter_obstacles(plan)
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
@@ -149,6 +136,24 @@ def training_obstacles(plan: Plan) -> list[str]:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} takes images at their native "
             "resolution, which the trainer does not divide: plan with levels of context 1"
+        )
+    return obstacles
+
+
+def _adapter_obstacles(plan: Plan) -> list[str]:
+    """Reasons why a plan's adapters cannot be trained, a sentence each."""
+    if plan.adapters is None:
+        return []
+    obstacles = []
+    if plan.adapters.experts:
+        obstacles.append(
+            "adapters are of experts' matrices too, beside which the trainer has none: set "
+            "experts of adapters to false"
+        )
+    if plan.precision == "fp8":
+        obstacles.append(
+            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
+            "with --precision bf16"
         )
     return obstacles
 

@@ -22,8 +22,9 @@ from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
+from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -115,7 +116,7 @@ class JobSpec:
             return {}
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         return {
-            ranks: encoders_cost(*sizes, self.cost_source, sharded=ranks)
+            ranks: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=ranks)
             for ranks in self._encoder_shards()
         }
 
@@ -147,9 +148,13 @@ class JobSpec:
 
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
-        costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
-        parallel = self.parallel if self.parallel.sharded == 1 else self.parallel.of_shards
-        cost = costs(self.model, self.cluster, parallel, runtime=self.trainer.runtime)
+        costs = partial(
+            self.cost_source.costs,
+            precision=self.precision,
+            frozen=self.frozen,
+            adapters=self.adapters,
+        )
+        cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost
@@ -247,7 +252,8 @@ class JobSpec:
             UserError: a level exchanges heads that its context size does not divide.
         """
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
-        sizes = self.model, cluster, self.parallel, self.precision, self.frozen
+        trained = trained_kinds(self.model, self.frozen, self.adapters)
+        sizes = self.model, cluster, self.parallel, self.precision, trained
         source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
         if not runtime.accumulates_in_products:
@@ -277,6 +283,9 @@ class JobSpec:
             workload = Workload.of_shares(shares, padded, self.parallel.data, unpadded)
         else:
             workload = Workload.of_shares(shares, unpadded, self.parallel.data)
+        if self.has_data_parallel_encoders:
+            samples = samples_of_shares(self.model, packs, lengths, levels, shares)
+            workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
         if self.exchange is not None:
             workload = self._with_exchange(workload)
@@ -353,10 +362,9 @@ def _check_encoders_beside(model: ModelConfig) -> None:
             f"{model.name} has no encoder to be data-parallel; give --encoder pipeline, "
             "or a model with encoders"
         )
-    for name, tower in model.encoders.items():
+    for tower in model.encoders.values():
         if tower.values_per_item is None:
             raise UserError(
                 f"{model.name} takes {tower.feature}, which cannot be dealt to data-parallel "
-                f"encoders: a rank would have to take whole inputs of {name}, and lengths count "
-                "their parts alone; give --encoder pipeline"
+                "encoders, as nothing says how large one is; give --encoder pipeline"
             )

@@ -18,7 +18,7 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.levels import MAX_LEVELS, Level, largest_caps
 from omnibal.model.limits import Caps, words
@@ -290,6 +290,13 @@ class Plan(Frozen):
                     f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
                     f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
                 )
+        squares = set(takes_whole_samples(self.model))
+        if set(beside.square_ms) != squares:
+            raise ValueError(
+                f"beside.square_ms is of {words(sorted(beside.square_ms)) or 'no encoder'}, and "
+                f"must be of those of {self.model.name} for images at their native resolution: "
+                f"{words(sorted(squares)) or 'it has none'}"
+            )
         if self.parallel.data % beside.pipelines:
             raise ValueError(
                 f"beside.pipelines is {beside.pipelines}, and must divide the "

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import (
     Field,
     PositiveFloat,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
@@ -236,6 +237,8 @@ class ModelConfig(Frozen):
         description="of tools/chat.py instead; empty: an empty turn, left out: as in training",
     )
 
+    _encoders_elsewhere: dict[str, Encoder] = PrivateAttr(default={})
+
     @field_validator("encoders", mode="before")
     @classmethod
     def _have_kinds(cls, encoders: Any) -> Any:
@@ -354,8 +357,16 @@ class ModelConfig(Frozen):
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
     def without_encoders(self) -> "ModelConfig":
-        """Return the language model alone."""
-        return self.model_copy(update={"encoders": {}})
+        """Return the language model alone, whose first layers take what deepstack projectors of
+        the encoders make."""
+        alone = self.model_copy(update={"encoders": {}})
+        alone._encoders_elsewhere = self.encoders_elsewhere | self.encoders
+        return alone
+
+    @property
+    def encoders_elsewhere(self) -> dict[str, Encoder]:
+        """Encoders that a language model alone has the features of, by name."""
+        return self._encoders_elsewhere
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
         """Return the model with some fields of the encoder `name`, or of "language", changed."""

@@ -52,14 +52,22 @@ class EncoderLayers(Frozen):
     @property
     def squares(self) -> str | None:
         """Name of the feature that full attention costs, the sum over inputs of their items
-        squared; None where positions attend within their item alone."""
+        squared; None where positions attend within their item alone.
+
+        Items that attend to each other go to one data-parallel rank, all of a sample's together.
+        """
         return None
 
     @property
     def values_per_item(self) -> int | None:
-        """Numbers that an item is read as; None where items cannot be dealt to ranks one by one,
-        so that the encoder cannot be data-parallel."""
+        """Numbers that an item is read as; None where nothing says how many, so that the encoder
+        cannot be data-parallel."""
         return None
+
+    @property
+    def deepstack_features(self) -> int:
+        """Features besides its own that a token gets, each for a language layer."""
+        return 0
 
 
 class TilingConfig(Frozen):
@@ -407,6 +415,11 @@ class ImagesEncoder(EncoderLayers, ImageRule):
         return self.head_size or self.hidden_size // self.heads
 
     @property
+    def deepstack_features(self) -> int:
+        """Features of deepstack projectors, which a cell gets besides its own."""
+        return len(self.deepstack_layers)
+
+    @property
     def squares(self) -> str:
         """Feature of full attention: sum over images and frames of their tokens squared."""
         return squares_of(self.feature)
@@ -415,6 +428,11 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     def values_per_patch(self) -> int:
         """Colours of a patch's pixels, of all its frames."""
         return 3 * self.frames_per_patch * self.patch_size**2
+
+    @property
+    def values_per_item(self) -> int:
+        """Colours of a cell's pixels, of all its frames."""
+        return self.values_per_patch * self.positions_per_item
 
     @property
     def positions_per_item(self) -> int:

@@ -4,7 +4,7 @@ import math
 from enum import StrEnum
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen
@@ -109,9 +109,23 @@ class Parallel(Frozen):
         return max(self.routing_ranks, self.sharded)
 
     @property
-    def of_shards(self) -> "Parallel":
-        """The sizes of one group of ranks that divide weights, as if it were all of the job."""
-        return self.model_copy(update={"data": self.sharded})
+    def expert_shards(self) -> int:
+        """Ranks that divide the weights of experts that they all hold: of the ranks that divide
+        weights, on all their tensor-parallel ranks, those with the same ones."""
+        if self.sharded == 1:
+            return 1
+        return max(self.tensor * self.sharded // self.expert, 1)
+
+    def changed(self, **sizes: int) -> "Parallel":
+        """Sizes with some of them changed.
+
+        Raises:
+            UserError: they do not go together.
+        """
+        try:
+            return Parallel.model_validate({**dict(self), **sizes})
+        except ValidationError as error:
+            raise UserError(error.errors()[0]["msg"]) from error
 
     def held(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
         """Sizes with weights held in another way; None where the ranks cannot.
@@ -127,7 +141,10 @@ class Parallel(Frozen):
         is_hybrid = 1 < node < self.data and self.data % node == 0
         if sharding is WeightSharding.HYBRID and not is_hybrid:
             return None
-        return self.model_copy(update={"sharded": sizes[sharding]})
+        try:
+            return self.changed(sharded=sizes[sharding])
+        except UserError:  # a node's ranks share out experts with some of another's
+            return None
 
     @property
     def world_size(self) -> int:
@@ -194,8 +211,7 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
     Raises:
         UserError: there are more stages than layers, tensor-parallel ranks do not divide the
             language model's heads or a feed-forward size, or are more than a node's devices,
-            expert-parallel ranks do not divide the experts, or weights are sharded beside what
-            that does not go with.
+            or expert-parallel ranks do not divide the experts.
     """
     if parallel.pipeline > model.layers:
         raise UserError(
@@ -205,25 +221,6 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
         )
     _check_tensor(model, parallel, cluster)
     _check_expert(model, parallel)
-    _check_sharded(model, parallel)
-
-
-def _check_sharded(model: ModelConfig, parallel: Parallel) -> None:
-    others = beside_sharded(model, parallel)
-    if parallel.sharded > 1 and others:
-        given = " ".join(f"{SIZE_OPTIONS[name]} {size}" for name, size in others)
-        raise UserError(
-            f"{given} was given with weights divided over {parallel.sharded} ranks of "
-            f"{model.name}, which is planned for whole experts alone: leave it out, or give "
-            "--sharding replicated"
-        )
-
-
-def beside_sharded(model: ModelConfig, parallel: Parallel) -> list[tuple[str, int]]:
-    """Sizes that do not go with weights that ranks divide, by their fields, and what they are."""
-    names = ["expert", *(["tensor", "pipeline"] if expert_counts(model) else [])]
-    sizes = dict(parallel)
-    return [(name, sizes[name]) for name in names if sizes[name] > 1]
 
 
 def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:

@@ -64,8 +64,12 @@ class UnitKind:
 
     def is_like(self, other: "UnitKind") -> bool:
         """Whether two kinds differ in nothing but what they carry over cuts."""
-        own, others = (each.without_carried or each.name for each in (self, other))
-        return self.tower == other.tower and own == others
+        return self.tower == other.tower and self.measured_name == other.measured_name
+
+    @property
+    def measured_name(self) -> str:
+        """Name under which it is measured, with kinds that differ only in what they carry."""
+        return self.without_carried or self.name
 
     @property
     def is_embed(self) -> bool:
@@ -98,10 +102,17 @@ def unit_names(model: ModelConfig) -> tuple[str, ...]:
     return _units(model)[1]
 
 
+def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
+    """List the names under which a tower's layers are measured, one a layer."""
+    kinds = {kind.name: kind for kind in unit_kinds(model)}
+    units = (kinds[name] for name in unit_names(model))
+    return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
+
+
 def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
     kinds: dict[str, UnitKind] = {}
     names: list[str] = []
-    carried = 0
+    carried = sum(each.deepstack_features for each in model.encoders_elsewhere.values())
     for name, tower in model.encoders.items():
         part = projector_name(model, name)
         embed, *layers = _encoder_units(name, tower, carried)
@@ -202,10 +213,11 @@ class Deepstack:
 
 
 def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
-    """List a model's deepstack features in the order of the language layers that take them."""
+    """List a model's deepstack features in the order of the language layers that take them; of a
+    language model alone those of its encoders elsewhere."""
     return tuple(
         Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
-        for name, tower in model.encoders.items()
+        for name, tower in (model.encoders_elsewhere | model.encoders).items()
         if isinstance(tower, ImagesEncoder)
         for index, layer in enumerate(tower.deepstack_layers)
     )

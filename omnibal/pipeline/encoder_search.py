@@ -40,11 +40,15 @@ from omnibal.pipeline.workload import Workload
 _KEPT_CHOICES = 12
 """Most numbers of kept items that are tried between none and all."""
 _MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
+_CELLS_OF_PASS = 256
+"""Items of whole samples for one of equal items in the size of a pass: 1,024 patches of four, which
+is what a tile of InternVL has."""
 _MAX_SEARCHES = 48
 """Most choices for which stages are searched."""
 _TOLERANCE = 1e-9  # relative, by which a choice must be better
 _DIGITS = 6
 """Decimals of an item's time in a plan."""
+_DIGITS_OF_SQUARE = 12  # of thousands of items in an image, the same decimals of their time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -308,10 +312,9 @@ def _taken(workload: Workload) -> EncoderMemory:
 
 def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
     """For every size of groups and way to hold weights, the choice that takes least memory."""
-    one = dict.fromkeys(problem.any_encoders.encoders, 1)
     for pipelines in _group_sizes(problem):
         for sharded in problem.encoders:
-            yield _beside(problem, pipelines, one, dict.fromkeys(one, 0), sharded)
+            yield _beside(problem, pipelines, _sizes(problem, 1), sharded)
 
 
 def _group_sizes(problem: PlacementProblem) -> list[int]:
@@ -355,14 +358,14 @@ def _choices_within(problem: PlacementProblem, least_bytes: float) -> Iterator[_
             )
         }
         for largest in _passes(problem, pipelines) if ways else ():
-            sizes = dict.fromkeys(any_encoders.encoders, largest)
+            sizes = _sizes(problem, largest)
             shares, of_sample = (
                 _shares(problem, workload, pipelines, sizes)
                 for workload in (problem.workload, sample)
             )
             for kept in kept_choices(any_encoders, shares.most()):
                 for sharded, encoders in ways.items():
-                    beside = _beside(problem, pipelines, sizes, kept, sharded)
+                    beside = _beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
                     besides = max(encoder_memory.encoding, least_bytes)
                     if fits_cap(encoder_memory.held + besides, cap_bytes):
@@ -376,17 +379,25 @@ def _shares(
     problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
 ) -> ItemShares:
     """Shares of a workload's items, whoever holds weights."""
-    item_ms = _item_ms(problem, items_per_pass)
-    return ItemShares.of(workload, problem.features, problem.any_encoders, pipelines, item_ms)
+    beside = _beside(problem, pipelines, items_per_pass, 1)
+    return ItemShares.of(workload, problem.features, problem.any_encoders, beside)
+
+
+def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
+    """Items of a pass of every encoder, where one of equal items has so many."""
+    return {
+        name: largest * (_CELLS_OF_PASS if one.is_of_samples else 1)
+        for name, one in problem.any_encoders.encoders.items()
+    }
 
 
 def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
-    """Items of a pass that are tried, from 1 up to what any rank has."""
-    one = dict.fromkeys(problem.any_encoders.encoders, 1)
-    shares = _shares(problem, problem.workload, pipelines, one)
-    most = max([1, *shares.most().values()])
+    """Sizes of a pass that are tried, from 1 up to what any rank has."""
+    one = _sizes(problem, 1)
+    most = _shares(problem, problem.workload, pipelines, one).most()
+    largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
-    while sizes[-1] < min(most, _MOST_ITEMS_OF_PASS):
+    while sizes[-1] < min(largest, _MOST_ITEMS_OF_PASS):
         sizes.append(2 * sizes[-1])
     return sizes
 
@@ -401,30 +412,37 @@ def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, 
         name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
         for name in trained
     }
-    path = [
-        name for name in sorted(trained, key=lambda name: -saved[name]) for _ in range(most[name])
+    order = sorted(trained, key=lambda name: -saved[name])
+    starts = dict(
+        zip(order, np.cumsum([0, *(most[name] for name in order)]).tolist(), strict=False)
+    )
+    total = sum(most[name] for name in order)
+    ends = np.unique(np.linspace(0, total, _KEPT_CHOICES + 1).round().astype(int)).tolist()
+    return [
+        {
+            name: min(max(end - starts[name], 0), most[name]) if name in starts else 0
+            for name in cost.encoders
+        }
+        for end in ends
     ]
-    ends = np.unique(np.linspace(0, len(path), _KEPT_CHOICES + 1).round().astype(int)).tolist()
-    return [{name: path[:end].count(name) for name in cost.encoders} for end in ends]
-
-
-def _item_ms(problem: PlacementProblem, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-    times = problem.any_encoders.item_ms(items_per_pass)
-    return {name: round(ms, _DIGITS) for name, ms in times.items()}
 
 
 def _beside(
     problem: PlacementProblem,
     pipelines: int,
     items_per_pass: Mapping[str, int],
-    kept_items: Mapping[str, int],
     sharded: int,
+    kept_items: Mapping[str, int] | None = None,
 ) -> DataParallelEncoders:
+    """A way to run encoders; without kept items, one that keeps none."""
+    encoders = problem.any_encoders
+    item_ms, square_ms = encoders.item_ms(items_per_pass), encoders.square_ms
     return DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass=dict(items_per_pass),
-        kept_items=dict(kept_items),
-        item_ms=_item_ms(problem, items_per_pass),
+        kept_items=dict(kept_items or dict.fromkeys(items_per_pass, 0)),
+        item_ms={name: round(ms, _DIGITS) for name, ms in item_ms.items()},
+        square_ms={name: round(ms, _DIGITS_OF_SQUARE) for name, ms in square_ms.items()},
         sharded=sharded,
     )
 

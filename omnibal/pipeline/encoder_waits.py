@@ -11,7 +11,8 @@ Ranks that divide the encoders' weights meet in every unit of every pass: all of
 neighbouring ranks of the job run as many passes of every encoder, kept ones and others, as the one
 with the most items, and each pass takes as long as that one's. So every rank is as busy as the
 block's busiest of each encoder, and waits for what no computation hides of the exchange of weights
-and gradients. A group whose ranks are of several blocks lasts as long as the slowest of these.
+and gradients; where ranks take whole samples, as the busiest of each pass. A group whose ranks are
+of several blocks lasts as long as the slowest of these.
 
 So the time of encoders is added to every pipeline of the group, before its first forward and after
 its last backward, as two features of these micro-batches (`omnibal.model.units.ENCODER_WAITS_MS`).
@@ -20,14 +21,17 @@ Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
-from omnibal.dispatch.items import shares_of_ranks
+from omnibal.cost.encoder_phase import ITEM, EncodersCost
+from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
+from omnibal.dispatch.sample_passes import passes_of_samples
+from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
+from omnibal.pipeline.encoder_passes import EqualPasses, Passes, WholePasses, encoding_ms
 from omnibal.pipeline.encoding import EncoderMemory, EncoderWaits, Encoding
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
@@ -46,6 +50,8 @@ class ItemShares:
     """Items of every pipeline's packs, by encoder, int64 [S * B, L]."""
     encoded: Mapping[str, np.ndarray]
     """Items that every rank encodes, by encoder, int64 [S * B, N]."""
+    samples: Mapping[str, DealtSamples] = field(default_factory=dict)
+    """Samples that ranks encode, of encoders that take whole ones; ranks are as in `encoded`."""
 
     @classmethod
     def of(
@@ -53,39 +59,70 @@ class ItemShares:
         workload: Workload,
         features: tuple[str, ...],
         cost: EncodersCost,
-        pipelines: int,
-        item_ms: Mapping[str, float],
+        beside: DataParallelEncoders,
     ) -> "ItemShares":
         """Share the items of a workload whose features have these names."""
         steps, step = np.unique(workload.step, return_inverse=True)
-        ranks = workload.data_parallel_size
+        ranks, pipelines = workload.data_parallel_size, beside.pipelines
         cell, cells = step * ranks + workload.dp_rank, len(steps) * ranks
-        held = {
-            name: np.bincount(cell, workload.features[:, features.index(one.feature)], cells)
-            .astype(np.int64)
-            .reshape(-1, pipelines)
-            for name, one in cost.encoders.items()
-        }
-        encoded = shares_of_ranks(held, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=item_ms)
-        return cls(steps=steps, pipelines=pipelines, held=held, encoded=encoded)
+        sizes = {"ranks_of_pipeline": cost.ranks_of_pipeline}
+        unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+        held, encoded, samples, load = {}, {}, {}, NO_LOAD
+        for name, one in cost.encoders.items():
+            of_rows = workload.features[:, features.index(one.feature)]
+            if name in beside.square_ms:
+                whole, times = workload.samples[one.feature], beside.sample_times[name]
+                of_rows = whole.of_rows
+                dealt = whole.deal(cell, pipelines=pipelines, times=times, unit_ms=unit_ms, **sizes)
+                ranks_of_all = cells * cost.ranks_of_pipeline
+                by_group = -1, pipelines * cost.ranks_of_pipeline
+                samples[name] = dealt
+                encoded[name] = dealt.of_ranks(dealt.items, ranks_of_all).reshape(by_group)
+                load = load + dealt.of_ranks(dealt.weight, ranks_of_all).reshape(by_group)
+            held[name] = np.bincount(cell, of_rows, cells).astype(np.int64).reshape(-1, pipelines)
+        equal = {name: held[name] for name in held if name not in samples}
+        encoded |= shares_of_ranks(
+            equal, item_ms=beside.item_ms, load=load, unit_ms=unit_ms, **sizes
+        )
+        return cls(steps=steps, pipelines=pipelines, held=held, encoded=encoded, samples=samples)
 
-    def in_lockstep(self, cost: EncodersCost) -> dict[str, np.ndarray]:
-        """Items by which every rank is busy: the most of its block of ranks that divide weights.
+    def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
+        """Passes that every rank makes of an encoder."""
+        return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
+
+    def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
+        """Passes of so many items at most, of which so many are kept."""
+        items = self.encoded[name]
+        if name not in self.samples:
+            return EqualPasses(items=items, items_per_pass=items_per_pass, kept_items=kept_items)
+        return WholePasses(
+            passes=passes_of_samples(self.samples[name], items_per_pass, kept_items),
+            place=np.arange(items.size).reshape(items.shape),
+        )
+
+    def blocks(self, cost: EncodersCost) -> np.ndarray:
+        """Block of ranks that divide weights that every rank is in, int64 [S * B, N].
 
         Blocks are of neighbours in Megatron's order: tensor first, then data, then pipeline. Ranks
-        of a group are in that of `shares_of_ranks`: pipeline, stage, tensor. int64 [S * B, N]
+        of a group are in that of `shares_of_ranks`: pipeline, stage, tensor.
         """
-        if cost.sharded == 1:
-            return dict(self.encoded)
-        sizes = cost.parallel
-        data = len(self.steps), sizes.data, sizes.pipeline, sizes.tensor
-        found = {}
-        for name, items in self.encoded.items():
-            in_order = items.reshape(data).transpose(0, 2, 1, 3)
-            of_block = in_order.reshape(-1, cost.sharded).max(axis=1, keepdims=True)
-            busiest = np.broadcast_to(of_block, (len(of_block), cost.sharded))
-            found[name] = busiest.reshape(in_order.shape).transpose(0, 2, 1, 3).reshape(items.shape)
-        return found
+        sizes, steps = cost.parallel, len(self.steps)
+        block = np.arange(steps * sizes.world_size) // cost.sharded
+        in_order = block.reshape(steps, sizes.pipeline, sizes.data, sizes.tensor)
+        ranks = self.pipelines * cost.ranks_of_pipeline
+        return in_order.transpose(0, 2, 1, 3).reshape(-1, ranks)
+
+    def at_home(self, name: str, cost: EncodersCost) -> np.ndarray:
+        """Items of its own pipeline's packs that every rank encodes, int64 [S * B, L, R]."""
+        items = self.encoded[name].reshape(-1, self.pipelines, cost.ranks_of_pipeline)
+        if name in self.samples:
+            dealt = self.samples[name]
+            own = dealt.of_ranks(dealt.items * dealt.is_home, items.size)
+            return own.reshape(items.shape)
+        # A pipeline's first ranks encode its own items first.
+        before = np.cumsum(items, axis=2) - items
+        at_home: np.ndarray = np.clip(self.held[name][..., None] - before, 0, items)
+        return at_home
 
     def most(self) -> dict[str, int]:
         """Most items of each encoder that any rank has in a step."""
@@ -127,7 +164,7 @@ def with_encoders(
         features: names of its features.
         shares: those of this workload, if they are known.
     """
-    shares = shares or ItemShares.of(workload, features, cost, beside.pipelines, beside.item_ms)
+    shares = shares or ItemShares.of(workload, features, cost, beside)
     times = _group_times(shares, cost, beside)
     encoder_memory = memory_of_encoders(shares, cost, beside)
     waits = _waits(workload, shares, times, cost)
@@ -171,25 +208,27 @@ def memory_of_encoders(
     Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
     the encoders whole, besides its state and what a pass of them or of the pipeline works with.
     """
-    most, kept = shares.most(), 0.0
-    working, evaluating = [0.0], [0.0]
+    kept, working, evaluating = 0.0, [0.0], [0.0]
     rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
     for name, one in cost.encoders.items():
-        items = shares.encoded[name]
-        stays = min(beside.kept_items[name], most[name]) if one.is_trained else 0
-        a_pass = beside.items_per_pass[name]
-        kept += one.kept(stays, a_pass)
-        again = min(a_pass, most[name] - stays)
-        working.append(one.pass_bytes(min(a_pass, stays), is_kept=True))
-        working.append(one.pass_bytes(again, is_kept=not one.is_trained) - kept)
-        evaluating.append(one.pass_bytes(min(a_pass, most[name]), is_kept=True))
+        passes, most = shares.passes(name, beside), shares.encoded[name]
+        first, second = passes.largest(is_kept=True), passes.largest(is_kept=False)
+        again_bytes = one.pass_bytes(second, is_kept=not one.is_trained)
         if one.is_trained:
-            inputs_bytes = inputs_bytes + one.input_bytes * np.maximum(items - stays, 0)
+            kept += float((passes.work(is_kept=True) @ one.kept_bytes).max(initial=0))
+            working.append(one.pass_bytes(first, is_kept=True).max(initial=0))
+            working.append(again_bytes.max(initial=0) - kept)
+            again = passes.work(is_kept=False)[..., ITEM]
+            inputs_bytes = inputs_bytes + one.input_bytes * again
         else:
-            working[-1] += one.input_bytes * again + kept
-        rows_bytes = rows_bytes + one.feature_bytes * items
+            every = np.concatenate([first, second])
+            own = one.pass_bytes(every, is_kept=True) + one.input_bytes * every[:, ITEM]
+            working.append(own.max(initial=0))
+        whole = shares.passes_of(name, beside.items_per_pass[name], 0).largest(is_kept=False)
+        evaluating.append(one.pass_bytes(whole, is_kept=True).max(initial=0))
+        rows_bytes = rows_bytes + one.feature_bytes * most
         held_bytes = one.feature_bytes * shares.held[name]
         times = 2 if one.is_trained else 1
         features_bytes = features_bytes + times * held_bytes
@@ -223,13 +262,14 @@ def _memory(encoder_memory: EncoderMemory) -> StageMemory:
 def _group_times(
     shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
 ) -> _GroupTimes:
-    busiest = shares.in_lockstep(cost)
+    blocks = shares.blocks(cost) if cost.sharded > 1 else None
     all_ms, mean_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 3)), np.zeros((1, 1, 2))
     for name, one in cost.encoders.items():
-        sizes = beside.items_per_pass[name], beside.kept_items[name]
-        all_ms = all_ms + encoding_ms(one, busiest[name], *sizes)
-        mean_ms = mean_ms + encoding_ms(one, shares.encoded[name], *sizes).mean(axis=1)
-        exposed_ms = exposed_ms + exposed_exchange_ms(one, busiest[name], *sizes)
+        own = shares.passes(name, beside)
+        busiest = own if blocks is None else own.in_lockstep(blocks)
+        all_ms = all_ms + encoding_ms(one, busiest)
+        mean_ms = mean_ms + encoding_ms(one, own).mean(axis=1)
+        exposed_ms = exposed_ms + busiest.exposed_ms(one)
     return _GroupTimes(
         forward=(all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1),
         backward=(all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1),
@@ -240,45 +280,6 @@ def _group_times(
         exchange=_exchange_ms(shares, cost, is_back=False),
         exchange_back=_exchange_ms(shares, cost, is_back=True),
     )
-
-
-def encoding_ms(
-    cost: EncoderCost, items: np.ndarray, items_per_pass: int, kept_items: int
-) -> np.ndarray:
-    """Computation of forward, backward, and what runs again between the two, of ranks with so many
-    items [...]. [..., 3]
-
-    No pass has kept items and others.
-    """
-    kept = np.minimum(items, kept_items)
-    again = items - kept
-    passes_again = -(-again // items_per_pass)
-    passes = -(-kept // items_per_pass) + passes_again
-    both = np.stack([passes, items], axis=-1)
-    second = np.stack([passes_again, again], axis=-1)
-    return np.stack(
-        [both @ cost.forward_ms, both @ cost.backward_ms, second @ cost.again_ms], axis=-1
-    )
-
-
-def exposed_exchange_ms(
-    cost: EncoderCost, items: np.ndarray, items_per_pass: int, kept_items: int
-) -> np.ndarray:
-    """Exchange of weights and gradients that computation does not hide in forward and backward, of
-    ranks whose block's busiest has so many items [...]. [..., 2]"""
-    if cost.exchange is None:
-        return np.zeros((*items.shape, 2))
-    # By the items of a pass; a pass of none is not run.
-    of_pass = cost.exchange.exposed_ms(np.arange(1 + min(items_per_pass, items.max(initial=0))))
-    of_pass[0] = 0
-    kept = np.minimum(items, kept_items)
-    kept_ms, again_ms = (
-        of_pass[-1] * (each // items_per_pass)[..., None] + of_pass[each % items_per_pass]
-        for each in (kept, items - kept)
-    )
-    forward_ms = kept_ms[..., 0] + again_ms[..., 0]
-    backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
-    return np.stack([forward_ms, backward_ms], axis=-1)
 
 
 def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
@@ -300,9 +301,8 @@ def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np
         bytes_, held = cost.encoders[name].feature_bytes, shares.held[name]
         encoded = shares.encoded[name].reshape(by_rank)
         of_pipeline += bytes_ * held
-        # A pipeline's first ranks encode its own items first, and they are those that embed.
-        before = np.cumsum(encoded, axis=2) - encoded
-        at_home = np.clip(held[..., None] - before, 0, encoded)
+        at_home = shares.at_home(name, cost)
+        # A pipeline's first ranks are those that embed.
         at_home[..., tensor:] = 0
         moved += bytes_ * (encoded - at_home / tensor)
         received[..., :tensor] += bytes_ * (held[..., None] - at_home[..., :tensor]) / tensor

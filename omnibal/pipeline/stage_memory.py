@@ -711,7 +711,7 @@ def memory_table(
     return MemoryTable(
         kinds=cost.kinds,
         state_bytes=np.array(state_bytes),
-        tied_bytes=unit_state_bytes(cost, cost.tied_parameters, cost.tied_trained_parameters),
+        tied_bytes=tied_state_bytes(cost),
         others_kept_bytes=_level_by_level(passes.others, activation, cost.levels),
         others_input_bytes=_level_by_level(passes.others, boundary, cost.levels),
         own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
@@ -793,8 +793,11 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
-    # What comes to a unit has left a unit of its kind, or of the kind before it.
+    # What comes to a unit has left a unit of its kind, or of the kind before it: where adapters
+    # begin with the layers, only the former has a gradient.
+    is_layer = np.array([kind.is_layer for kind in cost.kinds])
     came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    back_to = np.where(is_layer & (back_to == 0), back, back_to)
     return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
 
 
@@ -820,20 +823,19 @@ def library_bytes(cost: CostModel, stage: Stage) -> float:
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
     """Bytes of weights, gradients and optimizer state of a unit on one device."""
     trained, of_experts = unit.trained_parameters, unit.trained_expert_parameters
-    whole_bytes = unit_state_bytes(cost, unit.parameters, trained, of_experts)
-    return whole_bytes + unit.weight_copy_bytes
+    weight_bytes = cost.weight_bytes(unit.parameters, unit.expert_parameters)
+    return weight_bytes + _trained_bytes(cost, trained, of_experts) + unit.weight_copy_bytes
 
 
-def unit_state_bytes(cost: CostModel, parameters: int, trained: int, of_experts: int = 0) -> float:
-    """Bytes of weights, gradients and optimizer state of so many parameters of one device.
+def tied_state_bytes(cost: CostModel) -> float:
+    """Bytes of weights, gradients and optimizer state of the tied matrix on one device."""
+    weight_bytes = cost.weight_bytes(cost.tied_parameters, 0)
+    return weight_bytes + _trained_bytes(cost, cost.tied_trained_parameters, 0)
 
-    Args:
-        of_experts: those of `trained` that are experts'.
-    """
-    trained_bytes = cost.gradient_bytes_per_parameter + cost.optimizer_bytes_per_parameter
-    more_bytes = cost.expert_rates.optimizer_bytes - cost.optimizer_bytes_per_parameter
-    state_bytes = parameters * cost.weight_bytes_per_parameter + trained * trained_bytes
-    return state_bytes + of_experts * more_bytes
+
+def _trained_bytes(cost: CostModel, trained: int, of_experts: int) -> float:
+    """Bytes of gradients and optimizer state of trained parameters of one device."""
+    return cost.gradient_bytes(trained, of_experts) + cost.optimizer_bytes(trained, of_experts)
 
 
 def stage_memories(
@@ -875,13 +877,14 @@ def stage_memory(
     """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
     kinds = cost.kinds
     counts, recomputed = counts_of_runs(len(kinds), runs)
-    parameters = sum(
-        number * unit.parameters
-        for unit, number in zip(cost.units.values(), counts.tolist(), strict=True)
+    held, of_held, copies = counts @ np.array(
+        [
+            (unit.parameters, unit.expert_parameters, unit.weight_copy_bytes)
+            for unit in cost.units.values()
+        ]
     )
-    parameters -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
-    copies = [unit.weight_copy_bytes for unit in cost.units.values()]
-    weights_bytes = parameters * cost.weight_bytes_per_parameter + float(counts @ copies)
+    held -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
+    weights_bytes = float(cost.weight_bytes(held, of_held) + copies)
     trained = float(trained_parameters(cost, [stage])[0])
     of_experts = float(trained_expert_parameters(cost, [stage])[0])
     encoder_memory, embeds = table.encoder_memory, stage.holds(_EMBED_WORDS)
@@ -890,8 +893,7 @@ def stage_memory(
     running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,
-        gradients_gib=(trained * cost.gradient_bytes_per_parameter + encoder_memory.gradients)
-        / GIB,
+        gradients_gib=(cost.gradient_bytes(trained, of_experts) + encoder_memory.gradients) / GIB,
         optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + encoder_memory.optimizer) / GIB,
         activations_gib=(held_bytes + encoder_memory.kept + encoder_memory.features * embeds) / GIB,
         transient_gib=(running_bytes - held_bytes + encoder_memory.buffers) / GIB,

@@ -3,11 +3,12 @@
 A pack that several ranks share is a row on each of them, with the features of that rank's share.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from omnibal.dispatch.sample_items import SampleItems
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoding import Encoding
 from omnibal.steps.empty_slots import empty_slots
@@ -49,6 +50,9 @@ class Workload:
     unpadded: np.ndarray | None = None
     """The features without the padding of packs to the longest, [rows, features]; None where packs
     are not padded."""
+    samples: Mapping[str, SampleItems] = field(default_factory=dict)
+    """Samples of every row by the feature of the data-parallel encoders that take whole ones; those
+    of empty micro-batches have none."""
     encoding: Encoding | None = None
     """Data-parallel encoders, whose waits are features of the rows too; None where they are
     units of the stages, or not chosen yet."""
@@ -120,6 +124,7 @@ class Workload:
             level=np.concatenate([self.level, np.zeros(len(empty), self.level.dtype)]),
             context=np.concatenate([self.context, np.ones(len(empty), self.context.dtype)]),
             lockstep_ranks=lockstep_ranks,
+            samples={name: each.with_empty(len(empty)) for name, each in self.samples.items()},
             is_empty=np.arange(len(step)) >= len(self),
         )
         return whole.rows(np.lexsort((slot, dp_rank, step)))
@@ -155,6 +160,7 @@ class Workload:
             level=self.level[picked],
             context=self.context[picked],
             is_empty=self.is_empty[picked],
+            samples={name: each.take(picked) for name, each in self.samples.items()},
             encoding=None if self.encoding is None else self.encoding.rows(picked),
         )
 
@@ -167,6 +173,7 @@ class Workload:
             dp_rank=np.zeros_like(self.dp_rank),
             data_parallel_size=1,
             context=np.ones_like(self.context),
+            samples={},
             lockstep_ranks=1,
         )
 

@@ -7,7 +7,12 @@ import numpy as np
 
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
+from omnibal.dispatch.phase_balance import (
+    HeldSamples,
+    PhaseBalance,
+    encoder_balances,
+    language_balance,
+)
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.units import feature_names_at
@@ -43,9 +48,14 @@ def phases_of_plan(
         for name, tower in plan.model.encoders.items()
     }
     language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
+    whole = {
+        name: HeldSamples(samples=workload.samples[tower.feature], pipeline=cell)
+        for name, tower in plan.model.encoders.items()
+        if tower.feature in workload.samples
+    }
     ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
     return [
-        *encoder_balances(held, ranks_of_pipeline, plan.beside),
+        *encoder_balances(held, ranks_of_pipeline, plan.beside, whole),
         language_balance(workload.step, workload.dp_rank, language_ms, ranks),
     ]
 

@@ -21,7 +21,6 @@ class Feature(StrEnum):
     SIZES = "--gpus"
     LEVELS = "--packing-levels"
     CURRICULUM = "--curriculum-steps"
-    SHARDING = "--sharding full or hybrid"
     BESIDE = "--encoder data-parallel"
     SPLIT = "--method or --recompute"
     SAMPLES_PER_STEP = "--samples-per-step"
@@ -34,7 +33,6 @@ class Feature(StrEnum):
     IMAGE_SHARE = "--image-share"
     DISPATCH = "--dispatch"
     COMPARE = "--compare"
-    EXPERT = "--ep above 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +65,6 @@ CONFLICTS = (
         Feature.BESIDE,
         Feature.SPLIT,
         "the encoders' memory is shared with the stages by the joint search alone",
-    ),
-    Conflict(
-        Feature.SHARDING,
-        Feature.EXPERT,
-        "experts are gathered whole, and not shared out as well",
     ),
     Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
     Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),

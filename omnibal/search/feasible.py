@@ -26,7 +26,7 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
-from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes, unit_state_bytes
+from omnibal.pipeline.stage_memory import GIB, fits_cap, tied_state_bytes, unit_bytes
 from omnibal.pipeline.workload import Workload
 
 SAMPLES = 20_000
@@ -89,9 +89,7 @@ def least_state_gib(job: JobSpec) -> float:
     split does better than equal stages."""
     units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
-    tied = job.cost.tied_parameters, job.cost.tied_trained_parameters
-    state_bytes -= unit_state_bytes(job.cost, *tied)
-    return state_bytes / job.parallel.pipeline / GIB
+    return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:
@@ -220,8 +218,12 @@ class _Changes:
         old = dict(parallel)
         text = " ".join(f"{SIZE_OPTIONS[name]} {size}" for name, size in sizes.items())
         instead = " and ".join(str(old[name]) for name in sizes)
-        larger = self.request.job.trainer.held(parallel.model_copy(update=changes))
-        return f"{text} instead of {instead}", lambda: self.request.sized(larger)
+        held = self.request.job.trainer.held
+
+        def larger() -> PlanRequest:
+            return self.request.sized(held(parallel.changed(**changes)))
+
+        return f"{text} instead of {instead}", larger
 
     def held(self, way: WeightSharding) -> Candidate:
         """Divide weights over more data-parallel ranks, and those of data-parallel encoders."""
@@ -338,10 +340,13 @@ def _same_devices(request: PlanRequest) -> list[Parallel]:
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
-            data=devices // (tensor * pipeline),
+            data=data,
             sequence_parallel=tensor > 1,
+            expert=expert,
         )
         for tensor, pipeline in stages
+        for data in [devices // (tensor * pipeline)]
+        for expert in expert_sizes(job.model, tensor, data)
     ]
     allowed = list(filter(job.allows, _held(job, whole)))
     allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))

@@ -173,15 +173,11 @@ class Goal:
     def features(self) -> set[Feature]:
         """Features that do not go with everything."""
         data, free = self.data, self.free
-        sizes = self.job.parallel if free.sizes is None else free.sizes
-        must_shard = WeightSharding.REPLICATED not in self.shardings
         has = {
             Feature.SIZES: free.sizes is not None,
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
             Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
-            Feature.SHARDING: must_shard and not self.job.trainer.always_shards,
-            Feature.EXPERT: (sizes.expert or 1) > 1,
             Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),
             Feature.EARLIER: isinstance(data, Earlier),

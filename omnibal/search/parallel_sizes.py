@@ -3,8 +3,9 @@
 Every product of the first three that the model and the cluster allow, with every expert size that
 these allow, is compared at the same number of samples per step, on the same samples, in the same
 packs, by the time per sample of `omnibal.search.trial`, so as `omnibal caps` compares caps.
-Sequence parallelism goes with every tensor size above 1. Where there is one stage, weights may be
-whole on every rank, divided over all data-parallel ranks, or over those of a node.
+Sequence parallelism goes with every tensor size above 1. Weights may be whole on every rank,
+divided over all data-parallel ranks, or over those of a node: in a pipeline within a node alone,
+and beside experts that ranks share out where that divides the experts' state as well.
 
 Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
 how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
@@ -258,11 +259,19 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
-    """Whether sizes are searched where ways to hold weights are free: not a pipeline whose stages
-    gather weights over the network for every micro-batch, of which it needs many, or that divides
-    weights within a node in two ways."""
+    """Whether sizes are searched where ways to hold weights are free.
+
+    Not a pipeline whose stages gather weights over the network for every micro-batch, of which it
+    needs many, or that divides weights within a node in two ways. Nor groups that have all experts
+    once and are copies of each other: every rank would have all state of its experts, which ranks
+    with whole weights divide.
+    """
+    if parallel.sharded == 1:
+        return True
+    if parallel.expert_shards == 1 < parallel.expert_data:
+        return False
     is_within = parallel.tensor == 1 and shard_group(parallel).is_within(cluster)
-    return parallel.sharded == 1 or parallel.pipeline == 1 or is_within
+    return parallel.pipeline == 1 or is_within
 
 
 def _check_given(request: StrategyRequest) -> None:

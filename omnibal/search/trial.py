@@ -19,6 +19,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import SampleData, model_of_lengths
 from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
@@ -223,9 +224,10 @@ def encoders_ms_per_sample(
         return 0.0, 0.0
     before_ms = after_ms = 0.0
     for encoder in costs[0].encoders.values():
-        items = float(lengths.column(encoder.feature).mean())
-        before_ms += items * float(encoder.forward_ms[ITEM])
-        after_ms += items * float(encoder.backward_ms[ITEM])
+        names = [encoder.feature] + [squares_of(encoder.feature)] * encoder.is_of_samples
+        items = np.array([lengths.column(name).mean() for name in names])
+        before_ms += float(items @ encoder.forward_ms[ITEM:])
+        after_ms += float(items @ encoder.backward_ms[ITEM:])
     ranks = job.parallel.world_size
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms

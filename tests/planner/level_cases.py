@@ -150,7 +150,9 @@ def stage_peak(
     of_unit = [costs[0].units[unit] for unit in stage.units]
     state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
     experts = sum(unit.trained_expert_parameters for unit in of_unit)
-    state += experts * (costs[0].expert_rates.optimizer_bytes - 12)
+    rates = costs[0].expert_rates
+    state += sum(unit.expert_parameters for unit in of_unit) * (rates.weight_bytes - 2)
+    state += experts * (rates.gradient_bytes - 4 + rates.optimizer_bytes - 12)
     state += costs[0].expert_peer_bytes * holds_experts(costs, stage)
     every = range(len(packs.step))
     unkept = [_unkept_input(costs, stage, packs, row) for row in every]

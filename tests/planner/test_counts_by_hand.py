@@ -6,15 +6,18 @@ tensor-parallel ranks divide few of them, so that no wrong operator gives the sa
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from omnibal.cost.counts import Counts, Device, Features, Fp8Rates, with_adapters
+from omnibal.cost.adapter_counts import with_adapters
+from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
 from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
@@ -221,10 +224,7 @@ def test_layer_of_tiles_with_all_options() -> None:
         "passes": (4, 4, 0),
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
-        "for weights": {
-            *("first norm's output", "second norm's output", "out of the activation"),
-            *("attention's block, for its layer scale", "feed-forward's, for its layer scale"),
-        },
+        "for weights": {"first norm's output", "second norm's output", "out of the activation"},
         "input": rows * 2 * H,
         "output": rows * 2 * H,
         "working": [
@@ -1183,21 +1183,41 @@ def test_prediction_in_fp8() -> None:
     assert fast["kept"]["0: normed"] == plain["kept"]["0: normed"]
 
 
-def test_adapters_beside_products() -> None:
-    """Prevents: adapters of the router, or whose inputs and outputs are not read again."""
-    experts = ExpertsConfig(experts=5, experts_per_token=2, ffn_hidden_size=21)
-    layer = language_layer(language(), LayerKind(experts=experts), device(), FEATURES)
-    plain, adapted = counted(layer), counted(with_adapters(layer, device()))
-    forward = backward = 0
-    for rows, inner, outer, *_ in plain["products"]:
-        if outer != 5:
-            # A reads x; B writes its output, which is read with y, and the sum written.
-            forward += rows * (inner + outer + outer + outer + outer)
-            # For both of B's gradients y's is read; for A's, x, which is then summed: read with
-            # what comes of A, written, read and written again.
-            backward += rows * (2 * outer + inner + 4 * inner)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_beside_products(sequence_parallel: bool) -> None:
+    """Prevents: adapters of the router or of q in k's rows, inputs that are not kept for A's
+    gradient, or whose inputs and outputs are not read again."""
+    t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms=1e9)
+    part = 1 / 3 if sequence_parallel else 1.0
+    layer = language_layer(language(), LayerKind(), own, FEATURES)
+    adapters = AdapterConfig(rank=r, alpha=1, targets=("q_proj", "v_proj", "down_proj"))
+    model = ModelConfig(name="hand", language=language())
+    kind = next(one for one in unit_kinds(model) if one.is_layer)
+    named = {one.module: one for one in adapted_linears(model, kind, adapters)}
+    plain = counted(layer)
+    adapted = counted(with_adapters(layer, own, adapters, named, part=part))
+    tokens, h, made = plain["products"][0]
+    _, inner, _ = plain["products"][3]
+    key = language().kv_heads * language().head_width
+    query = language().heads * language().head_width
+    # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.
+    forward = part * tokens * h + tokens * 2 * made + tokens * inner + part * tokens * 2 * h
+    backward = part * tokens * 3 * h + tokens * 2 * made + tokens * 3 * inner
+    backward += part * tokens * 2 * h
     assert adapted["forward"] - plain["forward"] == pytest.approx(2 * forward)
     assert adapted["backward"] - plain["backward"] == pytest.approx(2 * backward)
-    assert adapted["kernels"] - plain["kernels"] == 3 * 4
-    same = plain.keys() - {"forward", "backward", "kernels"}
-    check({name: adapted[name] for name in same}, {name: plain[name] for name in same})
+    # Whole: A of q and v, B of down; divided: B of q and v, A of down.
+    parameters = 2 * r * h + r * (query + key) / t + r * inner + r * h
+    assert adapted["parameters"] - plain["parameters"] == pytest.approx(parameters, abs=1)
+    between = {
+        "between A and B of self_attention.linear_qkv": tokens * 2 * r * 2,
+        "between A and B of mlp.linear_fc2": part * tokens * r * 2,
+    }
+    assert adapted["kept"] == pytest.approx({**plain["kept"], **between})
+    now_kept = {"first norm's output", "their product"}
+    assert adapted["for weights"] == plain["for weights"] - now_kept
+    thin = 2 / 3 * tokens * r * 2
+    sent = (2 + 1) * thin if sequence_parallel else 2 * thin
+    back_sent = (2 + 1) * thin if sequence_parallel else 2 * 2 * thin
+    assert adapted["sent"] - plain["sent"] == pytest.approx(sent)
+    assert adapted["back sent"] - plain["back sent"] == pytest.approx(back_sent)

@@ -60,7 +60,7 @@ def random_exchange(rng: np.random.Generator, features: int, item: int, trained_
         sequence=(0, 1, 1, 1, 2),
     )
     second = replace(exchange, forward_ms=again_ms)
-    return PassExchange(of_pass=exchange, of_second=second, item=item)
+    return PassExchange(of_pass=exchange, of_second=second, columns=(0, item))
 
 
 def random_encoders(
@@ -229,7 +229,7 @@ def pass_ms(cost: EncoderCost, items: int, runs_again: bool) -> tuple[float, flo
         return float(both @ cost.forward_ms), float(both @ cost.backward_ms) + again_ms
     units, second = cost.exchange.of_pass, cost.exchange.of_second
     row = np.zeros(units.forward_ms.shape[1])
-    row[0], row[cost.exchange.item] = 1, items
+    row[list(cost.exchange.columns)] = 1, items
     order = list(units.sequence)
     turned, nothing = order[::-1], [0.0] * len(order)
     forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
@@ -489,6 +489,11 @@ def test_parts_of_a_step_add_up():
         assert lost.ideal_ms == pytest.approx(work_ms / devices / steps)
 
 
+def kept_bytes(cost: EncoderCost, items: int, a_pass: int) -> float:
+    """Bytes that so many kept items hold, in passes of so many."""
+    return float(cost.kept_bytes @ (-(-items // a_pass), items))
+
+
 def test_memory_is_what_a_loop_over_ranks_counts():
     """Prevents kept items, inputs, features or buffers that are left out, or are of a step that is
     not the heaviest."""
@@ -496,9 +501,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         rng = np.random.default_rng(seed)
         problem = random_problem(rng, "vision audio language", Parallel(pipeline=2, data=4), 4)
         beside, cost = random_data_parallel(rng, problem), problem.any_encoders
-        shares = ItemShares.of(
-            problem.workload, problem.features, cost, beside.pipelines, beside.item_ms
-        )
+        shares = ItemShares.of(problem.workload, problem.features, cost, beside)
         encoder_memory = memory_of_encoders(shares, cost, beside)
         kept, inputs, rows, features = [], [], [], []
         for step, block in product(range(4), range(4 // beside.pipelines)):
@@ -507,10 +510,10 @@ def test_memory_is_what_a_loop_over_ranks_counts():
                 own = {name: items[rank] for name, items in counts.items()}
                 kept.append(
                     sum(
-                        one.kept(
-                            min(own[name], beside.kept_items[name]), beside.items_per_pass[name]
+                        kept_bytes(one, min(own[name], beside.kept_items[name]), a_pass)
+                        for (name, one), a_pass in zip(
+                            cost.encoders.items(), beside.items_per_pass.values(), strict=True
                         )
-                        for name, one in cost.encoders.items()
                         if one.is_trained
                     )
                 )
@@ -674,8 +677,12 @@ def every_choice(problem: PlacementProblem):
         for a_pass in (1, 2, 4, 8, 16):
             sizes = dict.fromkeys(one, a_pass)
             item_ms = {n: round(ms, 6) for n, ms in problem.any_encoders.item_ms(sizes).items()}
+            keep_none = DataParallelEncoders(
+                pipelines=pipelines, items_per_pass=sizes, kept_items=dict.fromkeys(one, 0),
+                item_ms=item_ms,
+            )  # fmt: skip
             shares = ItemShares.of(
-                problem.workload, problem.features, problem.any_encoders, pipelines, item_ms
+                problem.workload, problem.features, problem.any_encoders, keep_none
             )
             if a_pass >= 2 * max(1, *shares.most().values()):
                 break

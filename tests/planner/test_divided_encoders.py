@@ -29,11 +29,8 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.units import unit_names
-from omnibal.pipeline.encoder_waits import (
-    ItemShares,
-    exposed_exchange_ms,
-    memory_of_encoders,
-)
+from omnibal.pipeline.encoder_passes import EqualPasses
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.search.feasible import find_changes
@@ -101,7 +98,8 @@ def test_passes_wait_for_what_events_one_by_one_wait(frozen: tuple[str, ...]) ->
             expected += events_ms(size, runs_again=runs_again)
             both, second = np.array([1, size]), runs_again * one.again_ms
             expected -= [both @ one.forward_ms, both @ (one.backward_ms + second)]
-        found = exposed_exchange_ms(one, np.array([[items]]), 4, kept)
+        of_rank = EqualPasses(items=np.array([[items]]), items_per_pass=4, kept_items=kept)
+        found = of_rank.exposed_ms(one)
         np.testing.assert_allclose(found[0, 0], expected, rtol=1e-9, atol=1e-9)
         assert (found > 0).all() == (items > 0)
 
@@ -154,9 +152,10 @@ def test_two_units_are_whole_while_a_pass_runs() -> None:
     cost = analytic_cost(MODEL, cluster, Parallel(pipeline=1, data=8), "bf16")
     one = encoders_cost(MODEL, cluster, JOB, "bf16", sharded=8).encoders["vision"]
     expected = walked_bytes(cost, encoder_units(MODEL))
-    assert one.pass_bytes(2, is_kept=True) == pytest.approx(expected)
+    work = np.array([[1, 2]])
+    assert one.pass_bytes(work, is_kept=True) == pytest.approx(expected)
     again = float(one.kept_bytes @ (1, 2))
-    assert one.pass_bytes(2, is_kept=False) == pytest.approx(expected + again)
+    assert one.pass_bytes(work, is_kept=False) == pytest.approx(expected + again)
 
 
 def test_a_block_is_of_neighbours_in_the_order_of_ranks() -> None:
@@ -166,7 +165,8 @@ def test_a_block_is_of_neighbours_in_the_order_of_ranks() -> None:
         cost = encoders_cost(MODEL, slow_cluster(), JOB, "bf16", sharded=sharded)
         items = rng.integers(0, 9, (6, 8))  # three steps of two groups of two pipelines
         shares = ItemShares(steps=np.arange(3), pipelines=2, held={}, encoded={"vision": items})
-        found = shares.in_lockstep(cost)["vision"]
+        passes = EqualPasses(items=items, items_per_pass=4, kept_items=0)
+        found = passes.in_lockstep(shares.blocks(cost)).items
         for step in range(3):
             place_of = {}
             for rank in range(16):

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cli_cases import printed
-from expert_cases import DIGITS, expert_model
+from expert_cases import DIGITS, EXPERTS, expert_model
 from plan_cases import MODEL, example_lengths, job_spec, request
 from pydantic import ValidationError
 
+from omnibal import Free, Goal, Samples, plan
 from omnibal.base.errors import UserError
 from omnibal.cli.options import JobOptions, SizeOptions
 from omnibal.data.lengths import write_lengths
@@ -16,8 +17,9 @@ from omnibal.job.check import open_plan
 from omnibal.job.plan import read_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, with_imbalance
-from omnibal.model.limits import USABLE_MEMORY_FRACTION
-from omnibal.model.parallel import Parallel, check_parallel, expert_sizes
+from omnibal.model.layers import LayerRun
+from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps
+from omnibal.model.parallel import Parallel, WeightSharding, check_parallel, expert_sizes
 from omnibal.packing.packs import read_packs
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage_memory import GIB
@@ -80,6 +82,25 @@ def test_sizes_that_do_not_nest_are_refused():
     with pytest.raises(UserError, match="--ep 3 was given with --tp 2 --dp 3"):
         options.parallel()
     assert replace(options, ep=6).parallel() == parallel_of(2, 1, 3, 6)
+
+
+def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
+    """Prevents: ranks in lockstep with a part of another group, where sizes are changed."""
+    three = Parallel(pipeline=1, data=48, expert=3)
+    assert three.held(WeightSharding.HYBRID, CLUSTER) is None
+    assert three.held(WeightSharding.FULL, CLUSTER).sharded == 48
+    for expert in (2, 16):
+        held = Parallel(pipeline=1, data=48, expert=expert).held(WeightSharding.HYBRID, CLUSTER)
+        assert held.sharded == 8
+        with pytest.raises(UserError, match=r"sharded 8, .* must divide the 3 data-parallel ranks"):
+            held.changed(expert=3)
+    lengths = Samples(lengths=example_lengths(), caps=Caps.of(tiles=8, tokens=320))
+    run_of_layers = LayerRun(layers=1, experts=EXPERTS.model_copy(update={"experts": 12}))
+    model = MODEL.with_tower("language", runs=(run_of_layers,))
+    spec = job_spec(model=model, cluster=CLUSTER, parallel=three, precision="bf16")
+    free = Free(shardings=(WeightSharding.HYBRID,))
+    with pytest.raises(UserError, match="a divisor or a multiple of the 3 that share out experts"):
+        plan(Goal(job=spec, data=lengths, free=free))
 
 
 def test_all_expert_sizes_are_found():

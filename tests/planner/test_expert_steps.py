@@ -78,6 +78,8 @@ def expert_case(
     """Costs of every level, a small model, packs whose ranks run in lockstep, and pipeline size."""
     model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
     rates = ParameterRates(
+        weight_bytes=0.5,
+        gradient_bytes=3.0,
         optimizer_bytes=rng.uniform(0, 40),
         optimizer_ms=rng.uniform(0, 1e-5),
         gradient_reduction_ms=rng.uniform(0, 1e-5),

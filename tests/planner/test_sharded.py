@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from exchange_cases import simulated_ms
-from expert_cases import DIGITS
+from expert_cases import DIGITS, expert_model
 from plan_cases import example_lengths
 from pydantic import ValidationError
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.links import Group, pass_line
-from omnibal.cost.model import CostModel, trained_features
+from omnibal.cost.model import CostModel, UnitCost, trained_features
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -33,12 +33,14 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, workload_times
+from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.search.limit_costs import LimitName, lifted
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
+EXPERT_LAYER = "language_layer_experts8"
 LEVELS = (Level(caps=Caps.of(tiles=30, tokens=8192)),)
 XTUNER = TARGETS[TargetName.XTUNER]
 IN_BF16 = RuntimeOptions(scatters_weights_precision=True)
@@ -139,19 +141,29 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
         assert [each[place] for each in found] == pytest.approx(expected), kind.name
 
 
-def walked_forward(cost: CostModel, names: Sequence[str]) -> dict[str, float]:
+def gathered_bytes(unit: UnitCost, expert_ranks: int) -> float:
+    """Bytes of a unit's weights that are there besides a rank's own, in bf16."""
+    own = unit.expert_parameters if expert_ranks == 1 else 0
+    return 2 * (unit.parameters - own)
+
+
+def walked_forward(
+    cost: CostModel, names: Sequence[str], expert_ranks: int = 1
+) -> dict[str, float]:
     """Most bytes of whole weights in a forward of each kind, one unit after another."""
     held, most = Counter[int](), dict.fromkeys(names, 0.0)
     for place, name in enumerate(names):
         for gathered in (place, place + 1):
             if gathered < len(names):
-                held[gathered] = 2 * cost.units[names[gathered]].parameters
+                held[gathered] = gathered_bytes(cost.units[names[gathered]], expert_ranks)
         most[name] = max(most[name], held.total())
         del held[place]
     return most
 
 
-def walked_backward(cost: CostModel, names: Sequence[str], gradient_bytes: int) -> dict[str, float]:
+def walked_backward(
+    cost: CostModel, names: Sequence[str], gradient_bytes: int, expert_ranks: int = 1
+) -> dict[str, float]:
     """Most bytes of whole weights and gradients in a backward of each kind, over eight ranks."""
     held, most = Counter[tuple[str, int]](), dict.fromkeys(names, 0.0)
     tied_bytes = gradient_bytes * cost.tied_trained_parameters
@@ -160,7 +172,7 @@ def walked_backward(cost: CostModel, names: Sequence[str], gradient_bytes: int) 
         for gathered in (place - 1, place):
             unit = cost.units[names[max(gathered, 0)]]
             if gathered >= 0 and unit.has_backward and not names[gathered].endswith("embed"):
-                held["weights", gathered] = 2 * unit.parameters
+                held["weights", gathered] = gathered_bytes(unit, expert_ranks)
         if name == "head":
             held["tied", 0] = tied_bytes
             own_bytes -= tied_bytes
@@ -171,7 +183,10 @@ def walked_backward(cost: CostModel, names: Sequence[str], gradient_bytes: int) 
         # What is divided behind it is by now.
         held = Counter({key: size for key, size in held.items() if key[1] in (0, place - 1, place)})
         held.pop(("weights", place), None)
-        held["share", place] = own_bytes / 8
+        of_experts = gradient_bytes * cost.units[name].trained_expert_parameters
+        held["share", place] = (own_bytes - of_experts) / 8
+        if expert_ranks > 1:
+            held["share", place] += of_experts / expert_ranks
     return most
 
 
@@ -219,6 +234,91 @@ def test_whole_weights_are_there_for_a_while(
         for experts in (0, 1e8):
             counts = 1e9, experts
             assert getattr(shared, rates)(*counts) == getattr(whole, rates)(*counts) > 0
+
+
+@pytest.mark.parametrize(("expert", "expert_ranks"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
+    """Prevents: room for experts of other ranks while a layer runs, none for those that ranks
+    divide, and gradients of experts that are not divided left out."""
+    model, cluster, sizes = expert_model(), load_cluster("h100-80g"), over(8, expert=expert)
+    whole = analytic_cost(model, cluster, sizes, "bf16")
+    names = unit_names(model)
+    shared = sharded_cost(whole, names, cluster, sizes, "bf16", OWN_RUNTIME)
+    forward = walked_forward(whole, names, expert_ranks)
+    backward = walked_backward(whole, names, 4, expert_ranks)
+    for name in names:
+        more = shared.units[name].transient_bytes[:, 0] - whole.units[name].transient_bytes[:, 0]
+        assert more[0] == pytest.approx(forward[name]), name
+        assert more[-1] == pytest.approx(backward[name]), name
+    layer = whole.units[EXPERT_LAYER]
+    assert 0 < layer.expert_parameters == 8 // expert * 3 * 8 * 5
+    moved = 4 * (layer.parameters - layer.expert_parameters) * (1 + 3 / 8)
+    moved += 4 * layer.expert_parameters * (1 + 3 / expert_ranks)
+    summed_ms = shared.units[EXPERT_LAYER].backward_ms[0] - layer.backward_ms[0]
+    assert summed_ms == pytest.approx(moved / (cluster.memory_gb_per_s * 1e6))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "data", "expert", "sharded", "ranks", "copies", "apart"),
+    [
+        (1, 16, 1, 16, 16, 1, 16),
+        (1, 16, 2, 16, 8, 1, 16),
+        (1, 16, 4, 8, 2, 2, 8),
+        (1, 16, 8, 4, 1, 2, 8),
+        (1, 8, 8, 8, 1, 1, 8),
+        (2, 8, 8, 8, 2, 1, 16),
+        (2, 8, 1, 4, 8, 2, 8),
+        (4, 4, 2, 2, 4, 2, 8),
+    ],
+)
+def test_experts_are_divided_by_the_ranks_that_hold_the_same(
+    tensor: int, data: int, expert: int, sharded: int, ranks: int, copies: int, apart: int
+) -> None:
+    """Prevents: experts divided by ranks that hold others, or exchanged at all where every rank of
+    a group has its own; and sums over copies of other parts.
+
+    By hand: of the ranks that divide weights, every so many `ranks` hold the same experts.
+    """
+    parallel = Parallel(
+        tensor=tensor, pipeline=1, data=data, expert=expert, sharded=sharded,
+        sequence_parallel=tensor > 1,
+    )  # fmt: skip
+    cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
+    model = expert_model().with_tower("language", heads=4, kv_heads=4)
+    job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
+    cost, rates = job.cost, job.cost.expert_rates
+    assert (rates.weight_bytes, rates.gradient_bytes) == (2 / ranks, 4 / ranks)
+    assert rates.optimizer_bytes == 12 / ranks
+    # An all-reduce sends its bytes twice, but for a copy's own.
+    line = pass_line(cluster, Group(copies, stride=apart), "bf16")
+    sent_ms = line.each_ms * 2 * (copies - 1) / copies * 4 / ranks
+    assert rates.gradient_reduction_ms == pytest.approx(sent_ms)
+    layer, place = cost.units[EXPERT_LAYER], [*cost.units].index(EXPERT_LAYER)
+    others = layer.parameters - layer.expert_parameters
+    expected = np.zeros(2)
+    for size, group in (
+        (others, Group(sharded, stride=tensor)),
+        (layer.expert_parameters, Group(ranks, stride=expert)),
+    ):
+        line = pass_line(cluster, group, "bf16")
+        sent = size * (group.ranks - 1) / group.ranks
+        expected += [line.fixed_ms + line.each_ms * each * sent for each in (2, 4)]
+    assert job.exchange is not None
+    found = job.exchange.gather_ms[place], job.exchange.reduce_ms[place]
+    assert found == pytest.approx(expected)
+    assert job.exchange.gather_back_ms[place] == found[0]
+    state = unit_bytes(cost, layer)
+    assert state == pytest.approx(18 * (others / sharded + layer.expert_parameters / ranks))
+    assert cost.source.endswith(f"experts over {ranks}")
+
+
+def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> None:
+    """Prevents: sends between nodes at the rate within one, as the ranks of one group that divides
+    weights would fit a node."""
+    ways = [over(8, pipeline=2, sharded=sharded) for sharded in (1, 4)]
+    whole, shared = (job(8, parallel=each).cost for each in ways)
+    assert shared.link_ms_per_byte == whole.link_ms_per_byte
+    assert shared.link_ms_per_byte > job(4, parallel=over(4, pipeline=2)).cost.link_ms_per_byte
 
 
 def job(ranks: int, **changes: object) -> JobSpec:
@@ -321,13 +421,11 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": DIGITS, "parallel": over(2, pipeline=2)}, "--pp 2 was given with weights"),
         ({"precision": "fp8"}, "--precision fp8 was given with weights"),
         ({"trainer": TARGETS[TargetName.MEGATRON_LM]}, "Megatron-LM, whose weights are replicated"),
         ({"trainer": XTUNER, "parallel": over(4, sharded=2)}, "XTuner v1, whose weights are full"),
         ({"trainer": XTUNER, "parallel": over(2, tensor=2)}, "--tp 2 was given"),
-        ({"model": DIGITS, "parallel": over(2, expert=2)}, "--ep 2 was given with weights"),
-        ({"model": DIGITS, "parallel": over(2, tensor=2, sequence_parallel=True)}, "--tp 2 was"),
+        ({"model": DIGITS, "trainer": XTUNER, "parallel": over(2, expert=2)}, "--ep 2 was given"),
     ],
 )
 def test_what_does_not_go_with_sharded_weights_is_refused(

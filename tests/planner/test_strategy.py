@@ -192,6 +192,38 @@ def test_ranking_with_experts_is_the_planners_own():
         possible_parallels(with_sizes(searched, pipeline=4, expert=2))
 
 
+def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
+    """Prevents: an expert size that is not tried beside divided weights, or timed as another, and a
+    bound or an answer that some size planned alone beats, where memory is short and where it is
+    not."""
+    winners, every = set(), []
+    slow = {"intra_node_gb_per_s": 0.05, "inter_node_gb_per_s": 0.02}
+    for changes, samples_per_step in (({"memory_gib": 0.0095}, 30), (slow, 90)):
+        searched = strategy_request(
+            model=DIGITS, cluster=CLUSTER.model_copy(update=changes), gpus=8, tensor=1,
+            shardings=tuple(WeightSharding), samples_per_step=samples_per_step,
+        )  # fmt: skip
+        every = possible_parallels(searched)
+        found = search_strategies(searched, lambda done: None)
+        planned = {}
+        for parallel in every:
+            with contextlib.suppress(DoesNotFit):
+                planned[parallel] = planned_ms_per_sample(searched, parallel)
+        assert found.best.ms_per_sample == pytest.approx(min(planned.values()), rel=1e-9)
+        for each in found.ranking:
+            assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
+        for out in found.ruled_out:
+            if out.parallel in planned and out.most_samples_per_second is not None:
+                bound_ms = 1e3 / out.most_samples_per_second
+                assert bound_ms <= planned[out.parallel] * (1 + 1e-9)
+        winners.add(found.best.parallel.sharded > 1)
+    assert winners == {True, False}
+    # Not groups of four with all experts, of which there are two: each rank has all their state.
+    tried = {(each.expert, each.sharded) for each in every if each.pipeline == 1}
+    assert tried == {(1, 1), (2, 1), (4, 1), (1, 4), (2, 4), (1, 8), (2, 8), (4, 8)}
+    assert {each.expert for each in every if each.sharded > 1 < each.pipeline} == {1, 2, 4}
+
+
 def test_ranking_is_the_planners_own():
     """Prevents a second cost formula, other packs, and a winner that is not the fastest."""
     searched = strategy_request(gpus=8, samples_per_step=30)

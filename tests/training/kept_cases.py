@@ -165,7 +165,9 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
         "loss_tokens": LOSS_TOKENS, "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
     }  # fmt: skip
     features = np.array([sizes[feature] for feature in feature_names(plan.model)], np.float64)
-    lines = kept_lines(plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen)
+    lines = kept_lines(
+        plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen, plan.adapters
+    )
     for unit, prefix in UNITS.items():
         if unit not in lines or _is_still(plan, unit):
             continue

@@ -65,9 +65,13 @@ _OLDER_PIXELS = {
 }  # fmt: skip
 _NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096}
 _NEWER_VIDEO = VideoConfig(
-    min_pixels=4096, max_pixels=24_576 * 1024, counts_frames=True, times="before",
-    sampling="ends", around=("<|vision_start|>", "<|vision_end|>"),
-)  # fmt: skip
+    min_pixels=4096,
+    max_pixels=24_576 * 1024,
+    counts_frames=True,
+    times="before",
+    sampling="ends",
+    around=("<|vision_start|>", "<|vision_end|>"),
+)
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _OLDER_SECTIONS = RopeSections(time=1, rows=1, columns=2)
 _NEWER_SECTIONS = RopeSections(time=4, rows=2, columns=2, interleaved=True)
@@ -139,6 +143,9 @@ def _described_older(tied: bool, **tower: Any) -> ModelConfig:
     return _described(
         {"qkv_bias": True, "rope_sections": _OLDER_SECTIONS, "tied_head": tied},
         patch_bias=False,
+        # OpenAI's CLIP.
+        pixel_mean=(0.48145466, 0.4578275, 0.40821073),
+        pixel_std=(0.26862954, 0.26130258, 0.27577711),
         **tower,
         **_OLDER_PIXELS,
     )

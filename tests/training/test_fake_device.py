@@ -53,6 +53,11 @@ def test_whole_stages_of_many_layouts():
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
 
 
+def test_stages_with_adapters_need_what_they_say():
+    """Prevents: adapters whose state, or whose kept inputs, no plan counts."""
+    assert "passed adapted_stages" in succeed(CASES, "adapted_stages")
+
+
 def test_stages_beside_encoders_need_what_they_say():
     """Prevents: encoders beside the pipeline whose state, passes, features or gradients take memory
     that no plan counts."""

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from native_resolution_cases import qwen2_5_vl, qwen3_vl
 from ranks import run_ranks
 from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
 
@@ -25,11 +26,11 @@ from megatron.vlm.measure.profiler import (
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.profile import Measured
+from omnibal.cost.profile import Measured, fit_residuals
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import feature_names, unit_names
+from omnibal.model.units import feature_names, unit_kinds, unit_names
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.workload import Workload
 
@@ -135,6 +136,42 @@ def units_of_omni(links, plan):
     options = replace(PROFILE, max_clips=5)
     profiler = Profiler(JobSpec.of_plan(plan), links, options)
     return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
+
+
+def units_of_images(links, plan):
+    stage = build_stage(plan, 0)
+    batch = random_batch(plan.model, 0, (90, 10), 7, images=(24, 16, 12))
+    kept = KeptActivations(stage)
+    with kept.recording():
+        stage(batch)
+    whole = kept.now_bytes
+    options = replace(PROFILE, max_tiles=0, max_image_tokens=90, max_tokens=150)
+    profiler = Profiler(JobSpec.of_plan(plan), links, options)
+    return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
+
+
+@pytest.mark.parametrize("model", [qwen3_vl(), qwen2_5_vl()], ids=["Qwen3-VL", "Qwen2.5-VL"])
+def test_units_of_images_add_up_and_are_measured(model):
+    """Prevents: a kind of encoder layer that no profile has, as few layers are measured, or that
+    costs nothing where images are large; deepstack projectors that count for no unit."""
+    plan = toy_plan(model, stages_of(model))
+    [(by_unit, whole, profile)] = run_ranks(Parallel(pipeline=1), units_of_images, plan)
+    kinds = {kind.name: kind.measured_name for kind in unit_kinds(model)}
+    names = [kinds[name] for name in unit_names(model)]
+    assert set(by_unit) == set(names)
+    # Means of layers that are not all alike: the first language layers add features.
+    assert sum(by_unit[name] for name in names) == pytest.approx(whole, rel=0.02)
+    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
+    counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
+    token = np.array([name == "image_tokens" for name in cost.features])
+    for name, unit in cost.units.items():
+        assert unit.forward_ms.any() and unit.backward_ms.any(), name
+        if name.startswith("vision"):
+            kept = unit.activation_bytes @ token
+            # Plain torch keeps more than fused operations.
+            assert 0.9 < kept / (counted.units[name].activation_bytes @ token) < 2
+    fitted = {residual.unit for residual in fit_residuals(profile, model)}
+    assert fitted == set(names)
 
 
 def profile_and_step(links, plan, packs=PACKS, options=PROFILE):

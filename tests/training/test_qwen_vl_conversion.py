@@ -277,6 +277,7 @@ def test_other_pixels_export_like_the_release(tmp_path):
     planned = plan_export_like(smaller, open_released(source), None)
     assert planned.bytes == sum(value.nbytes for value in tensors_of(source).values())
     made = plan_export_as(smaller, Layout.QWEN3_VL, None, None, 10**9).made
-    size = json.loads(made["preprocessor_config.json"])["size"]
-    assert size == {"longest_edge": 128 * 128 * 9, "shortest_edge": 256 * 256}
+    processor = json.loads(made["preprocessor_config.json"])
+    assert processor["size"] == {"longest_edge": 128 * 128 * 9, "shortest_edge": 256 * 256}
+    assert processor["image_mean"] == processor["image_std"] == [0.5] * 3
     assert "image_token_id" not in json.loads(made["config.json"])

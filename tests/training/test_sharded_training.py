@@ -4,9 +4,11 @@ one process that has all of them: same loss, every gradient, same weights after.
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import shared_training_cases as shared
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from mixture_cases import plan_of as mixture_plan
 from ranks import run_ranks
@@ -23,10 +25,17 @@ from tensor_parallel_cases import (
 from toy import stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model.groups import create_shard_groups
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer
+from omnibal.cost.links import (
+    expert_shard_copies,
+    expert_state_group,
+    shard_copies,
+    state_group,
+)
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
@@ -137,6 +146,10 @@ MIXTURES = {
     "experts-whole": mixture_plan(data=4, sharded=2),
     "tensor-experts-4": mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2),
     "tensor-experts-2": mixture_plan(**IN_PARTS, data=2, expert=2, sharded=2, recompute=(1,)),
+    # Units: vision embed, two layers, projector, language embed, three layers, head.
+    "pipeline-experts-2": mixture_plan(6, data=2, expert=2, sharded=2),
+    "pipeline-experts-4-hybrid": mixture_plan(5, data=4, expert=4, sharded=2, recompute=(0, 2)),
+    "pipeline-tensor-experts-4": mixture_plan(7, **IN_PARTS, data=2, expert=4, sharded=2),
 }
 
 
@@ -148,6 +161,30 @@ def test_first_weights_are_those_of_a_whole_stage(plan, precision):
     """Prevents: weights drawn unit by unit that are other ones, or vectors lost on the way."""
     plan = plan.model_copy(update={"precision": precision})
     assert min(run_ranks(plan.parallel, first_weights, plan)) > 20
+
+
+def groups_of(links, plan):
+    """Ranks that divide all but experts, that divide experts, and that hold copies of each."""
+    dense, experts = create_shard_groups(plan.parallel)
+    each = (dense.shards, dense.copies, experts.shards, experts.copies)
+    return [dist.get_process_group_ranks(group) for group in each]
+
+
+@pytest.mark.parametrize("plan", MIXTURES.values(), ids=MIXTURES)
+def test_ranks_divide_what_they_are_planned_to(plan):
+    """Prevents: experts that are planned to be divided by more ranks than divide them, or over
+    other links."""
+    parallel = plan.parallel
+    planned = (
+        state_group(parallel),
+        shard_copies(parallel),
+        expert_state_group(parallel),
+        expert_shard_copies(parallel),
+    )
+    for rank, found in enumerate(run_ranks(parallel, groups_of, plan)):
+        for ranks, group in zip(found, planned, strict=True):
+            assert rank in ranks and len(ranks) == group.ranks
+            assert {*np.diff(ranks)} <= {group.stride}
 
 
 @functools.cache

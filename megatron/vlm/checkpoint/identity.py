@@ -22,6 +22,7 @@ _NOT_ARCHITECTURE = (
     *("layer_scale_init", "max_positions", "rope_factor"),
     *("imbalance", "auxiliary_loss"),
     *("min_pixels", "max_pixels", "max_side_pixels", "resize", "image_text", "video"),
+    *("pixel_mean", "pixel_std", "pixel_scale"),
 )
 """Fields of towers, and of their experts, that do not change the weights' shapes."""
 

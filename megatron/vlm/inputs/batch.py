@@ -193,15 +193,40 @@ class MicroBatch:
         return self._each(torch.Tensor.pin_memory)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
-        """Micro-batches of at most `most` of its tiles or clips each, in order; at least one.
+        """Micro-batches of at most `most` of its items each, or of one image that has more, in
+        order; at least one.
 
         Args:
-            feature: tiles or clips; everything else is in each of them.
+            feature: tiles, clips or image_tokens; everything else is in each of them.
         """
+        if feature == "image_tokens":
+            return self._split_images(most)
         count = {"tiles": self.tiles, "clips": self.clips}[feature]
         return [
             replace(self, **self._items(feature, slice(start, min(start + most, count))))
             for start in range(0, max(count, 1), most)
+        ]
+
+    def _split_images(self, most: int) -> "list[MicroBatch]":
+        """Micro-batches of whole images and videos, of at most so many cells or of one."""
+        assert self.patches_YX is not None, "where they are embedded"
+        per_cell = len(self.patches_YX) // max(self.image_tokens, 1)
+        groups: list[list[Grid]] = [[]]
+        for grid in self.image_grids:
+            held = sum(each.patches for each in groups[-1])
+            if groups[-1] and held + grid.patches > most * per_cell:
+                groups.append([])
+            groups[-1].append(grid)
+        patches = [sum(grid.patches for grid in grids) for grids in groups]
+        values = self.patches_YX.split(patches)
+        return [
+            replace(
+                self,
+                image_tokens=number // max(per_cell, 1),
+                image_grids=tuple(grids),
+                patches_YX=own,
+            )
+            for grids, number, own in zip(groups, patches, values, strict=True)
         ]
 
     def _items(self, feature: str, own: slice) -> dict[str, Any]:
@@ -273,13 +298,15 @@ def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor,
 def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
     """One micro-batch of the items of several that have no tokens."""
     fields: dict[str, torch.Tensor] = {}
-    for name in ("pixels_TCPP", "frames_CBF", "drop_path_keys_T"):
+    for name in ("pixels_TCPP", "frames_CBF", "patches_YX", "drop_path_keys_T"):
         parts = [vars(batch)[name] for batch in batches]
         if all(part is not None for part in parts):
             fields[name] = torch.cat(parts)
     return MicroBatch(
         tiles=sum(batch.tiles for batch in batches),
         clips=sum(batch.clips for batch in batches),
+        image_tokens=sum(batch.image_tokens for batch in batches),
+        image_grids=tuple(grid for batch in batches for grid in batch.image_grids),
         tokens=0,
         segment_tokens=(),
         unreadable=tuple(error for batch in batches for error in batch.unreadable),

@@ -131,7 +131,8 @@ class _OwnPart:
     pieces: Pieces
     tiles: range
     clips: range = range(0)
-    image_tokens: int = 0
+    cells: range = range(0)
+    """Image tokens of images at their native resolution, of whole samples."""
     share: Share | None
     """Its share, where other ranks have the rest."""
 
@@ -177,15 +178,22 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(
-        self, row: int, *, tiles: range = range(0), clips: range = range(0)
+        self,
+        row: int,
+        *,
+        tiles: range = range(0),
+        clips: range = range(0),
+        image_tokens: range = range(0),
     ) -> MicroBatch:
-        """Read some tiles and clips of a pack, by their numbers in it, and none of its tokens.
+        """Read some tiles and clips of a pack, by their numbers in it, or its images at their
+        native resolution of the samples that have these image tokens, and none of its tokens.
 
         Raises:
             UserError: an image or a recording cannot be read, or is not what the plan counted.
         """
         nothing = whole_samples(np.zeros(0, np.int64))
-        return self._load(row, _OwnPart(pieces=nothing, tiles=tiles, clips=clips, share=None))
+        items = {"tiles": tiles, "clips": clips, "cells": image_tokens}
+        return self._load(row, _OwnPart(pieces=nothing, share=None, **items))
 
     def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
@@ -212,7 +220,7 @@ class PackDataset(torch.utils.data.Dataset):
         return MicroBatch(
             tiles=len(own.tiles),
             clips=len(own.clips),
-            image_tokens=own.image_tokens,
+            image_tokens=len(own.cells),
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
@@ -241,7 +249,7 @@ class PackDataset(torch.utils.data.Dataset):
             pieces=whole_samples(tokens),
             tiles=tiles,
             clips=clips,
-            image_tokens=int(self.scheduled.column("image_tokens")[row]),
+            cells=range(self.scheduled.column("image_tokens")[row]),
             share=None,
         )
 
@@ -264,7 +272,7 @@ class PackDataset(torch.utils.data.Dataset):
         if tells or stage.holds("audio embed"):
             wanted |= set(with_clips)
         if self._needs.grids or self._needs.places or self._needs.rope:
-            wanted |= set(np.flatnonzero(sample_cells).tolist())
+            wanted |= set(samples_of_items(own.cells, sample_cells))
         if stage.holds("language embed"):
             # Where a tile's features go is told by the places of its sample's image tokens.
             wanted |= {*own.pieces.sample.tolist(), *with_tiles}

@@ -1,7 +1,8 @@
 """What a rank of data-parallel encoders encodes in a step, and where the features go.
 
 All of it follows from the plan, so that every rank knows what all others send it. A row is the
-feature of one image or audio token. The rows of a pipeline's step are in the order of the encoders,
+feature of one image or audio token; of an item with deepstack features these are more rows, behind
+its own. The rows of a pipeline's step are in the order of the encoders,
 within one of its packs, within a pack of its items. Of a pack that ranks share, a pipeline has the
 items of its share, whose features go on to the ranks of their tokens as they embed them.
 
@@ -14,7 +15,11 @@ from functools import cached_property
 
 import numpy as np
 
-from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks
+from omnibal.data.lengths import Lengths
+from omnibal.dispatch.items import NO_LOAD, ItemRuns, share_items, shares_of_ranks, unit_of_time
+from omnibal.dispatch.sample_items import SampleItems, samples_of_shares
+from omnibal.dispatch.sample_passes import passes_of_samples
+from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.encoders import Encoder
@@ -100,7 +105,7 @@ class EncoderPass:
 
     encoder: str
     feature: str
-    """What the encoder takes: tiles or clips."""
+    """What the encoder takes: tiles, clips or image_tokens."""
     runs: tuple[ItemRun, ...]
     is_kept: bool
     """Whether the activations are kept for the backward."""
@@ -156,6 +161,9 @@ class StepShares:
     """Number of the first of them among the items of the whole pack."""
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
+    sample_passes: Mapping[str, Sequence[tuple[int, int, bool]]]
+    """First item, item after the last and whether it is kept of each of this rank's passes, of
+    encoders that take whole samples."""
     most_passes: Mapping[tuple[str, bool], int]
     """Most passes of an encoder, kept or not, that any rank makes of those that divide its weights
     with this one; empty where all have them whole."""
@@ -186,7 +194,10 @@ class StepShares:
         own = np.flatnonzero(runs.rank == self.ranks.number)
         stops = np.cumsum(runs.count[own])
         most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
-        for begin, end in pass_bounds(int(runs.count[own].sum()), most, kept):
+        bounds = self.sample_passes.get(name)
+        if bounds is None:
+            bounds = pass_bounds(int(runs.count[own].sum()), most, kept)
+        for begin, end, is_kept in bounds:
             taken = []
             for run, stop in zip(own, stops, strict=True):
                 start = self.first_item[name][runs.pack[run]] + runs.first[run]
@@ -199,7 +210,7 @@ class StepShares:
                 encoder=name,
                 feature=self.encoders[name].feature,
                 runs=tuple(taken),
-                is_kept=end <= kept,
+                is_kept=is_kept,
             )
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
@@ -257,7 +268,7 @@ class StepShares:
 
     @cached_property
     def _rows_of_packs(self) -> dict[str, np.ndarray]:
-        return {n: items * self.encoders[n].tokens_per_item for n, items in self.items.items()}
+        return {n: items * rows_of_item(self.encoders[n]) for n, items in self.items.items()}
 
     @cached_property
     def _starts(self) -> dict[str, np.ndarray]:
@@ -283,7 +294,7 @@ class StepShares:
     def _rows(self) -> _Rows:
         start, size, source = [], [], []
         for name, runs in self.runs.items():
-            per_item = self.encoders[name].tokens_per_item
+            per_item = rows_of_item(self.encoders[name])
             start.append(self._starts[name][runs.pack] + runs.first * per_item)
             size.append(runs.count * per_item)
             source.append(runs.rank)
@@ -301,6 +312,11 @@ class StepShares:
         return self.ranks.pipelines * self.ranks.ranks_of_pipeline
 
 
+def rows_of_item(encoder: Encoder) -> int:
+    """Rows of an item: those of its tokens, and of their deepstack features."""
+    return encoder.tokens_per_item * (1 + encoder.deepstack_features)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderShares:
     """Shares of every step of a plan's packs, in the encoding group of this rank."""
@@ -311,6 +327,8 @@ class EncoderShares:
     packs: ScheduledPacks
     levels: Sequence[Level]
     """Levels of the packs, which say how many ranks share one."""
+    lengths: Lengths | None = None
+    """Lengths of the samples of the packs; needed where an encoder takes whole ones."""
 
     @cached_property
     def _held(self) -> Shares:
@@ -318,10 +336,22 @@ class EncoderShares:
         return shares_of(self.packs, self.levels)
 
     @cached_property
+    def _samples(self) -> dict[str, SampleItems]:
+        """Samples of everything that is held, by the feature of encoders that take whole ones."""
+        if not self._whole:
+            return {}
+        assert self.lengths is not None, "samples are dealt by their lengths"
+        return samples_of_shares(self.model, self.packs, self.lengths, self.levels, self._held)
+
+    @cached_property
     def _items(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """First item and number of items of everything that is held, by encoder."""
         held, found = self._held, {}
         for name, encoder in self.model.encoders.items():
+            if name in self._whole:
+                count = self._samples[encoder.feature].of_rows
+                found[name] = _before_in_pack(count, held), count
+                continue
             items = self.packs.column(encoder.feature).astype(np.int64)[held.pack]
             first = first_item(items, held.part, held.context)
             found[name] = first, first_item(items, held.part + 1, held.context) - first
@@ -335,6 +365,18 @@ class EncoderShares:
         rows = rows[(data_rank >= data_ranks.start) & (data_rank < data_ranks.stop)]
         pipeline = (held.dp_rank[rows] - data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
+        equal = {name: counts for name, counts in items.items() if name not in self._whole}
+        dealt, load = self._dealt(rows, pipeline, groups=1)
+        runs = share_items(
+            equal,
+            pipeline,
+            pipelines=self.ranks.pipelines,
+            ranks_of_pipeline=self.ranks.ranks_of_pipeline,
+            item_ms=self.beside.item_ms,
+            load=load,
+            unit_ms=self._unit_ms,
+        )
+        runs |= {name: self._runs_of_samples(name, rows, one) for name, one in dealt.items()}
         return StepShares(
             ranks=self.ranks,
             beside=self.beside,
@@ -343,14 +385,9 @@ class EncoderShares:
             items=items,
             first_item={name: first[rows] for name, (first, _) in self._items.items()},
             encoders=self.model.encoders,
+            sample_passes={name: self._own_passes(name, one) for name, one in dealt.items()},
             most_passes=self._most_passes(step) if self.beside.sharded > 1 else {},
-            runs=share_items(
-                items,
-                pipeline,
-                pipelines=self.ranks.pipelines,
-                ranks_of_pipeline=self.ranks.ranks_of_pipeline,
-                item_ms=self.beside.item_ms,
-            ),
+            runs={name: runs[name] for name in items},
         )
 
     def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
@@ -361,61 +398,143 @@ class EncoderShares:
         inside = (step >= first_step) & (step < last_step)
         inside &= (dp_rank >= data_ranks.start) & (dp_rank < data_ranks.stop)
         cell = (step - first_step) * pipelines + dp_rank - data_ranks.start
-        shares = self._shares_of_ranks(cell[inside], np.flatnonzero(inside), steps)
         passes = np.zeros(steps, np.int64)
-        for name, share in shares.items():
-            kept, others = self._passes(name, share[:, self.ranks.number])
-            passes += kept + others
+        for each in self._passes_of_ranks(cell[inside], np.flatnonzero(inside), steps).values():
+            passes += np.add(*each)[:, self.ranks.number]
         return passes
 
     def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        shares = self._shares_of_ranks(self._held.dp_rank[rows], rows, blocks)
+        passes = self._passes_of_ranks(self._held.dp_rank[rows], rows, blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
         return {
-            (name, is_kept): int(passes.max())
-            for name, share in shares.items()
-            for is_kept, passes in zip(
-                (True, False), self._passes(name, share.ravel()[own]), strict=True
-            )
+            (name, is_kept): int(number.ravel()[own].max())
+            for name, both in passes.items()
+            for is_kept, number in zip((True, False), both, strict=True)
         }
 
-    def _shares_of_ranks(
+    def _passes_of_ranks(
         self, cell: np.ndarray, rows: np.ndarray, groups: int
-    ) -> dict[str, np.ndarray]:
-        """Items of every rank of some groups by encoder, int64 [groups, ranks].
+    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Passes of every rank of some groups by encoder, those that are kept and the others, int64
+        [groups, ranks] each.
 
         Args:
             cell: place of what is held among the groups' pipelines.
             rows: of it.
         """
-        pipelines = self.ranks.pipelines
+        pipelines, found = self.ranks.pipelines, dict[str, tuple[np.ndarray, np.ndarray]]()
+        dealt, load = self._dealt(rows, cell, groups)
+        size = pipelines * self.ranks.ranks_of_pipeline
+        for name, one in dealt.items():
+            passes = passes_of_samples(one, *self._sizes(name))
+            kept, others = (
+                np.bincount(passes.rank[chosen], minlength=groups * size).reshape(groups, size)
+                for chosen in (passes.is_kept, ~passes.is_kept)
+            )
+            found[name] = kept, others
         held = {
             name: np.bincount(cell, count[rows], groups * pipelines)
             .astype(np.int64)
             .reshape(groups, pipelines)
             for name, (_, count) in self._items.items()
+            if name not in self._whole
         }
-        return shares_of_ranks(
-            held, ranks_of_pipeline=self.ranks.ranks_of_pipeline, item_ms=self.beside.item_ms
+        shares = shares_of_ranks(
+            held,
+            ranks_of_pipeline=self.ranks.ranks_of_pipeline,
+            item_ms=self.beside.item_ms,
+            load=load,
+            unit_ms=self._unit_ms,
         )
+        return found | {name: self._passes(name, share) for name, share in shares.items()}
 
     def _passes(self, name: str, items: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Passes of ranks with so many items: those that are kept, and the others."""
-        kept = np.minimum(items, self.beside.kept_items[name])
-        most = self.beside.items_per_pass[name]
+        """Passes of ranks with so many equal items: those that are kept, and the others."""
+        most, kept_items = self._sizes(name)
+        kept = np.minimum(items, kept_items)
         return -(-kept // most), -(-(items - kept) // most)
 
+    @property
+    def _whole(self) -> Collection[str]:
+        """Encoders that take whole samples."""
+        return self.beside.square_ms.keys()
 
-def pass_bounds(items: int, items_per_pass: int, kept: int) -> Iterator[tuple[int, int]]:
-    """First item and item after the last of every pass; none holds kept items and others."""
+    @property
+    def _unit_ms(self) -> float:
+        return unit_of_time(self.beside.item_ms, self.beside.square_ms)
+
+    def _sizes(self, name: str) -> tuple[int, int]:
+        """Most items of a pass, and of what is kept."""
+        return self.beside.items_per_pass[name], self.beside.kept_items[name]
+
+    def _dealt(
+        self, rows: np.ndarray, cell: np.ndarray, groups: int
+    ) -> tuple[dict[str, DealtSamples], np.ndarray]:
+        """Samples of every rank of some groups, of encoders that take whole ones, and the ranks'
+        load, int64 [groups, ranks].
+
+        Args:
+            rows: of what is held.
+            cell: its place among the groups' pipelines.
+        """
+        size = self.ranks.pipelines * self.ranks.ranks_of_pipeline
+        dealt, load = dict[str, DealtSamples](), NO_LOAD
+        for name, times in self.beside.sample_times.items():
+            of_rows = self._samples[self.model.encoders[name].feature].take(rows)
+            dealt[name] = of_rows.deal(
+                cell.astype(np.int64),
+                pipelines=self.ranks.pipelines,
+                ranks_of_pipeline=self.ranks.ranks_of_pipeline,
+                times=times,
+                unit_ms=self._unit_ms,
+            )
+            weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
+            load = load + weights.reshape(groups, size)
+        return dealt, load
+
+    def _runs_of_samples(self, name: str, rows: np.ndarray, dealt: DealtSamples) -> ItemRuns:
+        """Runs of what is held in these rows, a sample each."""
+        of_rows = self._samples[self.model.encoders[name].feature].take(rows)
+        items, row = of_rows.items[of_rows.rows.samples], of_rows.row
+        starts = np.cumsum(items) - items
+        first = starts - np.append(starts, items.sum())[of_rows.rows.offsets[row]]
+        return ItemRuns(
+            pack=row[dealt.place], first=first[dealt.place], count=dealt.items, rank=dealt.rank
+        )
+
+    def _own_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
+        """This rank's passes of whole samples of a step, by the items that it encodes."""
+        passes = passes_of_samples(dealt, *self._sizes(name))
+        own = np.flatnonzero(passes.rank == self.ranks.number)
+        stops = np.cumsum(passes.items[own])
+        bounds = np.stack([stops - passes.items[own], stops, passes.is_kept[own]], axis=1)
+        return [(begin, end, bool(is_kept)) for begin, end, is_kept in bounds.tolist()]
+
+
+def _before_in_pack(items: np.ndarray, held: Shares) -> np.ndarray:
+    """Items of a pack before those of each of its shares, int64 [shares]."""
+    order = np.lexsort((held.part, held.pack))
+    in_order, pack = items[order], held.pack[order]
+    before = np.cumsum(in_order) - in_order
+    found = np.empty_like(before)
+    # Shares of a pack follow each other, from its first on.
+    found[order] = before - before[np.searchsorted(pack, pack)]
+    return found
+
+
+def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, int, bool]]:
+    """First item and item after the last of every pass of equal items, and whether it is kept; none
+    holds kept items and others."""
     kept = min(kept, items)
-    for first, stop in ((0, kept), (kept, items)):
-        for begin in range(first, stop, items_per_pass):
-            yield begin, min(begin + items_per_pass, stop)
+    return [
+        (begin, min(begin + items_per_pass, stop), stop <= kept)
+        for first, stop in ((0, kept), (kept, items))
+        for begin in range(first, stop, items_per_pass)
+    ]
 
 
 def _joined(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:

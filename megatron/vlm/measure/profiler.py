@@ -21,13 +21,13 @@ import os
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -40,10 +40,17 @@ from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.measured_shares import context_sizes, shares_of_process
-from megatron.vlm.measure.random_images import image_fields
+from megatron.vlm.measure.random_images import (
+    equal_images,
+    image_fields,
+    squared_tokens,
+    with_every_kind,
+)
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
+from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.groups import create_context_groups
+from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.model.vision import IMAGE_CHANNELS
@@ -77,13 +84,18 @@ from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_clu
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
-from omnibal.model.units import HEAD, LANGUAGE_EMBED, projector_name
+from omnibal.model.units import (
+    HEAD,
+    LANGUAGE,
+    LANGUAGE_EMBED,
+    deepstack_of,
+    layer_names,
+    projector_name,
+)
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
-_KIND_OF_LAYER = "language_layer"
-"""What names of language layers begin with, of whatever kind."""
 _SMALLEST_SHARE = 0.25  # less is mostly latency, which tells no slope
 _PACK_SHARES = (
     # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
@@ -128,6 +140,8 @@ class ProfileOptions:
     """Provider of the layers' linears and attention."""
     max_clips: int = 0
     """Only of a model that takes recordings."""
+    max_image_tokens: int = 0
+    """Only of a model that takes images at their native resolution."""
     contexts: tuple[int, ...] = ()
     """Numbers of processes that share packs, of which language layers are measured too."""
 
@@ -138,7 +152,11 @@ class ProfileOptions:
 
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, of tiles and clips only where the model takes them."""
-        items = {"tiles": self.max_tiles, "clips": self.max_clips}
+        items = {
+            "tiles": self.max_tiles,
+            "clips": self.max_clips,
+            "image_tokens": self.max_image_tokens,
+        }
         return Caps.of(
             **{name: items[name] for name in model.item_features}, tokens=self.max_tokens
         )
@@ -221,6 +239,7 @@ class Profiler:
         self._batches = list(profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
+        deep = max(deep, *(_kinds_of_layer(job.model, tower) for tower in job.model.encoders), 1)
         build = partial(_whole_stage_trainer, job, links, provider=options.provider)
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
@@ -245,16 +264,16 @@ class Profiler:
         samples_ms: Round = defaultdict(list)
         stage = self._trainer.stage
         for index, batch in enumerate(self._batches):
-            for unit, forward_ms, backward_ms in _times_ms(_unit_functions(stage, batch)):
+            for unit, forward_ms, backward_ms in _times_ms(_units(stage, batch)):
                 samples_ms[index, unit, "forward"].append(forward_ms)
                 samples_ms[index, unit, "backward"].append(backward_ms)
-            for unit, *both_ms in _times_ms(_unit_functions(stage, batch), recompute=True):
+            for unit, *both_ms in _times_ms(_units(stage, batch), recompute=True):
                 if _is_layer(unit):
                     samples_ms[index, unit, "recomputing"].append(sum(both_ms))
             if self._reading is not None:
                 self._reading.take(2 * batch.tokens)
         for index, share in enumerate(self._shares):
-            layers, hidden = _layer_functions(stage, share.batch), _layer_input(stage, share.batch)
+            layers, hidden = _layer_units(stage, share.batch, {}), _layer_input(stage, share.batch)
             for unit, forward_ms, backward_ms in _times_ms(layers, hidden):
                 samples_ms["share", index, unit, "forward"].append(forward_ms)
                 samples_ms["share", index, unit, "backward"].append(backward_ms)
@@ -311,13 +330,25 @@ class Profiler:
         )
 
 
+def _kinds_of_layer(model: ModelConfig, tower: str) -> int:
+    """Kinds of the tower's layers that are measured apart."""
+    return len(set(layer_names(model, tower)))
+
+
 def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
-    items = {"tiles": batch.tiles, "clips": batch.clips}
-    return {name: items[name] for name in model.item_features} | {
-        "tokens": batch.tokens,
-        "squared_tokens": sum(length**2 for length in batch.segment_tokens),
-        "loss_tokens": len(cast(torch.Tensor, batch.loss_positions_L)),
-    }
+    items = {"tiles": batch.tiles, "clips": batch.clips, "image_tokens": batch.image_tokens}
+    squares = {}
+    if model.images is not None:
+        squares[model.images.squares] = squared_tokens(batch.image_grids, model.images)
+    return (
+        {name: items[name] for name in model.item_features}
+        | squares
+        | {
+            "tokens": batch.tokens,
+            "squared_tokens": sum(length**2 for length in batch.segment_tokens),
+            "loss_tokens": len(cast(torch.Tensor, batch.loss_positions_L)),
+        }
+    )
 
 
 def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
@@ -343,10 +374,10 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
     No pipeline could run this plan; it only gives each process a complete stage of its own.
     """
-    towers = job.model.towers
-    whole = stages_from_cuts(job.model.with_layers(**dict.fromkeys(towers, depth)), ())
+    towers, model = job.model.towers, with_every_kind(job.model, depth)
+    whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
     return Plan(
-        model=job.model.with_layers(**dict.fromkeys(towers, depth * processes)),
+        model=model.with_layers(**dict.fromkeys(towers, depth * processes)),
         precision=job.precision,
         parallel=Parallel(pipeline=processes),
         stages=whole * processes,
@@ -374,16 +405,21 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
             room -= model.vision.tokens_per_item if model.takes_images else 0
             clips = min(most, room // model.audio.tokens_per_item)
             room = tokens - clips * model.audio.tokens_per_item
+        samples = given or max(round(tokens / options.tokens_per_sample), 1)
+        images: list[int] = []
         if model.takes_images:
             most = max(round(options.max_tiles * tile_share), 1)
             tiles = min(most, room // model.vision.tokens_per_item)
-        samples = given or max(round(tokens / options.tokens_per_sample), 1)
+        elif model.images is not None:
+            most = max(round(options.max_image_tokens * tile_share), 1)
+            images = equal_images(min(most, room), samples)
         batch = random_batch(
             model,
             tiles,
             _segments(tokens, samples, even),
             max(round(tokens * loss_share), 1),
             clips=clips,
+            images=images,
         )
         yield batch.to(current_device())
 
@@ -441,10 +477,23 @@ def random_batch(
     )
 
 
-UnitFunction = Callable[[torch.Tensor | None], torch.Tensor]
+def _as_it_is(output: Any) -> Any:
+    """The output of a unit that gives hidden states or features alone."""
+    return output
 
 
-def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
+class Unit(NamedTuple):
+    """One unit of a stage, to be run by itself."""
+
+    name: str
+    run: Callable[[Any], Any]
+    """Its forward, of what the unit before it gives; a layer's may be recomputed."""
+    hand_on: Callable[[Any], torch.Tensor] = _as_it_is
+    """What makes of its output what the next unit is given: puts deepstack features aside, or adds
+    them."""
+
+
+def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
     """The forward of a stage that holds every unit, cut into them."""
     stage: Any = whole  # where no unit of the model is None
 
@@ -452,55 +501,109 @@ def _unit_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitF
 
     def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
         if last_features_KE is not None:  # which may be a copy, apart from its encoder's graph
-            encoded[list(encoded)[-1]] = last_features_KE
+            encoded[list(stage.encoders)[-1]] = last_features_KE
         return stage.embed_tokens(batch, encoded)
 
     def head(hidden: torch.Tensor) -> torch.Tensor:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
     return [
-        *_encoder_functions(stage, batch, encoded),
-        (LANGUAGE_EMBED, embed_tokens),
-        *_layer_functions(stage, batch),
-        (HEAD, head),
+        *_encoder_units(stage, batch, encoded),
+        Unit(LANGUAGE_EMBED, embed_tokens),
+        *_layer_units(stage, batch, encoded),
+        Unit(HEAD, head),
     ]
 
 
-def _encoder_functions(
+def _encoder_units(
     stage: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, UnitFunction]]:
-    """The forward of all units of encoders; what they give is put into `encoded`, by encoder."""
+) -> Iterator[Unit]:
+    """The forward of all units of encoders; features are put into `encoded`, by name."""
 
-    def layer_function(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None)[0]
+    def units_of(name: str, units: EncoderUnits) -> Iterator[Unit]:
+        every: Any = units  # none of which is None
+        places = units.places(batch.image_grids)
+        arguments = units.layer_arguments(places)
+        made = iter(each.name for each in deepstack_of(stage.model_config) if each.tower == name)
 
-    def units_of(name: str, units: Any) -> Iterator[tuple[str, UnitFunction]]:
         def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
-            encoded[name] = units.projector(hidden_VBH)
+            encoded[name] = every.projector(hidden_VBH, *places)
             return encoded[name]
 
-        yield f"{name}_embed", lambda _: units.embedding(items_of(batch, units.tower))
-        for layer in units.layers.layers:
-            yield f"{name}_layer", layer_function(layer)
-        yield projector_name(stage.model_config, name), project
+        def embed(_: None) -> torch.Tensor:
+            return every.embedding(items_of(batch, units.tower), *places)
+
+        yield Unit(f"{name}_embed", embed)
+        kinds = layer_names(stage.model_config, name)
+        for layer, kind in zip(every.layers.layers, kinds, strict=False):
+            run = partial(_run_layer, layer, arguments)
+            projector = units.deepstack_projectors.get(layer.layer_number - 1)
+            if projector is None:
+                yield Unit(kind, run)
+            else:
+                both = partial(_run_with_projector, run, projector, places)
+                yield Unit(kind, both, partial(_put_aside, encoded, next(made)))
+        yield Unit(projector_name(stage.model_config, name), project)
 
     for name, units in stage.encoders.items():
         yield from units_of(name, units)
 
 
+def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:
+    return layer(hidden, None, **arguments)[0]
+
+
+def _run_with_projector(
+    run: Callable[[torch.Tensor], torch.Tensor],
+    projector: torch.nn.Module,
+    places: tuple[ImagePlaces, ...],
+    hidden: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    output = run(hidden)
+    return output, projector(output, *places)
+
+
+def _put_aside(
+    encoded: dict[str, torch.Tensor], name: str, both: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Keep deepstack features by name; returns the hidden states, apart from what made features of
+    them, so that its backward counts as this layer's."""
+    hidden, encoded[name] = both
+    return hidden.view_as(hidden)
+
+
 def _is_layer(unit: str) -> bool:
-    return unit.endswith("_layer") or unit.startswith(_KIND_OF_LAYER)
+    return "_layer" in unit
 
 
-def _layer_functions(whole: VLMStage, batch: MicroBatch) -> list[tuple[str, UnitFunction]]:
+def _layer_units(
+    whole: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
+) -> Iterator[Unit]:
+    """The forward of all language layers.
+
+    Args:
+        encoded: where deepstack features will be, by name.
+    """
     stage: Any = whole
-    packing = stage.packing(batch)
+    arguments = stage.packing(batch)
+    names = layer_names(stage.model_config, LANGUAGE)
+    taken = (*stage.deepstack_names, *[None] * len(names))
+    for layer, name, features in zip(stage.language.layers, names, taken, strict=False):
+        run = partial(_run_layer, layer, arguments)
+        if features is None:
+            yield Unit(name, run)
+        else:
+            yield Unit(name, run, partial(_add_features, stage, batch, encoded, features))
 
-    def language_layer(layer: Any) -> UnitFunction:
-        return lambda hidden: layer(hidden, None, **packing)[0]
 
-    name = _layer_name(stage.model_config)
-    return [(name, language_layer(layer)) for layer in stage.language.layers]
+def _add_features(
+    stage: VLMStage,
+    batch: MicroBatch,
+    encoded: dict[str, torch.Tensor],
+    name: str,
+    hidden: torch.Tensor,
+) -> torch.Tensor:
+    return stage.add_features(batch, encoded[name], hidden)
 
 
 def _layer_name(model: ModelConfig) -> str:
@@ -519,7 +622,7 @@ def _layer_input(stage: VLMStage, batch: MicroBatch) -> torch.Tensor:
 
 
 def _times_ms(
-    functions: Sequence[tuple[str, UnitFunction]],
+    row: Iterable[Unit],
     first_input: torch.Tensor | None = None,
     *,
     recompute: bool = False,
@@ -530,7 +633,7 @@ def _times_ms(
     backward has begun when the gradient of its output is there.
 
     Args:
-        functions: units in a row.
+        row: units, one after another.
         first_input: of the first unit; None where it needs none.
         recompute: whether layers keep nothing but their input, and run again in the backward.
     """
@@ -538,13 +641,14 @@ def _times_ms(
     units: list[str] = []
     hidden: Any = first_input
     forward, backward = [moment()], []
-    for unit, function in functions:
-        if recompute and _is_layer(unit):
-            hidden = tensor_parallel.checkpoint(function, False, hidden)
+    for unit in row:
+        if recompute and _is_layer(unit.name):
+            output = tensor_parallel.checkpoint(unit.run, False, hidden)
         else:
-            hidden = function(hidden)
+            output = unit.run(hidden)
+        hidden = unit.hand_on(output)
         hidden.register_hook(lambda gradient: backward.append(moment()))
-        units.append(unit)
+        units.append(unit.name)
         forward.append(moment())
     hidden.backward(torch.ones_like(hidden))
     backward.append(moment())
@@ -683,13 +787,14 @@ def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
     """
     kept, graphs = KeptActivations(stage), []
     by_unit: dict[str, list[int]] = defaultdict(list)
-    hidden = None
-    for unit, function in _unit_functions(stage, batch):
+    hidden: torch.Tensor | None = None
+    for unit in _units(stage, batch):
         before = kept.now_bytes
         with kept.recording():
-            hidden = function(hidden.detach().requires_grad_() if hidden is not None else None)
+            given = None if hidden is None else hidden.detach().requires_grad_()
+            hidden = unit.hand_on(unit.run(given))
         graphs.append(hidden)
-        by_unit[unit].append(kept.now_bytes - before)
+        by_unit[unit.name].append(kept.now_bytes - before)
     return {unit: round(float(np.mean(sizes))) for unit, sizes in by_unit.items()}
 
 
@@ -764,6 +869,12 @@ def _reader(model: ModelConfig, data: Path | None, tokenizer: Path | None) -> Sa
     return SampleReader(Annotations.open(data), open_tokenizer(tokenizer), model)
 
 
+def _contexts(model: ModelConfig, launch: Launch, provider: Provider) -> tuple[int, ...]:
+    """Numbers of processes that share packs, where such a model can be trained on them."""
+    is_shared = provider == "local" and model.images is None
+    return context_sizes(launch.world_size) if is_shared else ()
+
+
 def main() -> None:
     """Measure in every process of the launch; the first one writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
@@ -771,6 +882,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=get_args(PlainPrecision), default="bf16")
     parser.add_argument("--max-tiles", type=int, default=0, help="tile cap of a pack")
     parser.add_argument("--max-clips", type=int, default=0, help="clip cap of a pack")
+    parser.add_argument("--max-image-tokens", type=int, default=0, help="image token cap of a pack")
     parser.add_argument("--max-tokens", type=int, required=True, help="token cap of a pack")
     parser.add_argument("--tokens-per-sample", type=int, required=True, help="a typical sample's")
     parser.add_argument("--layers", type=int, default=4, help="layers of each tower to build")
@@ -795,12 +907,13 @@ def main() -> None:
             ProfileOptions(
                 max_tiles=arguments.max_tiles,
                 max_clips=arguments.max_clips,
+                max_image_tokens=arguments.max_image_tokens,
                 max_tokens=arguments.max_tokens,
                 tokens_per_sample=arguments.tokens_per_sample,
                 layers=arguments.layers,
                 repetitions=arguments.repetitions,
                 provider=arguments.provider,
-                contexts=context_sizes(launch.world_size) if arguments.provider == "local" else (),
+                contexts=_contexts(job.model, launch, arguments.provider),
             ),
             Console(stderr=True),
             _reader(job.model, arguments.data, arguments.tokenizer_model),

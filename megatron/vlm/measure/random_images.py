@@ -18,6 +18,8 @@ from omnibal.model.units import LANGUAGE, deepstack_of
 from omnibal.pipeline.stage import Stage
 
 _FEATURE = ImagesEncoder.feature
+_LEAST_TOKENS = 16
+"""Least tokens of an image among several of a pack: smaller ones are rare."""
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
@@ -36,6 +38,30 @@ def grid_of(tokens: int, merge: int) -> Grid:
     """Grid of an image of so many tokens, as near to a square as there is."""
     rows = max(each for each in range(1, math.isqrt(tokens) + 1) if tokens % each == 0)
     return Grid(1, rows * merge, tokens // rows * merge)
+
+
+def equal_images(tokens: int, most: int) -> list[int]:
+    """Tokens of up to so many images alike, near to squares, of not much less than `tokens`."""
+    images = max(min(most, tokens // _LEAST_TOKENS), 1)
+    rows = math.isqrt(tokens // images)
+    return [rows * (tokens // images // rows)] * images
+
+
+def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
+    """Sum of the squares of the tokens of images and of each time of videos."""
+    each = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
+    return sum(times * tokens**2 for times, tokens in each)
+
+
+def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
+    """The model as one whose first `layers` encoder layers are of every kind that it has: one with
+    a deepstack projector, and one that attends fully, where others do not."""
+    for name, tower in model.encoders.items():
+        if isinstance(tower, ImagesEncoder):
+            deepstack = (0,) if tower.deepstack_layers else ()
+            full = (layers - 1,) if tower.full_layers else ()
+            model = model.with_tower(name, deepstack_layers=deepstack, full_layers=full)
+    return model
 
 
 def image_fields(

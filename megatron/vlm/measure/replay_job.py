@@ -116,8 +116,8 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs or share out experts, the trainer
-            cannot build its model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
+            model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
@@ -129,11 +129,6 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
             "alone: give a plan without shared packs, such as one of `omnibal plan "
             "--packing-levels 1`"
         )
-    if planned.plan.parallel.expert > 1:
-        raise UserError(
-            f"{plan_directory}: has ranks that share out experts, and a replay runs one rank "
-            "alone: give a plan of `omnibal plan --ep 1`"
-        )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)
     return ReplayJob(planned=planned, packs=packs, lengths=lengths, reader=reader)
@@ -143,9 +138,15 @@ def check_alone(plan: Plan) -> None:
     """Refuse a plan whose stages a rank cannot compute alone on a real device.
 
     Raises:
-        UserError: data-parallel ranks divide weights, which are gathered from all of them, or
+        UserError: ranks share out experts, divide weights, which are gathered from all of them, or
             encode for each other.
     """
+    if plan.parallel.expert > 1:
+        raise UserError(
+            "the plan has ranks that share out experts, and a replay runs one rank alone, which "
+            "has nobody to send tokens to: add --fake-device, which spreads them evenly, or give a "
+            "plan of `omnibal plan --ep 1`"
+        )
     if plan.beside is not None:
         raise UserError(
             "the plan has data-parallel encoders, and a replay runs one rank alone, which has "

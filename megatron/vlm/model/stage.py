@@ -351,11 +351,13 @@ class VLMStage(MegatronModule):
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
-        for name in self.encoders:
+        # Of encoders that may be elsewhere; deepstack features have their places in layers.
+        for name, places_M in places.items():
+            if name not in features:
+                continue
             features_KE = features[name]
             if name == "vision":
                 features_KE = self._features_of_own_tokens(batch, features_KE)
-            places_M = places[name]
             assert places_M is not None
             embedded_S1E = embedded_S1E.index_put(
                 (places_M, torch.zeros_like(places_M)), features_KE
@@ -597,7 +599,7 @@ def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
     deepstack = deepstack_of(model)
     names = [
         each
-        for tower in model.towers
+        for tower in (*model.encoders_elsewhere, *model.towers)
         for each in (tower, *(one.name for one in deepstack if one.tower == tower))
     ]
     return [name for name in names if name in held]
@@ -618,7 +620,9 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
 
     shapes: dict[str, tuple[int, ...]] = {}
     for number, each in enumerate(deepstack_of(model)):
-        is_made = any(each.layer in stage.layers(each.tower) for stage in before)
+        is_made = plan.beside is not None or any(
+            each.layer in stage.layers(each.tower) for stage in before
+        )
         if is_made and not any(number in stage.layers(LANGUAGE) for stage in before):
             shapes[each.name] = (items_of_shape(shape, model.encoders[each.tower]), width)
     if are_done("language embed"):

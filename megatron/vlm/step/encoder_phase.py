@@ -5,7 +5,8 @@ brings the features to the ranks that embed tokens. After the last backward anot
 gradients back. Sizes are those of the plan. All ranks of an encoding group join in both exchanges,
 those with nothing to encode too.
 
-Shapes: R rows of a pipeline's step (one an image or audio token), P of them that this rank
+Shapes: R rows of a pipeline's step (one an image or audio token, and one for each of its deepstack
+features), P of them that this rank
 receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
 """
 
@@ -39,6 +40,10 @@ class Encoders:
     group: dist.ProcessGroup
     trained: frozenset[str]
     """Encoders of which anything is trained: their features need a gradient."""
+    made: Mapping[str, tuple[str, ...]]
+    """Names of what each encoder makes of an item: its own features, and deepstack features."""
+    trained_features: frozenset[str]
+    """Names of those that need a gradient."""
     items_per_pass: Mapping[str, int]
     """Items that run through each encoder at once, at most."""
 
@@ -71,13 +76,17 @@ class Encoders:
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
             parts = batch.split_items(encoder.feature, self.items_per_pass[name])
-            passes = [self.stage.encode(part, only=name)[name] for part in parts]
-            features[name] = torch.cat(passes) if len(passes) > 1 else passes[0]
+            passes = [self.stage.encode(part, only=name) for part in parts]
+            for made in self.made[name]:
+                of_passes = [one[made] for one in passes]
+                features[made] = torch.cat(of_passes) if len(passes) > 1 else of_passes[0]
         return features
 
 
 Slices = Mapping[str, slice]
 """Places of a micro-batch's features among the rows of its pipeline, by encoder."""
+Made = Mapping[str, tuple[str, ...]]
+"""Names of what each encoder makes, as `Encoders.made`."""
 
 
 class StepFeatures:
@@ -88,6 +97,7 @@ class StepFeatures:
         slices: of every micro-batch.
         gradient_slices: of every micro-batch, of encoders that are trained, where the gradients
             go; they have rows of their own.
+        encoders: that made them.
     """
 
     def __init__(
@@ -95,23 +105,29 @@ class StepFeatures:
         rows_RE: torch.Tensor,
         slices: Sequence[Slices],
         gradient_slices: Sequence[Slices],
+        encoders: Encoders,
     ) -> None:
         self._rows_RE: torch.Tensor | None = rows_RE
         self._slices, self._gradient_slices = slices, gradient_slices
-        self.trained = frozenset(name for one in gradient_slices[:1] for name in one)
-        """Encoders whose features need a gradient."""
+        self._made = encoders.made
+        held = (name for one in gradient_slices[:1] for name in one)
+        made = frozenset(each for name in held for each in self._made[name])
+        self.trained = made & encoders.trained_features
+        """Names of features that need a gradient."""
         rows = sum(own.stop - own.start for one in gradient_slices for own in one.values())
         self._gradients_QE: torch.Tensor | None = rows_RE.new_zeros((rows, rows_RE.shape[1]))
 
     def inbox(self) -> "FeatureInbox":
         """Features of one micro-batch after the other."""
         assert self._rows_RE is not None, "before the gradients are taken"
-        return FeatureInbox(self._rows_RE, self._slices)
+        return FeatureInbox(self._rows_RE, self._slices, self._made)
 
     def outbox(self) -> "FeatureOutbox | None":
         """Where the gradients of one micro-batch after the other go; None without any."""
         assert self._gradients_QE is not None, "before the gradients are taken"
-        return FeatureOutbox(self._gradients_QE, self._gradient_slices) if self.trained else None
+        if not self.trained:
+            return None
+        return FeatureOutbox(self._gradients_QE, self._gradient_slices, self._made)
 
     def take_gradients(self) -> torch.Tensor:
         """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
@@ -125,12 +141,17 @@ class StepFeatures:
 class FeatureInbox:
     """What stands where a later stage has the inbox of its neighbour's messages."""
 
-    def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices]) -> None:
-        self._rows_RE, self._slices = rows_RE, iter(slices)
+    def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
+        self._rows_RE, self._slices, self._made = rows_RE, iter(slices), made
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The next micro-batch's features by encoder."""
-        return {name: self._rows_RE[own].detach() for name, own in next(self._slices).items()}
+        """The next micro-batch's features by encoder, and its deepstack features by name."""
+        found = dict[str, torch.Tensor]()
+        for name, own in next(self._slices).items():
+            names = self._made[name]
+            parts = _parts(self._rows_RE[own], len(names))
+            found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
+        return found
 
     def run_ahead(self) -> None:
         """All are here."""
@@ -139,13 +160,17 @@ class FeatureInbox:
 class FeatureOutbox:
     """What stands where a later stage has the outbox of its neighbour's gradients."""
 
-    def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices]) -> None:
-        self._gradients_QE, self._slices = gradients_QE, iter(slices)
+    def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
+        self._gradients_QE, self._slices, self._made = gradients_QE, iter(slices), made
 
     def put(self, message: Mapping[str, torch.Tensor]) -> None:
-        """Take the next micro-batch's gradients."""
+        """Take the next micro-batch's gradients; those of features without any stay 0."""
         for name, own in next(self._slices).items():
-            self._gradients_QE[own] = message[name]
+            names = self._made[name]
+            parts = _parts(self._gradients_QE[own], len(names))
+            for each, part in zip(names, parts, strict=True):
+                if each in message:
+                    part.copy_(message[each])
 
     def flush(self) -> None:
         """Nothing is on its way."""
@@ -194,7 +219,8 @@ class EncoderStep:
         rows_RE = _gathered(part_PE, route.parts)
         del part_PE
         number = len(self._batches)
-        return StepFeatures(rows_RE, self._shares.slices(number), self._trained.slices(number))
+        slices = self._shares.slices(number), self._trained.slices(number)
+        return StepFeatures(rows_RE, *slices, self._encoders)
 
     def backward(self, features: StepFeatures | None) -> None:
         """Bring the gradients of features back and run this rank's backward."""
@@ -278,7 +304,10 @@ class EncoderStep:
         torch.autograd.backward(self._run(made.planned, made.batch), gradients_SE)
 
     def _run(self, planned: EncoderPass, batch: MicroBatch) -> torch.Tensor:
-        return self._encoders.stage.encode(batch, only=planned.encoder)[planned.encoder]
+        made = self._encoders.stage.encode(batch, only=planned.encoder)
+        features = [made[name] for name in self._encoders.made[planned.encoder]]
+        # An item's rows stand together, so that rows of any items are a run.
+        return features[0] if len(features) == 1 else torch.stack(features, 1).flatten(0, 1)
 
     def _exchanged(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
@@ -289,6 +318,12 @@ class EncoderStep:
         stage = self._encoders.stage
         width = stage.model_config.language.hidden_size
         return torch.empty((0, width), dtype=stage.config.params_dtype, device=current_device())
+
+
+def _parts(rows_RE: torch.Tensor, features: int) -> Sequence[torch.Tensor]:
+    """Rows of items with so many features each, by feature; they share the rows' memory."""
+    sizes = len(rows_RE) // features, features
+    return rows_RE.unflatten(0, sizes).unbind(1) if features > 1 else [rows_RE]
 
 
 def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:

@@ -54,7 +54,7 @@ from omnibal.job.runlog import ExpertBalance
 from omnibal.model.adapters import trained_kinds
 from omnibal.model.config import Provider
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import LANGUAGE, unit_kinds
+from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
@@ -420,6 +420,11 @@ def _build_encoders(
         data_parallel=held,
         group=group,
         trained=trained,
+        made={
+            name: (name, *(each.name for each in deepstack_of(plan.model) if each.tower == name))
+            for name in plan.model.encoders
+        },
+        trained_features=plan.trained_towers(0),
         items_per_pass=plan.beside.items_per_pass,
     )
 

@@ -14,6 +14,7 @@ from megatron.vlm.inputs.encoder_share import (
     EncodingRanks,
     FeatureRoute,
     StepShares,
+    rows_of_item,
 )
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import EncodingWork
@@ -79,7 +80,7 @@ class HeaviestShares:
         for place in range(micro_batches):
             of_pack = {}
             for name, items in self.window.items():
-                end = start + int(items[place]) * self.encoding.encoders[name].tokens_per_item
+                end = start + int(items[place]) * rows_of_item(self.encoding.encoders[name])
                 of_pack[name] = slice(start, end)
                 start = end
             found.append(of_pack)
@@ -109,7 +110,7 @@ class HeaviestEncoding:
         if cost is None or beside is None:
             return None
         names = feature_names_at(job.cost.features, plan.pack_levels)
-        shares = ItemShares.of(workload, names, cost, beside.pipelines, beside.item_ms)
+        shares = ItemShares.of(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
         for name, one in cost.encoders.items():

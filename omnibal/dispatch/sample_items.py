@@ -1,0 +1,138 @@
+"""Items of samples that stay together: what shares hold for encoders that take whole samples.
+
+Of a pack that ranks share, a sample's items are its rank's whose even part of the pack's items the
+first of them is in, so that the items of a share are a run of the pack's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.dispatch.whole_samples import DealtSamples, deal_samples
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import SampleTimes, takes_whole_samples
+from omnibal.model.encoders import squares_of
+from omnibal.model.levels import Level
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.shares import Shares, shares_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleItems:
+    """Samples with items, of every row: a share of a pack, as `shares_of` lists them."""
+
+    rows: Packs
+    """Samples of every row, as indices into the next two; a row may have none."""
+    items: np.ndarray
+    """Items of every sample of the lengths, int64."""
+    squares: np.ndarray
+    """Sum over its images and frames of their items squared, int64."""
+    _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)
+    """What was dealt, as a search asks for the same often."""
+
+    @classmethod
+    def of(
+        cls,
+        packs: ScheduledPacks,
+        lengths: Lengths,
+        levels: Sequence[Level],
+        feature: str,
+        shares: Shares | None = None,
+    ) -> Self:
+        """Find the samples of every share.
+
+        Args:
+            feature: name of the items.
+            shares: of these packs, if they are known.
+        """
+        shares = shares_of(packs, levels) if shares is None else shares
+        items = lengths.column(feature).astype(np.int64)
+        squares = lengths.column(squares_of(feature)).astype(np.int64)
+        has_any = items[packs.packs.samples] > 0
+        pack = np.repeat(np.arange(len(packs)), np.diff(packs.packs.offsets))[has_any]
+        sample = packs.packs.samples[has_any]
+        context = np.array([level.context for level in levels])[packs.level]
+        first = np.cumsum(context) - context
+        row_of_part = np.empty(int(context.sum()), np.int64)
+        row_of_part[first[shares.pack] + shares.part] = np.arange(len(shares))
+        row = row_of_part[first[pack] + _parts(pack, items[sample], context)]
+        order = np.argsort(row, kind="stable")
+        sizes = np.bincount(row, minlength=len(shares))
+        rows = Packs(samples=sample[order], offsets=np.append(0, np.cumsum(sizes)))
+        return cls(rows=rows, items=items, squares=squares)
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Select rows by a mask or by their indices."""
+        indices = np.flatnonzero(rows) if rows.dtype == bool else rows
+        return replace(self, rows=self.rows.take(indices), _dealt={})
+
+    def with_empty(self, rows: int) -> Self:
+        """The rows, and so many without samples behind them."""
+        offsets = np.append(self.rows.offsets, np.full(rows, self.rows.offsets[-1]))
+        return replace(self, rows=replace(self.rows, offsets=offsets), _dealt={})
+
+    @property
+    def row(self) -> np.ndarray:
+        """Row of every sample of `rows`."""
+        return np.repeat(np.arange(len(self.rows)), np.diff(self.rows.offsets))
+
+    @property
+    def of_rows(self) -> np.ndarray:
+        """Items of every row, int64 [rows]."""
+        return np.diff(np.append(0, np.cumsum(self.items[self.rows.samples]))[self.rows.offsets])
+
+    def deal(
+        self,
+        pipeline: np.ndarray,
+        *,
+        pipelines: int,
+        ranks_of_pipeline: int,
+        times: SampleTimes,
+        unit_ms: float,
+    ) -> DealtSamples:
+        """Deal the samples to the ranks of their groups (`deal_samples`).
+
+        Args:
+            pipeline: of every row, int64 [rows], the same in every call.
+        """
+        sizes = pipelines, ranks_of_pipeline, times, unit_ms
+        if sizes not in self._dealt:
+            self._dealt[sizes] = deal_samples(
+                pipeline[self.row],
+                self.items[self.rows.samples],
+                self.squares[self.rows.samples],
+                pipelines=pipelines,
+                ranks_of_pipeline=ranks_of_pipeline,
+                times=times,
+                unit_ms=unit_ms,
+            )
+        return self._dealt[sizes]
+
+
+def samples_of_shares(
+    model: ModelConfig,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    levels: Sequence[Level],
+    shares: Shares | None = None,
+) -> dict[str, SampleItems]:
+    """Samples of every share by the feature of the encoders that take whole ones."""
+    shares = shares_of(packs, levels) if shares is None else shares
+    whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
+    return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
+
+
+def _parts(pack: np.ndarray, items: np.ndarray, context: np.ndarray) -> np.ndarray:
+    """Rank of those that share its pack, from 0, that has each sample, int64 [samples].
+
+    Args:
+        pack: of every sample, ascending.
+        context: ranks that share each pack.
+    """
+    total = np.bincount(pack, items, len(context)).astype(np.int64)
+    before = np.cumsum(items) - items - (np.cumsum(total) - total)[pack]
+    # The last part whose `omnibal.steps.cut.first_item` is the sample's first or before it.
+    return ((before + 1) * context[pack] - 1) // total[pack]

@@ -1,0 +1,82 @@
+"""Passes of whole samples: what a rank runs through an encoder at once.
+
+A pass has samples in the order in which they were dealt, as many as hold no more items than a pass
+may have, or one sample that has more. Of a rank's first samples the activations are kept, of as
+many as hold no more items than may be kept; no pass has kept samples and others.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.dispatch.whole_samples import DealtSamples
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SamplePasses:
+    """Passes of all ranks, by rank and in the order in which they run; arrays are [passes]."""
+
+    rank: np.ndarray
+    """Place of the rank, as samples were dealt, int64; the next four are int64 too."""
+    first: np.ndarray
+    """First of the dealt samples in the pass."""
+    stop: np.ndarray
+    """The one after the last."""
+    items: np.ndarray
+    squares: np.ndarray
+    is_kept: np.ndarray
+    """Whether the activations are kept for the backward, bool."""
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    @property
+    def number(self) -> np.ndarray:
+        """Number of every pass among its rank's that are kept as it is, or are not."""
+        begins = _begins(2 * self.rank + ~self.is_kept)
+        return np.arange(len(self)) - _of_run(np.flatnonzero(begins), begins)
+
+
+def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
+    """The passes of dealt samples.
+
+    Args:
+        items_per_pass: most items of a pass of more than one sample.
+        kept_items: most items of a rank whose activations are kept.
+    """
+    ends, items = np.cumsum(dealt.items), dealt.items
+    begins = _begins(dealt.rank)
+    before_rank = _of_run((ends - items)[begins], begins)
+    is_kept = ends - before_rank <= kept_items
+    begins_run = _begins(2 * dealt.rank + ~is_kept)
+    run_firsts = np.flatnonzero(begins_run)
+    run_stop = _of_run(np.append(run_firsts[1:], len(items)), begins_run)
+    firsts, stops = [], []
+    at = run_firsts
+    # One more pass of every run that has samples left.
+    while len(at):
+        stop = np.searchsorted(ends, (ends - items)[at] + items_per_pass, "right")
+        stop = np.minimum(np.maximum(stop, at + 1), run_stop[at])
+        firsts.append(at)
+        stops.append(stop)
+        at = stop[stop < run_stop[at]]
+    first, stop = (np.sort(np.concatenate([run_firsts[:0], *each])) for each in (firsts, stops))
+    sums = [np.append(0, np.cumsum(each)) for each in (items, dealt.squares)]
+    return SamplePasses(
+        rank=dealt.rank[first],
+        first=first,
+        stop=stop,
+        items=sums[0][stop] - sums[0][first],
+        squares=sums[1][stop] - sums[1][first],
+        is_kept=is_kept[first],
+    )
+
+
+def _begins(key: np.ndarray) -> np.ndarray:
+    """Whether a run of equal keys begins at each, bool."""
+    return np.diff(key, prepend=-1) != 0
+
+
+def _of_run(values: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """The value of the run that each is in."""
+    return values[np.cumsum(begins) - 1]

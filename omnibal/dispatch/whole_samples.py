@@ -1,0 +1,165 @@
+"""Whole samples dealt: which rank of an encoding group encodes all images of which sample.
+
+Positions of an image attend to each other, so that a rank encodes images whole; and lengths count
+them by sample, so that all images of a sample are one rank's. Samples are dealt by predicted time.
+
+A pipeline's ranks take its own samples, longest first, up to what the busiest rank has at least;
+what is over goes to the rank with the least load of all, and exchanges lower the busiest one. Where
+that ends well above the bound, samples are dealt over all ranks as `omnibal.dispatch.balance` does,
+and every rank gets, of what was dealt, the part that holds most of its own pipeline's.
+
+Weights are whole numbers, and nothing depends on how a library orders what is equal, so that all
+machines agree.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.dispatch.balance import balance
+from omnibal.dispatch.even_out import evened_out
+from omnibal.dispatch.load_bounds import load_bound
+from omnibal.model.data_parallel_encoders import SampleTimes
+
+_NEAR = 1e-3
+"""Share of the busiest rank's time that a better dealing must save: a pipeline's own samples are
+worth as much, as the features of a cell take so much of its encoding's time to send."""
+HEAVIEST = 1 << 40
+"""Most units that a sample or an item weighs, so that sums of them are whole numbers of 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DealtSamples:
+    """Samples that ranks encode, by rank and as they were given; arrays are int64 [samples]."""
+
+    rank: np.ndarray
+    """Place of the rank among those of all groups."""
+    place: np.ndarray
+    """Place of the sample among those given."""
+    items: np.ndarray
+    squares: np.ndarray
+    weight: np.ndarray
+    """Units of time."""
+    is_home: np.ndarray
+    """Whether the sample is of a pack of the rank's own pipeline, bool."""
+
+    def of_ranks(self, of_sample: np.ndarray, ranks: int) -> np.ndarray:
+        """Sum over samples of every rank, int64 [ranks]."""
+        # Of whole numbers, in order: no sum is rounded below 2^53.
+        return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
+
+
+def deal_samples(
+    pipeline: np.ndarray,
+    items: np.ndarray,
+    squares: np.ndarray,
+    *,
+    pipelines: int,
+    ranks_of_pipeline: int,
+    times: SampleTimes,
+    unit_ms: float,
+) -> DealtSamples:
+    """Deal samples of many groups to their groups' ranks.
+
+    A function of its arguments alone, so that planner and all ranks agree without a word. A group's
+    samples are dealt alike beside whatever others.
+
+    Args:
+        pipeline: that holds the sample, among those of all groups, int64 [samples].
+        items: of every sample, at least 1, int64 [samples].
+        squares: int64 [samples].
+        pipelines: L, of a group.
+        ranks_of_pipeline: R; rank r of all is of pipeline r // R.
+        unit_ms: what is counted as one; 0 where nothing takes any time.
+    """
+    weight = weights_of(times.ms(items, squares), unit_ms) if unit_ms else items
+    group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
+    by_group = np.argsort(group, kind="stable")
+    bounds = np.flatnonzero(np.diff(group[by_group])) + 1
+    for own in np.split(by_group, bounds) if len(items) else ():
+        of_group = group[own[0]] * pipelines
+        dealt = deal_group(weight[own], pipeline[own] - of_group, pipelines, ranks_of_pipeline)
+        rank[own] = of_group * ranks_of_pipeline + dealt
+    place = np.argsort(rank, kind="stable")
+    return DealtSamples(
+        rank=rank[place],
+        place=place,
+        items=items[place],
+        squares=squares[place],
+        weight=weight[place],
+        is_home=(rank // ranks_of_pipeline == pipeline)[place],
+    )
+
+
+def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
+    """Times of samples in such units, at least 1, int64 [...]."""
+    return np.clip(np.rint(sample_ms / unit_ms), 1, HEAVIEST).astype(np.int64)
+
+
+def deal_group(
+    weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
+) -> np.ndarray:
+    """The rank of every sample of one group, from 0. int64 [samples]
+
+    Args:
+        weight: of every sample, whole and at least 1, [samples].
+        pipeline: that holds it, 0 to `pipelines` - 1, [samples].
+    """
+    ranks = pipelines * ranks_of_pipeline
+    if ranks == 1:
+        return np.zeros(len(weight), np.int64)
+    enough = load_bound(weight, ranks) * (1 + _NEAR)
+    own = _own_first(weight.tolist(), pipeline.tolist(), (pipelines, ranks_of_pipeline), enough)
+    rank = evened_out(weight.astype(np.float64), own, ranks, enough)
+    busiest = float(np.bincount(rank, weight, ranks).max())
+    if busiest <= enough:
+        return rank
+    best = balance(weight, ranks)
+    if best.busiest >= busiest * (1 - _NEAR):
+        return rank
+    return _nearest_home(weight, best.rank, pipeline, (pipelines, ranks_of_pipeline))
+
+
+def _own_first(
+    weight: Sequence[int], pipeline: Sequence[int], sizes: tuple[int, int], enough: float
+) -> np.ndarray:
+    """Every sample to the rank of its pipeline with the least load if that stays within `enough`,
+    else to the one with the least of all; longest samples first. int64 [samples]"""
+    pipelines, of_pipeline = sizes
+    heaps = [[(0, home * of_pipeline + each) for each in range(of_pipeline)]
+             for home in range(pipelines)]  # fmt: skip
+    rank = np.empty(len(weight), np.int64)
+    over = []
+    for sample in sorted(range(len(weight)), key=lambda sample: -weight[sample]):
+        heap = heaps[pipeline[sample]]
+        load, first = heap[0]
+        if load + weight[sample] > enough:
+            over.append(sample)
+            continue
+        heapq.heapreplace(heap, (load + weight[sample], first))
+        rank[sample] = first
+    everyone = [entry for heap in heaps for entry in heap]
+    heapq.heapify(everyone)
+    for sample in over:
+        load, first = everyone[0]
+        heapq.heapreplace(everyone, (load + weight[sample], first))
+        rank[sample] = first
+    return rank
+
+
+def _nearest_home(
+    weight: np.ndarray, part: np.ndarray, pipeline: np.ndarray, sizes: tuple[int, int]
+) -> np.ndarray:
+    """Give parts of samples, one a rank, to the pipelines that hold most of them, as far as these
+    have ranks. The rank of every sample, int64 [samples]"""
+    pipelines, of_pipeline = sizes
+    held = np.bincount(part * pipelines + pipeline, weight, pipelines**2 * of_pipeline)
+    rank, taken = np.full(pipelines * of_pipeline, -1), [0] * pipelines
+    for each in np.argsort(-held, kind="stable").tolist():
+        number, home = divmod(each, pipelines)
+        if rank[number] < 0 and taken[home] < of_pipeline:
+            rank[number] = home * of_pipeline + taken[home]
+            taken[home] += 1
+    return rank[part]

@@ -1,0 +1,153 @@
+"""Passes that ranks make of an encoder in a step: of equal items, or of whole samples.
+
+What a pass costs is linear in its *work*: one, its items and, of encoders whose items attend to
+each other, the sum of their squares. Ranks of equal items differ in how many they have; ranks of
+whole samples in every pass.
+
+Shapes: [...] ranks of all groups and steps, F 2 or 3 columns of work.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omnibal.cost.encoder_phase import EncoderCost
+from omnibal.dispatch.sample_passes import SamplePasses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EqualPasses:
+    """Passes of items that take equal time, full ones but for the last."""
+
+    items: np.ndarray
+    """Items of every rank, int64 [...]."""
+    items_per_pass: int
+    kept_items: int
+
+    def work(self, *, is_kept: bool) -> np.ndarray:
+        """Passes that are kept, or the others, and their items. [..., 2]"""
+        items = self._items(is_kept)
+        return np.stack([-(-items // self.items_per_pass), items], axis=-1)
+
+    def largest(self, *, is_kept: bool) -> np.ndarray:
+        """Work of the passes that may need most memory. [passes, 2]"""
+        most = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
+        return np.array([[1, most]] if most else np.zeros((0, 2)))
+
+    def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
+        """Exchange of weights and gradients that computation does not hide in forward and backward
+        of ranks that divide them and are as busy. [..., 2]"""
+        if cost.exchange is None:
+            return np.zeros((*self.items.shape, 2))
+        # By the items of a pass; a pass of none is not run.
+        sizes = np.arange(1 + min(self.items_per_pass, self.items.max(initial=0)))
+        of_pass = cost.exchange.exposed_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
+        of_pass[0] = 0
+        full, a_pass = of_pass[-1], self.items_per_pass
+        kept_ms, again_ms = (
+            full * (each // a_pass)[..., None] + of_pass[each % a_pass]
+            for each in (self._items(True), self._items(False))
+        )
+        return _forward_and_backward(cost, kept_ms, again_ms)
+
+    def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
+        """Passes of ranks that are all as busy as the busiest of their block.
+
+        Args:
+            block: of every rank, int64 [...].
+        """
+        most = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
+        np.maximum.at(most, block, self.items)
+        return replace(self, items=most[block])
+
+    def _items(self, is_kept: bool) -> np.ndarray:
+        kept = np.minimum(self.items, self.kept_items)
+        return kept if is_kept else self.items - kept
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WholePasses:
+    """Passes of whole samples."""
+
+    passes: SamplePasses
+    place: np.ndarray
+    """Number of every rank among those of `passes.rank`, int64 [...]."""
+
+    def work(self, *, is_kept: bool) -> np.ndarray:
+        """Passes that are kept, or the others, their items and their squares. [..., 3]"""
+        return self._sums(self._chosen(is_kept), self._work(is_kept))
+
+    def largest(self, *, is_kept: bool) -> np.ndarray:
+        """Work of the passes that may need most memory. [passes, 3]"""
+        return self._work(is_kept)
+
+    def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
+        """Exchange of weights and gradients that computation does not hide in forward and backward
+        of ranks that divide them and are as busy. [..., 2]"""
+        exchange = cost.exchange
+        if exchange is None:
+            return np.zeros((*self.place.shape, 2))
+        kept_ms, again_ms = (
+            self._sums(self._chosen(is_kept), exchange.exposed_ms(self._work(is_kept)))
+            for is_kept in (True, False)
+        )
+        return _forward_and_backward(cost, kept_ms, again_ms)
+
+    def in_lockstep(self, block: np.ndarray) -> "WholePasses":
+        """Passes of ranks each of which is, in every pass, as busy as any of its block is there.
+
+        Args:
+            block: of every rank, int64 [...].
+        """
+        own, blocks = self.passes, np.zeros(self.place.size, np.int64)
+        blocks[self.place.ravel()] = block.ravel()
+        number, runs = own.number, 2 * blocks[own.rank] + own.is_kept
+        numbers = int(number.max(initial=0)) + 1
+        together, at = np.unique(runs * numbers + number, return_inverse=True)
+        most = np.zeros((2, len(together)), np.int64)
+        for row, each in zip(most, (own.items, own.squares), strict=True):
+            np.maximum.at(row, at, each)
+        run = together // numbers
+        none = np.zeros_like(run)
+        passes = SamplePasses(
+            rank=run // 2, first=none, stop=none, items=most[0], squares=most[1],
+            is_kept=run % 2 == 1,
+        )  # fmt: skip
+        return WholePasses(passes=passes, place=block)
+
+    def _chosen(self, is_kept: bool) -> np.ndarray:
+        return self.passes.is_kept == is_kept
+
+    def _work(self, is_kept: bool) -> np.ndarray:
+        own, chosen = self.passes, self._chosen(is_kept)
+        items = own.items[chosen]
+        return np.stack([np.ones_like(items), items, own.squares[chosen]], axis=-1)
+
+    def _sums(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Sums over chosen passes of every rank of values [chosen, columns]. [..., columns]"""
+        rank, owners = self.passes.rank[chosen], int(self.place.max(initial=-1)) + 1
+        sums = [np.bincount(rank, column, owners) for column in values.T]
+        return np.stack(sums, axis=-1)[self.place]
+
+
+Passes = EqualPasses | WholePasses
+"""Passes of an encoder that ranks make in their steps."""
+
+
+def encoding_ms(cost: EncoderCost, passes: Passes) -> np.ndarray:
+    """Computation of forward, backward, and what runs again between the two, of ranks. [..., 3]"""
+    again = passes.work(is_kept=False)
+    both = passes.work(is_kept=True) + again
+    return np.stack(
+        [both @ cost.forward_ms, both @ cost.backward_ms, again @ cost.again_ms], axis=-1
+    )
+
+
+def _forward_and_backward(
+    cost: EncoderCost, kept_ms: np.ndarray, again_ms: np.ndarray
+) -> np.ndarray:
+    """Exposed exchange of forward and backward, [..., 2], of passes' as `PassExchange.exposed_ms`
+    gives it, [..., 3] each."""
+    forward_ms = kept_ms[..., 0] + again_ms[..., 0]
+    backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
+    return np.stack([forward_ms, backward_ms], axis=-1)

@@ -1,0 +1,517 @@
+"""Data-parallel encoders of images at their native resolution: times, memory, search and plans,
+compared with plain loops."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from exchange_cases import simulated_ms
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
+from omnibal.data.lengths import Lengths
+from omnibal.dispatch.items import share_items
+from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.whole_samples import deal_group
+from omnibal.job.check import check_plan
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import PLAN_FILE
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.job.planner import PlanRequest, make_plan, placement_problem
+from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel, WeightSharding
+from omnibal.model.units import ENCODER_WAITS_MS, deepstack_of, unit_kinds, unit_names
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_search import kept_choices, search_encoders
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.workload import Workload
+from omnibal.report.phase_table import phases_of_plan
+
+CLUSTER = load_cluster("h100-80g").model_copy(
+    update={"intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0, "rates": {}}
+)
+"""Devices whose links computation does not always hide."""
+
+
+def images_model(*, audio: bool = False, deepstack: tuple[int, ...] = (0, 2)) -> ModelConfig:
+    """A small model as Qwen3-VL has it, with a second encoder or without."""
+    widths = {"layers": 4, "hidden_size": 64, "heads": 2, "ffn_hidden_size": 160}
+    widths |= {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
+    encoders = {"vision": ImagesEncoder(
+        patch_size=16, frames_per_patch=2, deepstack_layers=deepstack, window_pixels=64,
+        full_layers=(1, 3), **widths,
+    )}  # fmt: skip
+    if audio:
+        encoders["audio"] = ClipsEncoder(frames=64, mel_bins=16, **widths)
+    language = LanguageConfig(
+        layers=4, hidden_size=128, heads=4, kv_heads=2, ffn_hidden_size=256, vocab_size=640
+    )
+    return ModelConfig(name="images", encoders=encoders, language=language, chat_template="qwen2.5")
+
+
+def image_lengths(rng: np.random.Generator, count: int, *, audio: bool = False) -> Lengths:
+    """Samples of no image, or of a few of any size."""
+    numbers = rng.integers(0, 4, count)
+    images = [np.exp(rng.normal(4, 1, number)).astype(int) + 1 for number in numbers]
+    cells = np.array([int(own.sum()) for own in images], np.int32)
+    clips = {"clips": rng.integers(0, 4, count).astype(np.int32)} if audio else {}
+    tokens = cells + rng.integers(5, 90, count).astype(np.int32)
+    if audio:
+        tokens = tokens + 16 * clips["clips"]
+    return Lengths(
+        items={"image_tokens": cells} | clips,
+        squares={"squared_image_tokens": np.array([int((own**2).sum()) for own in images])},
+        tokens=tokens.astype(np.int32),
+        loss_tokens=np.full(count, 4, np.int32),
+        source=np.zeros(count, np.int32),
+        source_names=("some",),
+        origin=None,
+    )
+
+
+def request(
+    parallel: Parallel, *, seed: int = 0, count: int = 120, audio: bool = False, **changes: object
+) -> PlanRequest:
+    """A request for data-parallel encoders of such a model."""
+    lengths = image_lengths(np.random.default_rng(seed), count, audio=audio)
+    largest = int(lengths.tokens.max())
+    caps = {"image_tokens": largest, "tokens": 2 * largest} | ({"clips": 12} if audio else {})
+    given = {"precision": "bf16", "cluster": CLUSTER, "model": images_model(audio=audio)} | changes
+    job = JobSpec(parallel=parallel, placement=EncoderPlacement.DATA_PARALLEL, **given)
+    level = Level(caps=Caps.of(**caps))
+    data = SampleData(lengths=lengths, levels=(level,), packs_per_step=4 * parallel.data)
+    return PlanRequest(job=job, data=data)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Samples and passes of every rank of one step, found one by one."""
+
+    job: JobSpec
+    cost: EncodersCost
+    workload: Workload
+    beside: DataParallelEncoders
+    lengths: Lengths
+    step: int
+
+    def samples_of(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Samples with images of a group's packs, and the pipelines that hold them."""
+        load, found = self.workload, []
+        for row in range(len(load)):
+            home = load.dp_rank[row] - block * self.beside.pipelines
+            if load.step[row] == self.step and 0 <= home < self.beside.pipelines:
+                rows = load.samples["image_tokens"].rows
+                found += [(int(sample), int(home)) for sample in rows[row]]
+        samples, homes = np.array(found, np.int64).reshape(-1, 2).T
+        return samples, homes
+
+    def ms(self, samples: np.ndarray) -> np.ndarray:
+        cells = self.lengths.column("image_tokens")[samples].astype(np.int64)
+        squares = self.lengths.column("squared_image_tokens")[samples].astype(np.int64)
+        item_ms, square_ms = self.beside.item_ms["vision"], self.beside.square_ms["vision"]
+        return item_ms * cells + square_ms * squares
+
+    @property
+    def unit_ms(self) -> float:
+        return (self.beside.item_ms["vision"] + self.beside.square_ms["vision"]) / 2**20
+
+    def ranks_of(self, block: int) -> tuple[list[list[int]], list[int]]:
+        """Samples of every rank of a group, and its load in units."""
+        samples, homes = self.samples_of(block)
+        weight = np.maximum(np.rint(self.ms(samples) / self.unit_ms), 1).astype(np.int64)
+        of_pipeline = self.cost.ranks_of_pipeline
+        rank = deal_group(weight, homes, self.beside.pipelines, of_pipeline)
+        ranks = range(self.beside.pipelines * of_pipeline)
+        return (
+            [samples[rank == each].tolist() for each in ranks],
+            [int(weight[rank == each].sum()) for each in ranks],
+        )
+
+    def image_passes(self, samples: list[int]) -> dict[bool, list[tuple[int, int]]]:
+        """Cells and squares of the passes of a rank with these samples: kept ones and others."""
+        a_pass, kept = self.beside.items_per_pass["vision"], self.beside.kept_items["vision"]
+        found: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        before = 0
+        for sample in samples:
+            cells = int(self.lengths.column("image_tokens")[sample])
+            square = int(self.lengths.column("squared_image_tokens")[sample])
+            before += cells
+            passes = found[before <= kept]
+            if passes and passes[-1][0] + cells <= a_pass:
+                passes[-1] = (passes[-1][0] + cells, passes[-1][1] + square)
+            else:
+                passes.append((cells, square))
+        return found
+
+    def clip_passes(self, block: int, load: list[int]) -> list[dict[bool, list[tuple[int, ...]]]]:
+        """Clips of the passes of every rank of a group, which level what images leave uneven."""
+        own = self.workload.rows(
+            (self.workload.step == self.step)
+            & (self.workload.dp_rank // self.beside.pipelines == block)
+        )
+        clips = own.features[:, list(self.job.cost.features).index("clips")].astype(np.int64)
+        runs = share_items(
+            {"audio": clips},
+            own.dp_rank - block * self.beside.pipelines,
+            pipelines=self.beside.pipelines,
+            ranks_of_pipeline=self.cost.ranks_of_pipeline,
+            item_ms=self.beside.item_ms,
+            load=np.array([load]),
+            unit_ms=self.unit_ms,
+        )["audio"]
+        found = []
+        for rank in range(len(load)):
+            items = int(runs.count[runs.rank == rank].sum())
+            a_pass, kept = self.beside.items_per_pass["audio"], self.beside.kept_items["audio"]
+            passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
+            for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
+                whole, rest = divmod(left, a_pass)
+                passes[is_kept] = [(a_pass,)] * whole + [(rest,)] * (rest > 0)
+            found.append(passes)
+        return found
+
+
+def walks(
+    asked: PlanRequest, beside: DataParallelEncoders, packs: ScheduledPacks | None = None
+) -> Iterator[Walk]:
+    job, levels = replace(asked.job, beside=beside), asked.data.levels
+    packs = packs or asked.data.schedule(job)[0]
+    workload = job.workload(packs, asked.data.lengths, levels)
+    cost = asked.job.encoders_costs[beside.sharded]
+    for step in np.unique(workload.step).tolist():
+        yield Walk(job, cost, workload, beside, asked.data.lengths, step)
+
+
+def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
+    """Forward and backward of a pass, beside what its ranks exchange, if they do."""
+    one = np.array([1, *work])
+    again = 0.0 if is_kept else 1.0
+    if cost.exchange is None:
+        return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))
+    units, second = cost.exchange.of_pass, cost.exchange.of_second
+    row = np.zeros(units.forward_ms.shape[1])
+    row[list(cost.exchange.columns)] = one
+    order = list(units.sequence)
+    turned, nothing = order[::-1], [0.0] * len(order)
+    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    gathers, again_ms = units.gather_back_ms[turned].copy(), 0.0
+    if not is_kept:
+        gathers[0] = 0
+        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
+    return forward_ms, again_ms + backward_ms
+
+
+def lockstep_ms(cost: EncoderCost, ranks: list[dict[bool, list[tuple[int, ...]]]]) -> np.ndarray:
+    """Forward and backward of ranks whose passes begin and end together, each as long as one with
+    the most items and squares of any of them."""
+    total = np.zeros(2)
+    for is_kept in (True, False):
+        for number in range(max(len(passes[is_kept]) for passes in ranks)):
+            there = [p[is_kept][number] for p in ranks if number < len(p[is_kept])]
+            most = tuple(int(each) for each in np.max(there, axis=0))
+            total += pass_ms(cost, most, is_kept=is_kept)
+    return total
+
+
+def random_beside(rng: np.random.Generator, asked: PlanRequest) -> DataParallelEncoders:
+    costs, size = asked.job.encoders_costs, asked.job.parallel.data
+    any_cost = next(iter(costs.values()))
+    sizes = {"vision": int(rng.integers(1, 400)), "audio": int(rng.integers(1, 4))}
+    kept = {"vision": int(rng.integers(0, 600)), "audio": int(rng.integers(0, 6))}
+    item_ms = any_cost.item_ms(sizes)
+    return DataParallelEncoders(
+        pipelines=int(rng.choice([each for each in range(1, size + 1) if size % each == 0])),
+        items_per_pass={name: sizes[name] for name in item_ms},
+        kept_items={name: kept[name] for name in item_ms},
+        item_ms=item_ms,
+        square_ms=any_cost.square_ms,
+        sharded=int(rng.choice(list(costs))),
+    )
+
+
+CASES = [
+    (Parallel(pipeline=2, data=2), False, False),
+    (Parallel(pipeline=1, data=4), False, True),
+    (Parallel(tensor=2, pipeline=2, data=2), False, True),
+    (Parallel(pipeline=2, data=2), True, False),
+    (Parallel(pipeline=1, data=4), True, True),
+]
+
+
+@pytest.mark.parametrize(("parallel", "audio", "divided"), CASES)
+def test_waits_are_those_of_the_busiest_rank(
+    parallel: Parallel, audio: bool, divided: bool
+) -> None:
+    """Prevents: a step that leaves out a pass, an image's squares or a second forward; ranks that
+    divide weights and do not wait for the longest of each pass; clips that are dealt as if ranks
+    had no images to encode."""
+    ways = tuple(WeightSharding) if divided else (WeightSharding.REPLICATED,)
+    asked = request(parallel, audio=audio, encoder_shardings=ways)
+    packs, _ = asked.data.schedule(asked.job)
+    for seed in range(6):
+        beside = random_beside(np.random.default_rng(seed), asked)
+        for walk in walks(asked, beside, packs):
+            ranks, groups = {}, parallel.data // beside.pipelines
+            for block in range(groups):
+                samples, load = walk.ranks_of(block)
+                passes = {"vision": [walk.image_passes(own) for own in samples]}
+                if audio:
+                    passes["audio"] = walk.clip_passes(block, load)
+                for number in range(len(samples)):
+                    home, place = divmod(number, walk.cost.ranks_of_pipeline)
+                    stage, shard = divmod(place, parallel.tensor)
+                    data = block * beside.pipelines + home
+                    job_rank = (stage * parallel.data + data) * parallel.tensor + shard
+                    ranks[job_rank] = block, {name: each[number] for name, each in passes.items()}
+            busiest = np.zeros((groups, 2))
+            for first in range(0, parallel.world_size, beside.sharded):
+                together = [ranks[rank] for rank in range(first, first + beside.sharded)]
+                total = np.zeros(2)
+                for name, one in walk.cost.encoders.items():
+                    total += lockstep_ms(one, [passes[name] for _, passes in together])
+                for block, _ in together:
+                    busiest[block] = np.maximum(busiest[block], total)
+            own = walk.workload.rows(walk.workload.step == walk.step)
+            columns = [walk.job.cost.features.index(name) for name in ENCODER_WAITS_MS]
+            found = np.zeros((parallel.data, 2))
+            np.add.at(found, own.dp_rank, own.features[:, columns])
+            # What is exchanged comes to it; it is the same for a group's pipelines.
+            besides = found - np.repeat(busiest, beside.pipelines, axis=0)
+            once = [walk.cost.gather_ms, walk.cost.reduction_ms]
+            assert (besides >= np.array(once) - 1e-9).all()
+            expected = np.array([exchange_ms(walk, block) for block in range(groups)]) + once
+            np.testing.assert_allclose(besides, np.repeat(expected, beside.pipelines, axis=0),
+                                       rtol=1e-6, atol=1e-9)  # fmt: skip
+
+
+def exchange_ms(walk: Walk, block: int) -> list[float]:
+    """Time of both exchanges of a group, by who sends what to whom."""
+    cost, sizes = walk.cost, walk.job.parallel
+    samples, load = walk.ranks_of(block)
+    size, of_pipeline = len(samples), cost.ranks_of_pipeline
+    if size == 1:
+        return [0.0, 0.0]
+    sent, received, held = np.zeros(size), np.zeros(size), np.zeros(walk.beside.pipelines)
+    every, homes = walk.samples_of(block)
+    home_of = dict(zip(every.tolist(), homes.tolist(), strict=True))
+    one = cost.encoders["vision"]
+    for rank, own in enumerate(samples):
+        for sample in own:
+            rows = float(walk.lengths.column("image_tokens")[sample]) * one.feature_bytes
+            held[home_of[sample]] += rows
+            for shard in range(sizes.tensor):
+                target = home_of[sample] * of_pipeline + shard
+                if target != rank:
+                    sent[rank] += rows / sizes.tensor
+                    received[target] += rows / sizes.tensor
+    if "audio" in cost.encoders:
+        _add_clips(walk, block, load, (sent, received, held))
+    line = cost.line(walk.beside.pipelines)
+    both = line.fixed_ms * (size - 1) + line.each_ms * max(sent.max(), received.max())
+    if sizes.tensor == 1:
+        return [both, both]
+    gathered = held.max() * (sizes.tensor - 1) / sizes.tensor
+    return [both + cost.tensor.fixed_ms + cost.tensor.each_ms * gathered, both]
+
+
+def _add_clips(walk: Walk, block: int, load: list[int], moved: tuple[np.ndarray, ...]) -> None:
+    sent, received, held = moved
+    own = walk.workload.rows(
+        (walk.workload.step == walk.step)
+        & (walk.workload.dp_rank // walk.beside.pipelines == block)
+    )
+    home = own.dp_rank - block * walk.beside.pipelines
+    clips = own.features[:, list(walk.job.cost.features).index("clips")].astype(np.int64)
+    runs = share_items(
+        {"audio": clips}, home, pipelines=walk.beside.pipelines,
+        ranks_of_pipeline=walk.cost.ranks_of_pipeline, item_ms=walk.beside.item_ms,
+        load=np.array([load]), unit_ms=walk.unit_ms,
+    )["audio"]  # fmt: skip
+    for pack, count, source in zip(runs.pack, runs.count, runs.rank, strict=True):
+        rows = count * walk.cost.encoders["audio"].feature_bytes
+        held[home[pack]] += rows
+        target = home[pack] * walk.cost.ranks_of_pipeline
+        if source != target:
+            sent[source] += rows
+            received[target] += rows
+
+
+@pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["", "frozen"])
+def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
+    """Prevents: a device out of memory in a pass of one long sample, or by inputs, activations or
+    deepstack features that are left out."""
+    asked = request(Parallel(pipeline=2, data=2), frozen=frozen)
+    packs, lengths = asked.data.schedule(asked.job)
+    workload = asked.job.workload(packs, lengths, asked.data.levels)
+    for seed in range(10):
+        beside = random_beside(np.random.default_rng(seed), asked)
+        [cost] = asked.job.encoders_costs.values()
+        shares = ItemShares.of(workload, asked.job.cost.features, cost, beside)
+        found, one = memory_of_encoders(shares, cost, beside), cost.encoders["vision"]
+        trained = not frozen
+        kept, inputs, rows, held, forward, backward = [0.0], [0.0], [0.0], [0.0], [0.0], [0.0]
+        for walk in walks(asked, beside, packs):
+            for block in range(2 // beside.pipelines):
+                samples, _ = walk.ranks_of(block)
+                for own in samples:
+                    passes = walk.image_passes(own)
+                    cells = {is_kept: sum(n for n, _ in passes[is_kept]) for is_kept in passes}
+                    kept.append(sum(one.kept_bytes @ (1, *work) for work in passes[True]))
+                    inputs.append(cells[False] * one.input_bytes)
+                    rows.append(sum(cells.values()) * one.feature_bytes)
+                    for is_kept, works in passes.items():
+                        for work in works:
+                            working = (one.working_bytes @ (1, *work)).max()
+                            if not trained:
+                                forward.append(working + one.input_bytes * work[0])
+                            elif is_kept:
+                                forward.append(working)
+                            else:
+                                backward.append(working + one.kept_bytes @ (1, *work))
+                every, homes = walk.samples_of(block)
+                cells_of = walk.lengths.column("image_tokens")[every]
+                held += [cells_of[homes == home].sum() * one.feature_bytes
+                         for home in range(beside.pipelines)]  # fmt: skip
+        assert found.kept == pytest.approx(max(kept) + max(inputs) if trained else 0)
+        in_passes = max(max(forward), max(backward) - max(kept) if trained else 0.0)
+        assert found.encoding == pytest.approx(max(in_passes + max(rows), 2 * max(rows)))
+        assert found.features == pytest.approx((1 + trained) * max(held))
+        assert found.features + found.arrival == pytest.approx(2 * max(held))
+
+
+def test_features_are_as_wide_as_what_language_layers_take() -> None:
+    """Prevents: deepstack features that are exchanged, or held at first stages, for nothing."""
+    plain, deep = images_model(deepstack=()), images_model()
+    costs = [encoders_cost(model, CLUSTER, Parallel(pipeline=2, data=2), "bf16").encoders["vision"]
+             for model in (plain, deep)]  # fmt: skip
+    assert costs[0].feature_bytes == 128 * 2
+    assert costs[1].feature_bytes == 3 * costs[0].feature_bytes
+    assert costs[1].input_bytes == 4 * 3 * 2 * 16**2 * 4
+    assert (costs[0].forward_ms > 0).all() and costs[0].is_of_samples
+
+
+def test_a_pipeline_without_encoders_carries_deepstack_features() -> None:
+    """Prevents: a cut between the first language layers that sends on less where encoders are
+    data-parallel than where they are in the pipeline."""
+    model = images_model()
+    alone = model.without_encoders()
+    language = [name for name in unit_names(model) if not name.startswith(("vision", "projector"))]
+    assert list(unit_names(alone)) == language
+    assert [kind.carried for kind in unit_kinds(alone)] == [2, 1, 0, 0]
+    assert deepstack_of(alone) == deepstack_of(model)
+    assert alone.without_encoders() == alone
+    job = request(Parallel(pipeline=2, data=2)).job
+    carrying = job.cost.units["language_layer_carrying1"]
+    plain, column = job.cost.units["language_layer"], job.cost.features.index("image_tokens")
+    assert carrying.output_bytes[column] - plain.output_bytes[column] == 128 * 2
+    gradients = carrying.output_gradient_bytes - plain.output_gradient_bytes
+    assert gradients[column] == 128 * 2
+
+
+def test_search_finds_the_fastest_choice() -> None:
+    """Prevents: a choice that is slower than another one of the grid, or a bound above the best."""
+    asked = request(Parallel(pipeline=2, data=2), count=30)
+    problem = placement_problem(asked.job, asked.workload(), asked.data.levels)
+    for cap in (np.inf, _tight_cap(problem)):
+        capped, least, left_out = replace(problem, memory_cap_bytes=cap), np.inf, 0
+        for beside in every_choice(problem):
+            try:
+                least = min(least, searched_ms(capped, beside))
+            except DoesNotFit:
+                left_out += 1
+        found = search_encoders(capped).search
+        assert found.step_ms == pytest.approx(least, rel=1e-9)
+        assert found.lower_bound_ms <= least * (1 + 1e-9)
+        assert (left_out > 0) == (cap < np.inf)
+
+
+def _tight_cap(problem) -> float:
+    """A cap that some choices do not fit."""
+    least = [
+        least_peak_of_splits(
+            problem.cost, problem.model, problem.with_encoders(beside), problem.stages
+        )
+        for beside in every_choice(problem)
+    ]
+    return float(np.quantile(least, 0.6))
+
+
+def searched_ms(problem, beside: DataParallelEncoders) -> float:
+    return search_stages(
+        problem.cost_beside(beside), problem.model, problem.with_encoders(beside), problem.stages,
+        problem.memory_cap_bytes,
+    ).step_ms  # fmt: skip
+
+
+def every_choice(problem) -> Iterator[DataParallelEncoders]:
+    """Every choice that the search may make."""
+    [cost] = problem.encoders.values()
+    for pipelines, largest in product((1, 2), (1, 2, 4, 8, 16)):
+        sizes = {"vision": 256 * largest}
+        beside = DataParallelEncoders(
+            pipelines=pipelines, items_per_pass=sizes, kept_items={"vision": 0},
+            item_ms={name: round(ms, 6) for name, ms in cost.item_ms(sizes).items()},
+            square_ms={name: round(ms, 12) for name, ms in cost.square_ms.items()},
+        )  # fmt: skip
+        shares = ItemShares.of(problem.workload, problem.features, cost, beside)
+        if sizes["vision"] >= 2 * max(256, shares.most()["vision"]):
+            break
+        for kept in kept_choices(cost, shares.most()):
+            yield beside.model_copy(update={"kept_items": kept})
+
+
+def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_path: Path) -> None:
+    """Prevents: a plan that no check takes, an edit whose memory is not counted, times of squares
+    that are missing or of another encoder."""
+    result = make_plan(request(Parallel(pipeline=2, data=2)))
+    save_plan(result, tmp_path / "plan")
+    check_plan(tmp_path / "plan")
+    path = tmp_path / "plan" / PLAN_FILE
+    written = json.loads(path.read_text())
+    assert written["beside"]["square_ms"]["vision"] > 0
+    for changed, told in (
+        ({"kept_items": {"vision": 7}}, "prediction"),
+        ({"pipelines": 1 if result.plan.beside.pipelines == 2 else 2}, "prediction"),
+        ({"square_ms": {}}, "beside.square_ms is of no encoder"),
+        ({"square_ms": {"vision": 1.0, "audio": 1.0}}, "beside.square_ms is of audio and vision"),
+    ):
+        path.write_text(json.dumps(written | {"beside": written["beside"] | changed}))
+        with pytest.raises(UserError, match=told):
+            check_plan(tmp_path / "plan")
+    edited = written | {"beside": written["beside"] | {"kept_items": {"vision": 0}}}
+    del edited["prediction"]
+    path.write_text(json.dumps(edited))
+    check_plan(tmp_path / "plan")
+
+
+def test_phases_are_those_of_samples_dealt() -> None:
+    """Prevents: a table that counts cells alike whatever image they are of, or a bound above what
+    was dealt."""
+    asked = request(Parallel(pipeline=2, data=2), count=200)
+    result = make_plan(asked)
+    assert result.data is not None
+    packs, lengths = result.data
+    [vision, _] = phases_of_plan(result.plan, packs, lengths, asked.job.cost_source)
+    busiest = mean = least = 0.0
+    for walk in walks(asked, result.plan.beside, packs):
+        groups = 2 // walk.beside.pipelines
+        loads = [sum(walk.ms(np.array(own, np.int64)))
+                 for block in range(groups) for own in walk.ranks_of(block)[0]]  # fmt: skip
+        every = np.concatenate([walk.samples_of(block)[0] for block in range(groups)])
+        busiest, mean = busiest + max(loads), mean + np.mean(loads)
+        least += load_bound(walk.ms(every), len(loads))
+    assert vision.imbalance_after == pytest.approx(busiest / mean, rel=1e-3)
+    assert vision.bound == pytest.approx(least / mean, rel=1e-3)
+    assert vision.bound <= vision.imbalance_after <= vision.imbalance_before

@@ -1,0 +1,198 @@
+"""Whole samples dealt to an encoding group's ranks, and their passes, beside brute force."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from omnibal.data.lengths import Lengths
+from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.sample_items import SampleItems
+from omnibal.dispatch.sample_passes import passes_of_samples
+from omnibal.dispatch.whole_samples import DealtSamples, deal_group, deal_samples
+from omnibal.model.data_parallel_encoders import SampleTimes
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.shares import shares_of
+
+pytestmark = pytest.mark.quick
+
+
+def busiest_of(weight: np.ndarray, rank: np.ndarray, ranks: int) -> float:
+    return float(np.bincount(rank, weight, ranks).max())
+
+
+def image_weights(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Times of images whose areas are log-normal, in whole units."""
+    cells = np.clip(np.exp(rng.normal(6, 1, count)), 16, 16_384).astype(np.int64)
+    return cells * 1_000 + cells**2 // 10
+
+
+@pytest.mark.parametrize(("pipelines", "of_pipeline"), [(1, 2), (1, 3), (2, 1), (3, 1), (2, 2)])
+def test_the_busiest_rank_is_near_the_best_of_all_assignments(
+    pipelines: int, of_pipeline: int
+) -> None:
+    """Prevents: ranks that wait for one with a long image beside others, although another dealing
+    has it alone."""
+    ranks, above = pipelines * of_pipeline, []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        count = int(rng.integers(1, 9 if ranks < 4 else 7))
+        weight, pipeline = image_weights(rng, count), rng.integers(0, pipelines, count)
+        rank = deal_group(weight, pipeline, pipelines, of_pipeline)
+        assert rank.min() >= 0 and rank.max() < ranks
+        best = min(busiest_of(weight, np.array(each), ranks)
+                   for each in product(range(ranks), repeat=count))  # fmt: skip
+        above.append(busiest_of(weight, rank, ranks) / best)
+        assert load_bound(weight, ranks) <= best
+    assert max(above) <= 1.03
+    assert np.mean(above) <= 1.002
+
+
+@pytest.mark.parametrize("skew", [False, True])
+def test_many_samples_come_near_the_bound_and_stay_at_home(skew: bool) -> None:
+    """Prevents: a step that is a percent longer than it must be, and samples that are sent to other
+    pipelines though their own has room."""
+    rng = np.random.default_rng(0)
+    for pipelines, of_pipeline, each in ((1, 8, 8), (4, 4, 8), (8, 8, 6)):
+        ranks = pipelines * of_pipeline
+        weight = image_weights(rng, ranks * each)
+        pipeline = rng.integers(0, pipelines, len(weight))
+        pipeline *= ~(skew & (rng.random(len(weight)) < 0.4))
+        rank = deal_group(weight, pipeline, pipelines, of_pipeline)
+        bound = load_bound(weight, ranks)
+        assert bound <= busiest_of(weight, rank, ranks) <= bound * 1.002
+        held = np.bincount(pipeline, weight, pipelines)
+        at_home = np.minimum(held, of_pipeline * bound).sum() / held.sum()
+        is_home = rank // of_pipeline == pipeline
+        assert weight[is_home].sum() / weight.sum() >= at_home - 0.12
+
+
+def test_samples_of_equal_pipelines_all_stay() -> None:
+    """Prevents: features sent between pipelines for nothing."""
+    weight = np.repeat([5, 4, 3, 3, 3], 4)
+    pipeline = np.tile(np.arange(4), 5)
+    rank = deal_group(weight, pipeline, 4, 2)
+    assert (rank // 2 == pipeline).all()
+    assert np.bincount(rank, weight).max() == 9
+
+
+TIMES = SampleTimes(item_ms=0.02, square_ms=1e-5)
+
+
+def dealt_case(
+    rng: np.random.Generator, groups: int, pipelines: int, of_pipeline: int
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], DealtSamples]:
+    count = int(rng.integers(0, 40))
+    items = rng.integers(1, 900, count)
+    pipeline = np.sort(rng.integers(0, groups * pipelines, count))
+    squares = items**2 // rng.integers(1, 4, count)
+    dealt = deal_samples(
+        pipeline, items, squares, pipelines=pipelines, ranks_of_pipeline=of_pipeline,
+        times=TIMES, unit_ms=1e-6,
+    )  # fmt: skip
+    return (pipeline, items, squares), dealt
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
+    """Prevents: a planner that deals all steps at once otherwise than the trainer deals one."""
+    rng = np.random.default_rng(seed)
+    groups, pipelines, of_pipeline = (int(rng.integers(1, 4)) for _ in range(3))
+    (pipeline, items, squares), dealt = dealt_case(rng, groups, pipelines, of_pipeline)
+    assert sorted(dealt.place) == list(range(len(items)))
+    np.testing.assert_array_equal(dealt.items, items[dealt.place])
+    np.testing.assert_array_equal(dealt.squares, squares[dealt.place])
+    keys = list(zip(dealt.rank, dealt.place, strict=True))
+    assert keys == sorted(keys)
+    np.testing.assert_array_equal(dealt.is_home, dealt.rank // of_pipeline == pipeline[dealt.place])
+    rank = np.empty(len(items), np.int64)
+    rank[dealt.place] = dealt.rank
+    weight = np.maximum(np.rint((0.02 * items + 1e-5 * squares) / 1e-6), 1).astype(np.int64)
+    for group in range(groups):
+        own = pipeline // pipelines == group
+        alone = deal_group(weight[own], pipeline[own] - group * pipelines, pipelines, of_pipeline)
+        np.testing.assert_array_equal(rank[own], group * pipelines * of_pipeline + alone)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_passes_are_those_of_a_walk_over_samples(seed: int) -> None:
+    """Prevents: a pass that is left out or holds more than it may, one with kept samples and
+    others, and samples that are kept beyond what there is memory for."""
+    rng = np.random.default_rng(seed)
+    _, dealt = dealt_case(rng, 2, 2, int(rng.integers(1, 4)))
+    a_pass, kept = int(rng.integers(1, 1_500)), int(rng.integers(0, 3_000))
+    expected = []
+    for rank in dict.fromkeys(dealt.rank.tolist()):
+        passes: list[list[int]] = []
+        before, was_kept = 0, True
+        for place in np.flatnonzero(dealt.rank == rank).tolist():
+            before += int(dealt.items[place])
+            is_kept = before <= kept
+            held = dealt.items[passes[-1]].sum() if passes else a_pass
+            if not passes or is_kept != was_kept or held + dealt.items[place] > a_pass:
+                passes.append([])
+                expected.append((rank, is_kept, passes[-1]))
+            passes[-1].append(place)
+            was_kept = is_kept
+    found = passes_of_samples(dealt, a_pass, kept)
+    assert len(found) == len(expected)
+    numbers: dict[tuple[int, bool], int] = {}
+    for each, (rank, is_kept, places) in enumerate(expected):
+        assert (found.rank[each], found.is_kept[each]) == (rank, is_kept)
+        assert list(range(found.first[each], found.stop[each])) == places
+        assert found.items[each] == dealt.items[places].sum()
+        assert found.squares[each] == dealt.squares[places].sum()
+        numbers[rank, is_kept] = numbers.get((rank, is_kept), -1) + 1
+        assert found.number[each] == numbers[rank, is_kept]
+
+
+def lengths_of(cells: np.ndarray) -> Lengths:
+    return Lengths(
+        items={"image_tokens": cells.astype(np.int32)},
+        squares={"squared_image_tokens": cells.astype(np.int64) ** 2},
+        tokens=(cells + 9).astype(np.int32),
+        loss_tokens=np.full(len(cells), 5, np.int32),
+        source=np.zeros(len(cells), np.int32),
+        source_names=("some",),
+        origin=None,
+    )
+
+
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_ranks_that_share_a_pack_have_whole_samples_of_it(context: int) -> None:
+    """Prevents: an image that two ranks encode a part of, or none; and a rank that holds far more
+    of a shared pack than an even part."""
+    rng = np.random.default_rng(context)
+    cells = rng.integers(0, 200, 60) * (rng.random(60) < 0.7)
+    lengths, lists = lengths_of(cells), np.split(np.arange(60), [20, 21, 45])
+    packs = ScheduledPacks(
+        packs=Packs.from_lists([part.tolist() for part in lists]),
+        step=np.array([0, 0, 1, 1]),
+        dp_rank=np.array([0, 4, 0, 4], np.int32),
+        slot=np.zeros(4, np.int32),
+        epoch=np.zeros(4, np.int32),
+        items={},
+        tokens=np.zeros(4, np.int32),
+        level=np.zeros(4, np.int32),
+    )
+    levels = [Level(caps=Caps.of(tokens=10_000), context=context)]
+    shares = shares_of(packs, levels)
+    found = SampleItems.of(packs, lengths, levels, "image_tokens")
+    assert len(found.rows) == len(shares) == 4 * context
+    for pack, samples in enumerate(lists):
+        with_images = [sample for sample in samples.tolist() if cells[sample]]
+        total, in_order = int(cells[samples].sum()), []
+        for part in range(context):
+            (row,) = np.flatnonzero((shares.pack == pack) & (shares.part == part))
+            own = found.rows[row].tolist()
+            in_order += own
+            assert found.of_rows[row] == cells[own].sum()
+            for sample in own:
+                first = int(cells[[each for each in with_images if each < sample]].sum())
+                assert total * part // context <= first < total * (part + 1) // context
+        assert in_order == with_images
+    picked = found.take(np.array([3, 0]))
+    assert picked.rows[0].tolist() == found.rows[3].tolist()
+    assert picked.with_empty(2).of_rows.tolist() == [*found.of_rows[[3, 0]], 0, 0]

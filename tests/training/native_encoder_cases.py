@@ -1,0 +1,187 @@
+"""Training of native-resolution models with data-parallel encoders: packs of whole samples."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from data_parallel_encoder_cases import encoder_gradients
+from megatron.core import parallel_state
+from native_resolution_cases import pack_of, sample_of
+from tensor_parallel_cases import OPTIONS, gradients_of, whole_weights
+from toy import stages_of, toy_plan
+
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, EncodingRanks
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.data.lengths import Lengths
+from omnibal.data.native_resolution import Grid
+from omnibal.job.plan import Plan
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs, ScheduledPacks
+
+Sample = tuple[tuple[Grid, ...], int]
+"""Images and videos of a sample, and its text tokens."""
+
+# Packs of samples of each step, dealt to data-parallel ranks in turn: fewer packs than slots, a
+# video, a sample that is longer than a pass, packs of text alone, all images in one pack, a step
+# without any, one pack for all ranks.
+STEPS: list[list[list[Sample]]] = [
+    [
+        [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((Grid(1, 4, 4),), 6)],
+        [((), 12), ((), 7)],
+        [((Grid(3, 4, 6),), 5), ((Grid(1, 2, 4), Grid(1, 2, 2)), 9)],
+        [((Grid(1, 2, 2),), 8), ((), 6), ((Grid(1, 4, 10),), 11)],
+        [((), 9)],
+    ],
+    [[((), 7)], [((Grid(1, 8, 4),), 12), ((Grid(1, 4, 4),), 3), ((Grid(1, 2, 6),), 5)], [((), 4)]],
+    [[((), 12), ((), 4)], [((), 5)]],
+    [[((Grid(2, 2, 6), Grid(1, 4, 2)), 8)]],
+]
+ALL = range(len(STEPS))
+
+
+def plan_of(
+    model: ModelConfig,
+    cuts: Sequence[int] = (),
+    *,
+    pipelines: int = 1,
+    per_pass: int = 9,
+    kept: int = 7,
+    frozen: tuple[str, ...] = (),
+    recompute: dict[str, tuple[int, ...]] | None = None,
+    divided: int = 1,
+    **sizes: object,
+) -> Plan:
+    """A plan with data-parallel encoders; cuts count units of the language model alone."""
+    stages = stages_of(model.without_encoders(), *cuts, **(recompute or {}))
+    beside = DataParallelEncoders(
+        pipelines=pipelines,
+        items_per_pass={"vision": per_pass},
+        kept_items={"vision": kept},
+        item_ms={"vision": 1.0},
+        square_ms={"vision": 0.01},
+        sharded=divided,
+    )
+    plan = toy_plan(model, stages, **sizes)
+    return plan.model_copy(update={"beside": beside, "frozen": frozen})
+
+
+def packs_of(model: ModelConfig, number: int) -> Iterator[MicroBatch]:
+    """The packs of a step, with weights that differ between positions."""
+    for index, pack in enumerate(STEPS[number]):
+        seed = 100 * number + 10 * index
+        batch = pack_of([sample_of(model, *one, seed=seed + i) for i, one in enumerate(pack)])
+        weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
+        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
+
+
+def scheduled(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[int]]:
+    """A step of packs, of which every data-parallel rank has every `ranks`-th; lengths of its
+    samples; and the place in the step of each pack."""
+    packs = STEPS[number]
+    order = sorted(range(len(packs)), key=lambda place: (place % ranks, place))
+    samples = [sample for place in order for sample in packs[place]]
+    cells = [sum(grid.patches // 4 for grid in grids) for grids, _ in samples]
+    squares = [
+        sum(grid.times * (grid.rows * grid.columns // 4) ** 2 for grid in grids)
+        for grids, _ in samples
+    ]
+    sizes = [len(packs[place]) for place in order]
+    lengths = Lengths(
+        items={"image_tokens": np.array(cells, np.int32)},
+        squares={"squared_image_tokens": np.array(squares)},
+        tokens=np.full(len(cells), 100, np.int32),
+        loss_tokens=np.full(len(cells), 1, np.int32),
+        source=np.zeros(len(cells), np.int32),
+        source_names=("some",),
+        origin=None,
+    )
+    members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, np.cumsum(sizes)))
+    place = np.array(order)
+    found = ScheduledPacks(
+        packs=members,
+        step=np.zeros(len(packs), np.int64),
+        dp_rank=(place % ranks).astype(np.int32),
+        slot=(place // ranks).astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items={"image_tokens": members.sums(lengths.items["image_tokens"]).astype(np.int32)},
+        tokens=np.full(len(packs), 100, np.int32),
+        level=np.zeros(len(packs), np.int32),
+    )
+    return found, lengths, order
+
+
+def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
+    """This rank's part of a step: its passes, and then its micro-batches without patches."""
+    own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    if plan.beside is None:
+        return MicroBatchStream.of(own)
+    held, lengths, order = scheduled(number, plan.parallel.data)
+    shares = EncoderShares(
+        model=plan.model,
+        beside=plan.beside,
+        ranks=EncodingRanks(
+            pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=dist.get_rank()
+        ),
+        packs=held,
+        levels=[Level(caps=Caps.of(tokens=1))],
+        lengths=lengths,
+    ).step(0)
+    passes = [_pass(one, [packs[place] for place in order]) for one in shares.passes]
+    texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
+    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
+
+
+def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:
+    patches, grids = [], []
+    for run in planned.runs:
+        own, start = packs[run.row], 0
+        for grid in own.image_grids:
+            cells = grid.patches // 4
+            if start in run.items:
+                assert start + cells - 1 in run.items, "images go whole"
+                grids.append(grid)
+                patches.append(own.patches_YX[4 * start : 4 * (start + cells)])
+            start += cells
+    return MicroBatch(
+        tiles=0,
+        image_tokens=planned.items,
+        image_grids=tuple(grids),
+        patches_YX=torch.cat(patches),
+        tokens=0,
+        segment_tokens=(),
+    )
+
+
+def train_steps(links, plan, steps=ALL, load=None, save=None):
+    """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+    if load is not None:
+        assert load_checkpoint(load, *parts).step == steps.start
+    results, gradients = [], []
+    for number in steps:
+        stream = own_stream(plan, number, list(packs_of(plan.model, number)))
+        result = train_step(trainer, stream, slots=trainer.most_in_lockstep(len(stream)))
+        results.append((result.loss, result.grad_norm, result.loss_tokens))
+        gradients.append([gradients_of(trainer)])
+        if trainer.encoders is not None:
+            gradients[-1].append(encoder_gradients(trainer.encoders))
+    trainer.wait_for_weights()
+    if save is not None:
+        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+        writer.save(steps.stop, {})
+        writer.finish()
+        assert not writer.failures
+    return results, gradients, [whole_weights(stage) for stage in trainer.stages]
+
+
+def in_pipeline(model: ModelConfig, *cuts: int, frozen: tuple[str, ...] = ()) -> Plan:
+    """The model with its encoder in the pipeline; cuts count all units."""
+    return toy_plan(model, stages_of(model, *cuts)).model_copy(update={"frozen": frozen})
