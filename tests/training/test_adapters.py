@@ -4,6 +4,7 @@ alone are trained, and every way to divide ranks trains them to the same numbers
 import functools
 from dataclasses import replace
 
+import mixture_cases
 import pytest
 import torch
 from ranks import run_ranks
@@ -119,3 +120,30 @@ def test_every_way_to_divide_equals_one_process(adapters, cuts, sizes):
     plan = plan_of("6B-like", adapters, *cuts, recompute=recompute, **sizes)
     ranks = run(plan, STEPS)
     assert_same_training(ranks, plan.parallel.tensor, single_process("6B-like", adapters))
+
+
+@functools.cache
+def mixture_alone():
+    return run(mixture_plan(frozen=("vision",), adapters=AdapterConfig(rank=4, alpha=8)), STEPS)[0]
+
+
+def mixture_plan(*cuts, frozen, adapters, **sizes):
+    plan = mixture_cases.plan_of(*cuts, **sizes)
+    return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
+
+
+@pytest.mark.parametrize(
+    ("cuts", "sizes"),
+    [
+        pytest.param((6,), {"data": 2, "expert": 2, "recompute": (0, 2)}, id="ep2-pp2"),
+        pytest.param((), {"tensor": 2, "sequence_parallel": True, "expert": 2}, id="tp2-sp-ep2"),
+    ],
+)
+def test_beside_attention_of_layers_with_experts(cuts, sizes):
+    """Prevents: experts that are frozen, and whose tokens' gradients are lost on other ranks."""
+    adapters = AdapterConfig(rank=4, alpha=8)
+    plan = mixture_plan(*cuts, frozen=("vision",), adapters=adapters, **sizes)
+    reference = mixture_alone()
+    assert any(".adapters.o_proj." in name for name in reference[2])
+    assert not any(".mlp." in name and "language" in name for name in reference[2])
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, reference, rel=2e-5)
