@@ -4,8 +4,8 @@
     adapter_config.json         rank, scale and which modules they are
 
 Modules are those of the released model as it is in memory, whose names for Transformers' InternVL
-begin with `model.`. Where a piece of this project is several modules there, as q, k and v of image
-tiles are in Transformers, each has a copy of A and its rows of B.
+and Qwen-VL begin with `model.`. Where a piece of this project is several modules there, as q, k and
+v of image tiles are in Transformers, each has a copy of A and its rows of B.
 
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
@@ -44,6 +44,8 @@ _PREFIX = "base_model.model."
 _IN_MEMORY = {
     Layout.TRANSFORMERS: Layout.TRANSFORMERS_PREFIXED,
     Layout.TRANSFORMERS_STACKED: Layout.TRANSFORMERS_PREFIXED,
+    Layout.QWEN2_VL: Layout.QWEN2_VL_PREFIXED,
+    Layout.QWEN2_5_VL: Layout.QWEN2_5_VL_PREFIXED,
 }
 """Layouts whose files name tensors otherwise than the modules that they are loaded into."""
 
