@@ -797,7 +797,7 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
     # begin with the layers, only the former has a gradient.
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
     came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
-    back_to = np.where(is_layer, np.maximum(back, back_to), back_to)
+    back_to = np.where(is_layer & (back_to == 0), back, back_to)
     return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
 
 

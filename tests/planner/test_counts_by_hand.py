@@ -360,22 +360,26 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
     )
     rows, values = CELLS * 4, 3 * 2 * 5 * 5
     pixels, out = rows * values, rows * H
-    positions = 5 * out if learned else 0
+    wide = 4 * out if learned else 0
     kept = {"pixels by patch": 2 * pixels}
+    if learned:  # numbers of four neighbours, their weights and patches; two more of a patch
+        kept["neighbours"] = rows * (4 * (8 + 4 + 8) + 2 * 8)
     if normed:
         kept |= {"norm's input": 2 * out, "norm's moments": rows * 2 * 4}
     expected = {
         "products": [(rows, values, H)],
-        # Pixels, patches; four neighbours and their sum; a norm.
-        "forward": 2 * (pixels + out + positions + (2 * out if normed else 0)),
-        "backward": 2 * (positions + 3 * out + (out if normed else 0)),
+        # Pixels, patches; four neighbours, their sum, in another type, and added; a norm.
+        "forward": 2 * (pixels + out + (2 * out if normed else 0))
+        + (6 * wide + 2 * 4 * out if learned else 0),
+        "backward": 2 * (3 * out + (out if normed else 0)) + 6 * wide,
         "kernels": 5,
         "kept": kept,
         "for weights": {"pixels by patch"},
         "input": 2 * pixels,
         "output": 2 * out,
-        "working": [(2 * 2 * out, learned * H), (2 * out, values * H)],
-        "forward working": [2 * (pixels + 3 * out)],
+        # A gradient of learned positions is in fp32, of twice the size.
+        "working": [(2 * out + wide, 2 * learned * H)] * bool(learned) + [(2 * out, values * H)],
+        "forward working": [2 * (pixels + 3 * out), 2 * (pixels + 2 * out) + wide],
         "passing": 4 * pixels,
         # A bias; a norm of two vectors, the class token and half a head's angles.
         "parameters": H * values + H * learned + (2 * H + H + 5 if normed else H),
@@ -453,8 +457,8 @@ def test_layer_of_images(gated: bool) -> None:
     assert of(unpadded.attention_flops) == pytest.approx(4 * 29 * 4**2 * H / t)
 
 
-def two_products(t: int, inner: int, norm: int) -> dict[str, Any]:
-    """A norm of positions, cells folded, two products."""
+def two_products(t: int, inner: int, norm: int, normed: int = 4) -> dict[str, Any]:
+    """A norm of positions, so many a cell, cells folded, two products."""
     wide = 4 * H
     read, into, out = CELLS * wide, CELLS * inner / t, CELLS * WIDTH
     return {
@@ -468,7 +472,7 @@ def two_products(t: int, inner: int, norm: int) -> dict[str, Any]:
         "kept": {
             "last layer's output": 2 * read,
             "norm's output": 2 * read,
-            "norm's moments": CELLS * 4 * 2 * 4,
+            "norm's moments": CELLS * normed * 2 * 4,
             "into GELU": 2 * into,
             "out of GELU": 2 * into,
         },
@@ -491,6 +495,21 @@ def test_projector_of_images() -> None:
         tower = images_tower(projector_hidden_size=given)
         found = images_projector(tower, model_with(vision=tower), device(), FEATURES)
         check(counted(found), two_products(3, inner, norm=2 * H))
+
+
+def test_projector_of_windows() -> None:
+    """Prevents: features that are put in their own order for nothing."""
+    windowed, plain = images_tower(window_pixels=30), images_tower()
+    more, less = (
+        counted(images_projector(each, model_with(vision=each), device(), FEATURES))
+        for each in (windowed, plain)
+    )
+    out = 2 * CELLS * WIDTH
+    for name in ("forward", "backward"):
+        assert more[name] - less[name] == 2 * out
+    assert more["kept"] == less["kept"] | {"order of cells": CELLS * 8}
+    assert more["working"] == [(2 * out, 0), *less["working"]]
+    assert more["kernels"] - less["kernels"] == 1
 
 
 def test_last_norm_before_the_projector() -> None:
@@ -589,7 +608,7 @@ def test_layer_with_a_deepstack_projector() -> None:
     layer = counted(images_layer(model, tower, plain, device(), FEATURES))
     both = counted(images_layer(model, tower, with_it, device(), FEATURES))
     # Its norm is of folded cells, of 4 H.
-    projector = two_products(3, 4 * H, norm=2 * 4 * H)
+    projector = two_products(3, 4 * H, norm=2 * 4 * H, normed=1)
     output = CELLS * 4 * 2 * H
     # The layer keeps its output for it, as the next layer does, which is none of this unit's.
     of_projector = {
@@ -614,15 +633,14 @@ def test_layer_with_a_deepstack_projector() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_deepstack_features_on_their_way(sequence_parallel: bool) -> None:
-    """Prevents: features of several towers that are counted once, and parts that are whole."""
+    """Prevents: features of several towers that are counted once, and whole ones as parts."""
     tower = images_tower(deepstack_layers=(0, 1))
     model = model_with(vision=tower, plain=images_tower())
     own = device(3, sequence_parallel)
     for kind in unit_kinds(model):
         whole = kind.carried * CELLS * WIDTH * 2
-        divided = kind.tower == "language" and sequence_parallel
         found = of(deepstack_bytes(model, kind, own, FEATURES))
-        assert found == pytest.approx(whole / 3 if divided else whole), kind.name
+        assert found == pytest.approx(whole), kind.name
     assert {kind.carried for kind in unit_kinds(model)} == {0, 1, 2}
 
 

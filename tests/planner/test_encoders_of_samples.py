@@ -17,7 +17,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.dispatch.items import share_items
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.whole_samples import deal_group
-from omnibal.job.check import check_plan, training_obstacles
+from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PLAN_FILE
 from omnibal.job.plan_data import SampleData
@@ -474,14 +474,13 @@ def every_choice(problem) -> Iterator[DataParallelEncoders]:
 
 def test_plans_are_written_checked_and_counted_anew_where_they_are_edited(tmp_path: Path) -> None:
     """Prevents: a plan that no check takes, an edit whose memory is not counted, times of squares
-    that are missing or of another encoder, and training of what the trainer cannot run."""
+    that are missing or of another encoder."""
     result = make_plan(request(Parallel(pipeline=2, data=2)))
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")
     path = tmp_path / "plan" / PLAN_FILE
     written = json.loads(path.read_text())
     assert written["beside"]["square_ms"]["vision"] > 0
-    assert any("native resolution" in each for each in training_obstacles(result.plan))
     for changed, told in (
         ({"kept_items": {"vision": 7}}, "prediction"),
         ({"pipelines": 1 if result.plan.beside.pipelines == 2 else 2}, "prediction"),

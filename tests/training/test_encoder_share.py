@@ -5,8 +5,9 @@ import pytest
 from toy import toy_model
 
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.model.encoders import ClipsEncoder
+from omnibal.data.lengths import Lengths
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
+from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -20,11 +21,21 @@ AUDIO = ClipsEncoder(
     qkv_bias=True, qk_norm=False, mel_bins=8, frames=24, positions_per_token=4,
 )  # fmt: skip
 BOTH = MODEL.model_copy(update={"encoders": MODEL.encoders | {"audio": AUDIO}})
-FEATURES = {"vision": "tiles", "audio": "clips"}
+IMAGES = ImagesEncoder(
+    layers=3, hidden_size=16, heads=2, ffn_hidden_size=16, normalization="LayerNorm",
+    qkv_bias=True, qk_norm=False, patch_size=2, deepstack_layers=(0, 1),
+)  # fmt: skip
+"""Takes whole samples, and makes three rows of a cell."""
+MODELS = (
+    MODEL,
+    BOTH,
+    MODEL.model_copy(update={"encoders": {"vision": IMAGES}}),
+    MODEL.model_copy(update={"encoders": {"vision": IMAGES, "audio": AUDIO}}),
+)
 
 
 def random_packs(random, data, steps):
-    """Packs of random items; some ranks have none in a step."""
+    """Packs of random items, and lengths of their samples; some ranks have none in a step."""
     places = [
         (step, rank, slot)
         for step in range(steps)
@@ -36,10 +47,23 @@ def random_packs(random, data, steps):
     order = np.lexsort((slot, rank, step))
     items = {
         name: (random.integers(0, 9, count) * (random.random(count) < 0.6)).astype(np.int32)
-        for name in FEATURES.values()
+        for name in ("tiles", "clips")
     }
-    return ScheduledPacks(
-        packs=Packs(samples=np.arange(count), offsets=np.arange(count + 1)),
+    offsets = np.append(0, np.cumsum(random.integers(1, 4, count)))
+    number = int(offsets[-1])
+    cells = (random.integers(1, 9, number) * (random.random(number) < 0.6)).astype(np.int32)
+    packs = Packs(samples=np.arange(number), offsets=offsets)
+    lengths = Lengths(
+        items={"image_tokens": cells},
+        tokens=cells + 5,
+        loss_tokens=cells,
+        source=np.zeros(number, np.int32),
+        source_names=("some",),
+        origin=None,
+    )
+    items["image_tokens"] = packs.sums(cells).astype(np.int32)
+    scheduled = ScheduledPacks(
+        packs=packs,
         step=step[order].astype(np.int64),
         dp_rank=rank[order].astype(np.int32),
         slot=slot[order].astype(np.int32),
@@ -48,6 +72,7 @@ def random_packs(random, data, steps):
         tokens=np.full(count, 100, np.int32),
         level=np.zeros(count, np.int32),
     )
+    return scheduled, lengths
 
 
 def shares_of_all(seed):
@@ -59,15 +84,16 @@ def shares_of_all(seed):
         pipeline=int(random.choice([1, 2])),
         data=pipelines * int(random.choice([1, 2])),
     )
-    model = BOTH if seed % 2 else MODEL
+    model = MODELS[seed % 4]
     names = list(model.encoders)
     beside = DataParallelEncoders(
         pipelines=pipelines,
         items_per_pass={name: int(random.integers(1, 5)) for name in names},
         kept_items={name: int(random.integers(0, 9)) for name in names},
         item_ms={name: float(random.random()) for name in names},
+        square_ms=dict.fromkeys(takes_whole_samples(model), 0.01),
     )
-    packs = random_packs(random, parallel.data, steps=3)
+    packs, lengths = random_packs(random, parallel.data, steps=3)
     return [
         EncoderShares(
             model=model,
@@ -75,18 +101,24 @@ def shares_of_all(seed):
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             packs=packs,
             levels=[Level(caps=Caps.of(tokens=100))],
+            lengths=lengths,
         )
         for rank in range(parallel.world_size)
     ]
 
 
 def rows_made(share, model):
-    """Names of the rows that a rank makes: (pack, encoder, item, token of the item)."""
+    """Names of the rows that a rank makes: (pack, encoder, item, row of the item)."""
     for one in share.passes:
         for run in one.runs:
             for item in run.items:
-                for token in range(model.encoders[one.encoder].tokens_per_item):
-                    yield run.row, one.encoder, item, token
+                for row in range(rows_of(model.encoders[one.encoder])):
+                    yield run.row, one.encoder, item, row
+
+
+def rows_of(encoder):
+    """Rows of an item: of its tokens, or of its one and two deepstack features."""
+    return 3 if encoder is IMAGES else encoder.tokens_per_item
 
 
 def cut(values, slices):
@@ -134,7 +166,7 @@ def check_arrived(share, by_source, rank):
             pack[name] = [
                 (row, name, item, token)
                 for item in range(count)
-                for token in range(encoder.tokens_per_item)
+                for token in range(rows_of(encoder))
             ]
             wanted += pack[name]
     for pack, slices in zip(found, share.slices(), strict=True):
@@ -153,13 +185,40 @@ def test_counted_passes_are_those_of_every_step(seed):
         passes = [rank.step(step).passes for step in (1, 2)]
         assert counted == [len(each) for each in passes]
         for one in (one for each in passes for one in each):
-            assert 1 <= one.items <= rank.beside.items_per_pass[one.encoder]
-            assert one.feature == FEATURES[one.encoder]
+            most, encoder = (
+                rank.beside.items_per_pass[one.encoder],
+                rank.model.encoders[one.encoder],
+            )
+            assert 1 <= one.items <= most or len(samples_of(one, rank)) == 1
+            assert one.feature == encoder.feature
         for name, kept in rank.beside.kept_items.items():
             for each in passes:
                 own = [one for one in each if one.encoder == name]
-                items = sum(one.items for one in own)
-                assert sum(one.items for one in own if one.is_kept) == min(kept, items)
+                items, is_kept = (sum(one.items for one in ones) for ones in (
+                    own, [one for one in own if one.is_kept],
+                ))  # fmt: skip
+                if rank.model.encoders[name] is not IMAGES:
+                    assert is_kept == min(kept, items)
+                    continue
+                # As many whole samples as fit.
+                again = [cells for one in own if not one.is_kept for cells in samples_of(one, rank)]
+                assert is_kept <= kept and (not again or is_kept + again[0] > kept)
+
+
+def samples_of(planned, rank):
+    """Cells of the samples of a pass, none of which is divided; [] of equal items."""
+    if rank.model.encoders[planned.encoder] is not IMAGES:
+        return []
+    found = []
+    for run in planned.runs:
+        cells = rank.lengths.items["image_tokens"][rank.packs.packs[run.row]]
+        starts = np.cumsum(cells) - cells
+        held = [
+            c for c, s in zip(cells.tolist(), starts.tolist(), strict=True) if c and s in run.items
+        ]
+        assert sum(held) == len(run.items)
+        found += held
+    return found
 
 
 def test_passes_do_not_mix_kept_items_and_others():
