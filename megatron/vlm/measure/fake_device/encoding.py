@@ -20,6 +20,7 @@ from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
+from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -124,8 +125,14 @@ class HeaviestEncoding:
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
         for name, one in cost.encoders.items():
-            item_bytes = one.kept_bytes[1] + one.input_bytes + one.feature_bytes
-            encoded = encoded + item_bytes * shares.encoded[name]
+            encoded = encoded + one.feature_bytes * shares.encoded[name]
+            if name in shares.samples:
+                passes = shares.passes(name, beside)
+                again = passes.work(is_kept=False)[..., ITEM]
+                encoded = encoded + passes.kept_bytes(one) + one.input_bytes * again
+            else:
+                item_bytes = one.kept_bytes[ITEM] + one.input_bytes
+                encoded = encoded + item_bytes * shares.encoded[name]
             held = held + one.feature_bytes * shares.held[name]
         cell, number = np.unravel_index(encoded.argmax(), encoded.shape)
         own, pipeline = np.unravel_index(held.argmax(), held.shape)
