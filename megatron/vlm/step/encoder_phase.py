@@ -309,8 +309,8 @@ class EncoderStep:
         features = [made[name] for name in self._encoders.made[planned.encoder]]
         if len(features) == 1:
             return features[0]
-        # An item's rows stand together, so that rows of any items are a run; they are no view, whose
-        # memory would stay with the graph of a pass that is kept.
+        # An item's rows stand together, so that rows of any items are a run; they are no view, as
+        # its memory would stay with the graph of a pass that is kept.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
