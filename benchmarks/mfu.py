@@ -148,7 +148,9 @@ def utilization(files: PlanFiles, stages: Sequence[FakeStage], rates: Roofline) 
         as_replayed(stage, rates, rows.tolist(), float(update_ms[stage.stage])) for stage in stages
     ]
     summary: ReplaySummary = summarise_replay(info, replays, plan, cost, workload)
-    flops = float((features @ model_flops(plan.model, plan.cluster, plan.frozen)).sum())
+    flops = float(
+        (features @ model_flops(plan.model, plan.cluster, plan.frozen, plan.adapters)).sum()
+    )
     device_flops = 1e12 * plan.cluster.tflops(plan.precision) * plan.parallel.world_size
     shares = [stage.element_wise_share(rates) for stage in stages]
     weights = [replay.forward_ms[0] + replay.backward_ms[0] for replay in replays]

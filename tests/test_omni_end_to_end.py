@@ -1,17 +1,13 @@
 """The commands of scripts/quickstart_omni.sh on a small dataset, and the script's own order."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import typer
 from commands import REPOSITORY
 from end_to_end_cases import pair_succeeds, records, succeed, training
+from quickstart_cases import script_commands, unknown_options
 
-from omnibal import cli
 from tools.make_spoken_digits import make_dataset
 
 SCRIPT = REPOSITORY / "scripts" / "quickstart_omni.sh"
@@ -55,60 +51,21 @@ def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, 
     assert {kind["kind"] for kind in evaluation["kinds"]} == KINDS
 
 
-def script_commands(folder: Path, *arguments: str) -> tuple[int, list[list[str]], str]:
-    """What the script would start, with stand-ins for all programs; status, commands, errors."""
-    programs, log = folder / "bin", folder / "started"
-    (folder / "scripts").mkdir(exist_ok=True)
-    programs.mkdir(exist_ok=True)
-    for script in (SCRIPT, SCRIPT.with_name("quickstart_steps.sh")):
-        (folder / "scripts" / script.name).write_text(script.read_text())
-    # `refuse` is as environment.sh has it; what makes .venv is left out.
-    environment = (REPOSITORY / "scripts" / "environment.sh").read_text()
-    refuse = re.search(r"^refuse\(\) \{.*?^\}", environment, re.MULTILINE | re.DOTALL)
-    assert refuse is not None
-    (folder / "scripts" / "environment.sh").write_text(
-        f'cd "$(dirname "${{BASH_SOURCE[0]}}")/.."\n{refuse[0]}\nPATH="{programs}:$PATH"\n'
-    )
-    if not (interpreter := programs / "stand-in-python").exists():
-        interpreter.symlink_to(sys.executable)
-    for name in ("python", "omnibal", "torchrun"):
-        program = programs / name
-        program.write_text(
-            # Through env, as the kernel ends an interpreter's path at its first space.
-            "#!/usr/bin/env stand-in-python\nimport json, sys, os\n"
-            f"print(json.dumps([{name!r}, *sys.argv[1:]]), file=open({str(log)!r}, 'a'))\n"
-            "made = [sys.argv[i + 1] for i, w in enumerate(sys.argv) if w in ('--save',)]\n"
-            "[os.makedirs(one, exist_ok=True) for one in made]\n"
-        )
-        program.chmod(0o755)
-    done = subprocess.run(
-        ["bash", str(folder / "scripts" / SCRIPT.name), *arguments],
-        text=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    started = log.read_text().splitlines() if log.exists() else []
-    return done.returncode, list(map(json.loads, started)), done.stderr
-
-
 def test_script_gives_options_that_exist(tmp_path):
     """Prevents: a quickstart that ends in a usage error after minutes."""
-    status, commands, errors = script_commands(tmp_path, "beside")
+    status, commands, errors = script_commands(SCRIPT, tmp_path, "beside")
     assert status == 0, errors
     names = [command[1] if command[0] == "omnibal" else command[0] for command in commands]
     assert names == [
         "python", "lengths", "profile", "plan", "check", "torchrun", "torchrun", "report"
     ]  # fmt: skip
-    group = typer.main.get_command(cli.app)
-    for command in commands:
-        if command[0] == "omnibal":
-            known = {flag for option in group.commands[command[1]].params for flag in option.opts}
-            given = {word for word in command[2:] if re.fullmatch("--?[a-z].*", word)}
-            assert given <= known
+    assert unknown_options(commands) == set()
     assert "beside" in commands[3]
-    assert "pipeline" in script_commands(tmp_path, "pipeline")[1][len(commands) + 3]
+    assert "pipeline" in script_commands(SCRIPT, tmp_path, "pipeline")[1][len(commands) + 3]
 
 
 def test_script_refuses_another_place(tmp_path):
     """Prevents: minutes of work before a word that is none of the two is found."""
-    status, commands, errors = script_commands(tmp_path, "nowhere")
+    status, commands, errors = script_commands(SCRIPT, tmp_path, "nowhere")
     assert status == 2 and not commands
     assert errors.splitlines() == ["error: nowhere: must be pipeline or beside; give one"]

@@ -1,4 +1,4 @@
-"""Ask a trained or imported model a question about images, or about none.
+"""Ask a trained or imported model a question about images, videos or recordings, or about none.
 
     python tools/chat.py --load run --image page.png --prompt "What does the page say?"
 
@@ -7,6 +7,7 @@ the whole text again, so this is to try a checkpoint, not to serve it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -20,9 +21,10 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.program import run_app
-from omnibal.data.annotations import Annotations
+from omnibal.cli.groups import with_groups
+from omnibal.data.annotations import Annotations, video_at
 from omnibal.data.chat import check_tokenizer
-from omnibal.data.sample import AUDIO, IMAGE, Sample, Turn
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
 from omnibal.data.stored_files import AudioFile, ImageFile
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.model.config import PlainPrecision
@@ -31,20 +33,31 @@ from omnibal.model.parallel import Parallel
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@dataclass
+class Shown:
+    """What the question is about."""
+
+    image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None
+    video: Annotated[
+        list[Path] | None, typer.Option(help="video file or folder of frames, as often as needed")
+    ] = None
+    audio: Annotated[
+        list[Path] | None, typer.Option(help="WAV or FLAC file, as often as needed")
+    ] = None
+
+
 @app.command(help=__doc__.split("\n\n")[0])
+@with_groups
 def chat(
     load: Annotated[Path, typer.Option(help="run directory; its newest checkpoint is taken")],
     prompt: Annotated[
         str,
         typer.Option(
-            help=f"the question; {IMAGE} in it places an image and {AUDIO} a recording, else they "
-            "come first"
+            help=f"the question; {IMAGE} in it places an image, {VIDEO} a video and {AUDIO} a "
+            "recording, else they come first"
         ),
     ],
-    image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None,
-    audio: Annotated[
-        list[Path] | None, typer.Option(help="WAV or FLAC file, as often as needed")
-    ] = None,
+    shown: Shown,
     tokenizer_model: Annotated[
         Path | None, typer.Option(help=f"tokenizer (default: the run's {TOKENIZER_FOLDER} folder)")
     ] = None,
@@ -55,7 +68,7 @@ def chat(
     checkpoint = open_newest(load)
     tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))
     check_tokenizer(checkpoint.model, tokenizer)
-    sample = _sample(prompt, image or [], audio or [], system)
+    sample = _sample(prompt, shown, system)
     # Generation asks the reader about samples that it is given, never for its own.
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
     # Which finds missing files and too long a text before the model is loaded.
@@ -88,15 +101,18 @@ def _tokenizer_path(load: Path, given: Path | None) -> Path:
     return load / TOKENIZER_FOLDER
 
 
-def _sample(prompt: str, images: list[Path], audio: list[Path], system: str | None) -> Sample:
-    if audio:
-        prompt = _placed(prompt, AUDIO, "audio", audio)
+def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:
+    images, videos, audio = (each or [] for each in (shown.image, shown.video, shown.audio))
+    for mark, option, files in ((AUDIO, "audio", audio), (VIDEO, "video", videos)):
+        if files:
+            prompt = _placed(prompt, mark, option, files)
     prompt = _placed(prompt, IMAGE, "image", images)
     return Sample(
         identity="prompt",
         source="prompt",
         where="--prompt",
         images=tuple(ImageFile(path) for path in images),
+        videos=tuple(map(video_at, videos)),
         turns=(Turn(prompt, "", None),),
         recordings=tuple(AudioFile(path) for path in audio),
         system=system,
@@ -111,7 +127,7 @@ def _placed(prompt: str, mark: str, option: str, files: list[Path]) -> str:
             f"--prompt has {placed} {mark} for {len(files)} --{option}; write one for each "
             f"{option}, or none at all"
         )
-    missing = [path for path in files if not path.is_file()]
+    missing = [path for path in files if not (path.is_file() or (mark == VIDEO and path.is_dir()))]
     if missing:
         raise UserError(f"--{option} {missing[0]}: is not a file; give the path of one")
     if placed or not files:

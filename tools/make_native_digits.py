@@ -1,6 +1,6 @@
 """Compose scanned digits into a small dataset of images of many sizes, for a Qwen3-VL.
 
-Samples are those of tools/make_digits_dataset.py, with digits from 24 to 40 pixels wide, and
+Samples are those of tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and
 written as it writes them; beside them is a tokenizer as Qwen3-VL has one: byte-level, with its chat
 template and the pieces of images and videos.
 
@@ -60,7 +60,7 @@ TEMPLATE = (
 class NativeComposer(Composer):
     """Draws the same samples with digits of more sizes."""
 
-    cell_pixels = (24, 41)
+    cell_pixels = (26, 37)
 
 
 def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:

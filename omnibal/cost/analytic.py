@@ -47,6 +47,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
+from omnibal.cost.adapter_counts import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import (
     ELEMENT_BYTES,
@@ -55,7 +56,6 @@ from omnibal.cost.counts import (
     Features,
     Kept,
     Product,
-    with_adapters,
 )
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
@@ -75,6 +75,7 @@ from omnibal.cost.links import (
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
@@ -132,6 +133,7 @@ def analytic_cost(
     precision: Precision,
     frozen: Collection[str] = (),
     *,
+    adapters: AdapterConfig | None = None,
     distributed_optimizer: bool = True,
     runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
@@ -139,6 +141,7 @@ def analytic_cost(
 
     Args:
         frozen: parts that are not trained.
+        adapters: trained beside matrices of other parts, which are frozen but for them.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
         runtime: how the trainer runs a step.
@@ -149,7 +152,7 @@ def analytic_cost(
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = _device(cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
-    counted = list(_counted(model, device, frozen, runtime))
+    counted = list(_counted(model, device, frozen, adapters))
     if engine:
         counted = [_with_transformer_engine(one) for one in counted]
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
@@ -252,18 +255,26 @@ def _gathered_bytes(precision: Precision, fp8: Fp8) -> int:
     return 1 if is_gathered_in_fp8 else ELEMENT_BYTES[precision]
 
 
-def model_flops(model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]) -> np.ndarray:
+def model_flops(
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    frozen: Collection[str],
+    adapters: AdapterConfig | None = None,
+) -> np.ndarray:
     """Operations of forward and backward that training needs per feature of a micro-batch,
     [features]: those of all units together (`unit_flops`)."""
     names = unit_names(model)
     flops = np.zeros(len(feature_names(model)))
-    for name, once in unit_flops(model, cluster, frozen).items():
+    for name, once in unit_flops(model, cluster, frozen, adapters).items():
         flops += names.count(name) * once
     return flops
 
 
 def unit_flops(
-    model: ModelConfig, cluster: ClusterConfig, frozen: Collection[str]
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    frozen: Collection[str],
+    adapters: AdapterConfig | None = None,
 ) -> dict[str, np.ndarray]:
     """Operations of forward and backward that training needs of a unit of each kind, by its name,
     per feature of a micro-batch, [features].
@@ -271,13 +282,14 @@ def unit_flops(
     The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
     appendix B): neither recomputation nor padding counts, and backward is two more products for
     each of forward's, or one where only the input's or only the weights' gradient is wanted.
+    Products of adapters are left out, as thin as they are.
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
-    for one in _counted(model, device, frozen, OWN_RUNTIME):
+    for one in _counted(model, device, frozen, adapters):
         # Of the input and of the weights; norms before a product are trained too.
         products = 1 + int(one.trained) + int(_wants_input_gradient(one))
-        attention = 3 if one.trained or one.before_trained else 1
+        attention = 3 if one.has_backward else 1
         counts = one.unpadded
         flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
     return flops
@@ -307,6 +319,7 @@ def kept_lines(
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
+    adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
     """The table of what every kind of unit keeps from its forward to its backward, line by line."""
     device = _device(cluster, parallel, precision)
@@ -314,7 +327,7 @@ def kept_lines(
         one.kind.name: tuple(
             line for line in one.counts.kept if one.trained or not line.for_weights
         )
-        for one in _counted(model, device, frozen, OWN_RUNTIME)
+        for one in _counted(model, device, frozen, adapters)
     }
 
 
@@ -433,7 +446,10 @@ class _Copies:
 
 
 def _counted(
-    model: ModelConfig, device: Device, frozen: Collection[str], runtime: RuntimeOptions
+    model: ModelConfig,
+    device: Device,
+    frozen: Collection[str],
+    adapters: AdapterConfig | None,
 ) -> Iterator[_Counted]:
     """Counts of every kind of unit, in model order."""
     features = Features(names=feature_names(model))
@@ -444,13 +460,19 @@ def _counted(
         if kind.is_embed:
             # Nothing comes before an encoder; all encoders come before the language model.
             before_trained = is_language and any_encoder_trained
-        is_adapted = runtime.adapters and is_language and kind.is_layer
-        trained = kind.part not in frozen and not runtime.adapters
+        is_adapted = has_adapters(model, kind, adapters)
+        is_whole = adapters is None or kind.part not in adapters.parts
+        trained = kind.part not in frozen and is_whole
         counts, unpadded = _counts(model, kind, device, features)
-        if is_adapted:
-            counts, unpadded = (with_adapters(each, device) for each in (counts, unpadded))
+        if is_adapted and adapters is not None:
+            named = {one.module: one for one in adapted_linears(model, kind, adapters)}
+            part = device.whole if is_language else 1.0
+            counts, unpadded = (
+                with_adapters(each, device, adapters, named, part=part)
+                for each in (counts, unpadded)
+            )
         deepstack = deepstack_bytes(model, kind, device, features)
-        deepstack_returns = deepstack_returns or (kind.has_deepstack and trained)
+        deepstack_returns = deepstack_returns or (kind.has_deepstack and (trained or is_adapted))
         yield _Counted(
             kind=kind,
             counts=counts,
@@ -464,7 +486,7 @@ def _counted(
             ),
         )
         before_trained = before_trained or trained or is_adapted
-        any_encoder_trained = any_encoder_trained or trained
+        any_encoder_trained = any_encoder_trained or trained or is_adapted
         if kind.is_projector:
             carried = carried + counts.output_bytes
             carried_gradient = carried_gradient + before_trained * counts.output_bytes
@@ -506,7 +528,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
     has_backward = one.has_backward
-    kept_bytes = counts.kept_bytes(trained=one.trained or one.adapted)
+    kept_bytes = counts.kept_bytes(trained=one.trained)
     # Products of measured times may be slower for being smaller.
     padding_ms = np.maximum(
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
@@ -538,7 +560,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
         shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),
         parameters=counts.parameters,
-        trained_parameters=counts.parameters if one.trained else 0,
+        trained_parameters=counts.parameters if one.trained else counts.adapter_parameters,
         expert_parameters=counts.expert_parameters,
         weight_copy_bytes=weight_copy_bytes(device, counts.products),
     )
@@ -665,7 +687,8 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.has_backward:
         return forward_ms, 0 * forward_ms
-    accumulated_bytes = one.trained * _accumulated(device, counts) * 2 * device.gradient_bytes
+    accumulated = _accumulated(device, counts) if one.trained else counts.adapter_parameters
+    accumulated_bytes = accumulated * 2 * device.gradient_bytes
     backward_ms = (
         back_matmul_ms
         + _attention_ms(device, counts, "backward")

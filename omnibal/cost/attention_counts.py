@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.block_counts import Block, whole_inputs
+from omnibal.cost.block_counts import FIRST_OUTPUT, Block, whole_inputs
 from omnibal.cost.counts import (
     FP32_BYTES,
     Attended,
@@ -85,8 +85,20 @@ def _grouped_query(
     seen = _causal(features, attended, language.heads / t, 2 * language.head_width)
     return Block(
         products=(
-            Product(rows=tokens, inner=h, outer=made / t),
-            Product(rows=tokens, inner=query / t, outer=h),
+            Product(
+                rows=tokens,
+                inner=h,
+                outer=made / t,
+                name="self_attention.linear_qkv",
+                given=FIRST_OUTPUT,
+            ),
+            Product(
+                rows=tokens,
+                inner=query / t,
+                outer=h,
+                name="self_attention.linear_proj",
+                given="gated output" if gate else "",
+            ),
         ),
         attended=(seen,),
         # A gate: attention's output, the gate, their product; backward both gradients too.

@@ -7,6 +7,9 @@ import numpy as np
 
 from omnibal.cost.counts import Attended, Collectives, Device, Kept, Product, Working
 
+FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
+"""Lines of what a language layer keeps: inputs of its two blocks."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:

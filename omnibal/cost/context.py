@@ -42,10 +42,11 @@ from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import (
     EXCHANGED,
+    LANGUAGE,
     LANGUAGE_EMBED,
     attended_feature,
     feature_names_at,
-    projector_name,
+    unit_kinds,
 )
 
 
@@ -182,13 +183,16 @@ def costs_at(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
-    frozen: Collection[str],
+    trained: Collection[str],
     levels: Sequence[Level],
     source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
     """Costs of units on packs of every level, given those at context size 1.
 
     All are linear in the same features, one more than the model's where packs are shared.
+
+    Args:
+        trained: names of the kinds of unit of which anything is trained.
 
     Raises:
         UserError: a level exchanges heads that its context size does not divide.
@@ -198,9 +202,7 @@ def costs_at(
         units = {name: replace(unit, **with_features(unit, 1)) for name, unit in cost.units.items()}
         cost = replace(cost, features=names, units=units)
     encoder_trained = any(
-        part not in frozen
-        for name in model.encoders
-        for part in (name, projector_name(model, name))
+        kind.tower != LANGUAGE and kind.name in trained for kind in unit_kinds(model)
     )
     return tuple(
         _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, source)

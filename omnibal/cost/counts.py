@@ -4,7 +4,7 @@ Vectors have one entry per feature of a micro-batch (`omnibal.model.units.featur
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +14,6 @@ from omnibal.model.config import Precision
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # of a number
-_ADAPTER_KERNELS = 3
-"""Kernels of an adapter in forward, two products and a sum; backward has twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +48,10 @@ class Product:
     """Whether it is in fp32 whatever the precision, as routers are."""
     is_fp8: bool = False
     """Whether it is in FP8, with the casts of both operands."""
+    name: str = ""
+    """Linear of the unit, as `omnibal.model.adapters.linears` names those that have names."""
+    given: str = ""
+    """Line of what the unit keeps that is its input."""
 
     @property
     def flops(self) -> np.ndarray:
@@ -266,6 +268,8 @@ class Counts:
     parameters: int
     expert_parameters: int = 0
     """Parameters that are experts', part of `parameters`."""
+    adapter_parameters: int = 0
+    """Parameters of adapters, part of `parameters`: all that is trained of the unit."""
     begins_with_weights: bool = False
     """Whether the unit needs no input gradient unless an earlier unit is trained."""
 
@@ -293,27 +297,3 @@ class Counts:
         """Bytes of those lines, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)
-
-
-def with_adapters(counts: Counts, device: Device) -> Counts:
-    """Counts of a frozen layer with an adapter beside every product, less their few parameters.
-
-    Beside y = x W stand x A and its product with B, added to y (Hu et al. 2021, LoRA, arXiv
-    2106.09685, section 4.1). Their ranks are a few dozen, so that both products take as long as
-    their inputs and outputs are read and written. The layer keeps its products' inputs, which A's
-    gradient needs; gradients of W are not made.
-    """
-    size, nothing = device.element_bytes, 0 * counts.moved_bytes
-    adapted = [product for product in counts.products if not product.is_fp32]
-    # Forward reads x, and reads y twice and writes it twice: B's output, and the sum.
-    forward = [product.rows * (product.inner + 4 * product.outer) * size for product in adapted]
-    # Backward reads y's gradient for B's and for its input's, x for A's, and adds to x's gradient.
-    backward = [
-        product.rows * (2 * product.outer + 5 * product.inner) * size for product in adapted
-    ]
-    return replace(
-        counts,
-        moved_bytes=counts.moved_bytes + np.sum([nothing, *forward], axis=0),
-        back_moved_bytes=counts.back_moved_bytes + np.sum([nothing, *backward], axis=0),
-        kernels=counts.kernels + _ADAPTER_KERNELS * len(adapted),
-    )

@@ -30,6 +30,7 @@ _SECOND_GELU = "into the second GELU"
 LAST_OUTPUT = "last layer's output"
 """Input of a projector that begins with a norm; the tower's last layer makes it."""
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
+_FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
@@ -162,10 +163,18 @@ def encoder_layer(
     )
     return Counts(
         products=(
-            Product(rows=rows, inner=h, outer=3 * a / t),
-            Product(rows=rows, inner=a / t, outer=h),
-            Product(rows=rows, inner=h, outer=into / t),
-            Product(rows=rows, inner=f / t, outer=h),
+            Product(
+                rows=rows,
+                inner=h,
+                outer=3 * a / t,
+                name="self_attention.linear_qkv",
+                given=_FIRST_OUTPUT,
+            ),
+            Product(rows=rows, inner=a / t, outer=h, name="self_attention.linear_proj"),
+            Product(
+                rows=rows, inner=h, outer=into / t, name="mlp.linear_fc1", given=_SECOND_OUTPUT
+            ),
+            Product(rows=rows, inner=f / t, outer=h, name="mlp.linear_fc2", given=_OUT_OF),
         ),
         attended=(seen,),
         moved_bytes=rows * forward_moved * size,
@@ -240,14 +249,14 @@ def _layer_kept(
     if form.rotates:
         product, product_by = "rotated q and k, and v", f"{attention}.split_and_rotate"
         normed, normed_by = "q and k before norms", f"{attention}.norms"
-        activation = "mlp.activation"
+        activation = "bias_swiglu" if form.gated else "bias_gelu"
 
     def line(what: str, made_by: str, bytes_: np.ndarray, *, for_weights: bool = False) -> Kept:
         return Kept(what=what, made_by=made_by, bytes=bytes_, for_weights=for_weights)
 
     lines = [
         line("input", "", hidden_bytes),
-        line("first norm's output", "norm", hidden_bytes, for_weights=True),
+        line(_FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
         line("first norm's moments", "norm", norm_bytes),
         line(product, product_by, 3 * width_bytes),
         line(
@@ -256,7 +265,7 @@ def _layer_kept(
             width_bytes + log_sum_exp_bytes,
         ),
         line("middle residual", add_and_norm, hidden_bytes),
-        line("second norm's output", add_and_norm, hidden_bytes, for_weights=True),
+        line(_SECOND_OUTPUT, add_and_norm, hidden_bytes, for_weights=True),
         line("second norm's moments", add_and_norm, norm_bytes),
         line(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
         line(_OUT_OF, activation, inner_bytes, for_weights=True),
@@ -265,13 +274,13 @@ def _layer_kept(
         lines.append(line(normed, normed_by, 2 * width_bytes + 2 * rows * FP32_BYTES))
     if tower.layer_scale_init is not None:
         lines += [
+            # The fused backward makes a scale's gradient whether or not it is trained.
             line(
                 "attention's block, for its layer scale",
                 f"{attention}.linear_proj",
                 hidden_bytes,
-                for_weights=True,
             ),
-            line(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes, for_weights=True),
+            line(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes),
         ]
     return tuple(lines)
 
@@ -337,8 +346,8 @@ def encoder_projector(
     folded, norm_width = _projector_norm(tower, items, size)
     return Counts(
         products=(
-            Product(rows=rows, inner=wide, outer=h / t),
-            Product(rows=rows, inner=h / t, outer=h),
+            Product(rows=rows, inner=wide, outer=h / t, name="linear_fc1", given=folded[1].what),
+            Product(rows=rows, inner=h / t, outer=h, name="linear_fc2", given="out of GELU"),
         ),
         # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,

@@ -35,6 +35,7 @@ from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line, exchanged_line
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.encoders import Encoder
 from omnibal.model.parallel import Parallel
@@ -220,6 +221,7 @@ def encoders_cost(
     frozen: Collection[str] = (),
     source: CostSource = ANALYTIC,
     *,
+    adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
     """Cost of a model's data-parallel encoders.
@@ -232,7 +234,7 @@ def encoders_cost(
     """
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
-    whole = source.costs(model, cluster, copies, precision, frozen)
+    whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()

@@ -9,15 +9,19 @@ its own tokens. A rank of an expert-parallel group is planned for `imbalance` ti
 of tokens.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
-from omnibal.cost.block_counts import Block, whole_inputs
+from omnibal.cost.block_counts import SECOND_OUTPUT, Block, whole_inputs
 from omnibal.cost.counts import FP32_BYTES, Collectives, Device, Features, Kept, Product, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """What is kept of the rows that experts are given."""
+EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+"""Names of the products of all experts of a device."""
 _INDEX_BYTES, _BOOL_BYTES = 8, 1  # int64 of torch, and bool
 _MAPS, _BACK_MAPS = 12, 10
 """Times that forward and backward read or write a value of each token for each expert: scores for
@@ -46,9 +50,13 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
     h, f = language.hidden_size, language.ffn_hidden_size
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
+    into, out_of = _gated(h, f / t, tokens)
     gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
     return Block(
-        products=_gated(h, f / t, tokens),
+        products=(
+            replace(into, name="mlp.linear_fc1", given=SECOND_OUTPUT),
+            replace(out_of, name="mlp.linear_fc2", given="their product"),
+        ),
         moved_bytes=tokens * 3 * f / t * size,
         back_moved_bytes=tokens * 5 * f / t * size,
         collectives=whole_inputs(device, block_bytes),
@@ -72,10 +80,12 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
     )
 
 
-def _gated(h: int, width: float, rows: np.ndarray, groups: int = 1) -> tuple[Product, Product]:
+def _gated(
+    h: int, width: float, rows: np.ndarray, groups: int = 1, names: tuple[str, str] = ("", "")
+) -> tuple[Product, Product]:
     return (
-        Product(rows=rows, inner=h, outer=2 * width, groups=groups),
-        Product(rows=rows, inner=width, outer=h, groups=groups),
+        Product(rows=rows, inner=h, outer=2 * width, groups=groups, name=names[0]),
+        Product(rows=rows, inner=width, outer=h, groups=groups, name=names[1]),
     )
 
 
@@ -107,7 +117,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     return Block(
         products=(
             Product(rows=own, inner=h, outer=experts.experts, is_fp32=True),
-            *_gated(h, f, rows, groups=held),
+            *_gated(h, f, rows, held, EXPERT_PRODUCTS),
             *(_gated(h, shared / t, tokens) if shared else ()),
             *((Product(rows=own, inner=h, outer=1),) if experts.shared_gate else ()),
         ),

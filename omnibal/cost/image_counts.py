@@ -1,8 +1,8 @@
 """Counts of encoders of images at their native resolution (Qwen2-VL and later).
 
 Images and frames of a micro-batch stand in one sequence, packed, and attention is of each by itself
-(FlashAttention's variable lengths). Layers are counted as if of this project's fused operations,
-though its trainer has none of these encoders yet.
+(FlashAttention's variable lengths). Encoders that the trainer does not build are counted as if of
+its fused operations too.
 
 Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding, m^2 patches of
 a cell. A cell is what becomes a token.
@@ -33,7 +33,13 @@ from omnibal.cost.encoder_counts import (
 )
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
-from omnibal.model.units import LANGUAGE, UnitKind
+from omnibal.model.units import UnitKind
+
+_INDEX_BYTES = 8
+"""Bytes of a place of a row."""
+_NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
+"""Bytes that torch's sum over the learned positions next to a patch keeps: of each of the four its
+number, weight and patch, and of the patch where its own begin, and how many they are."""
 
 
 def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
@@ -42,10 +48,16 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
     rows = features.one(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
-    # Bilinear: of four neighbours each, weighed and summed (Qwen3-VL's fast_pos_embed).
-    positions_bytes = 5 * output_bytes if tower.learned_positions else 0 * rows
+    # Bilinear: of four neighbours each, weighed and summed in fp32 (Qwen3-VL's fast_pos_embed).
+    wide_bytes = rows * h * FP32_BYTES * (tower.learned_positions > 0)
     norm = norm_parameters(tower)
+    learned = Working(
+        bytes=output_bytes + wide_bytes, weight=FP32_BYTES / size * tower.learned_positions * h
+    )
     kept = [Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True)]
+    if tower.learned_positions:
+        neighbours_bytes = rows * _NEIGHBOUR_BYTES
+        kept.append(Kept(what="neighbours", made_by="embedding_bag", bytes=neighbours_bytes))
     if tower.embed_norm:
         kept += [
             Kept(what="norm's input", made_by="", bytes=output_bytes),
@@ -53,22 +65,26 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         ]
     return Counts(
         products=(Product(rows=rows, inner=values, outer=h),),
-        # Pixels in, patches out, positions added; a norm reads and writes them.
+        # Pixels in, patches out; neighbours in, positions out, in the weights' type, and added; a
+        # norm reads and writes them.
         moved_bytes=pixel_bytes
-        + output_bytes
-        + positions_bytes
-        + (2 * output_bytes if tower.embed_norm else 0),
-        back_moved_bytes=positions_bytes + (3 + tower.embed_norm) * output_bytes,
+        + 6 * wide_bytes
+        + (1 + 4 * (tower.learned_positions > 0) + 2 * tower.embed_norm) * output_bytes,
+        back_moved_bytes=6 * wide_bytes + (3 + tower.embed_norm) * output_bytes,
         kernels=5,
         kept=tuple(kept),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         working=(
-            Working(bytes=2 * output_bytes, weight=tower.learned_positions * h),
+            # The gradient of positions in fp32, and then of the learned ones.
+            *((learned,) if tower.learned_positions else ()),
             Working(bytes=output_bytes, weight=values * h),
         ),
-        # Pixels in the type of the weights; out of the product, positions, sum.
-        forward_working=(Working(bytes=pixel_bytes + 3 * output_bytes),),
+        # Pixels in the type of the weights; out of the product, positions, in fp32 too, and sum.
+        forward_working=(
+            Working(bytes=pixel_bytes + 3 * output_bytes),
+            Working(bytes=pixel_bytes + 2 * output_bytes + wide_bytes),
+        ),
         # Pixels as they are read.
         passing_bytes=rows * values * FP32_BYTES,
         # Whole on every tensor rank. The class token has half a head of angles besides.
@@ -95,7 +111,7 @@ def images_layer(
     # Its norm is of folded cells (Qwen3-VL).
     norm = norm_parameters(tower) * tower.positions_per_item
     cells = features.one(tower.feature)
-    return _with_projector(layer, _two_products(tower, model, device, cells, norm=norm))
+    return _with_projector(layer, _two_products(tower, model, device, cells, cells, norm=norm))
 
 
 def _with_projector(layer: Counts, projector: Counts) -> Counts:
@@ -136,7 +152,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
 
 
 def _of_deepstack(line: Kept) -> Kept:
-    return replace(line, what=f"deepstack: {line.what}")
+    return replace(line, what=f"deepstack: {line.what}", made_by=f"deepstack.{line.made_by}")
 
 
 def _layer(
@@ -206,24 +222,49 @@ def _mlp_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
 ) -> Counts:
     """A norm of positions, cells folded, and two products with GELU between them (Qwen2-VL)."""
-    return _two_products(tower, model, device, cells, norm=norm_parameters(tower))
+    rows, norm = cells * tower.positions_per_item, norm_parameters(tower)
+    counts = _two_products(tower, model, device, cells, rows, norm=norm)
+    return counts if tower.window_pixels is None else _put_in_order(counts, cells)
+
+
+def _put_in_order(counts: Counts, cells: np.ndarray) -> Counts:
+    """A projector whose cells stand window by window, and are then put in their own order."""
+    moved_bytes = 2 * counts.output_bytes
+    order = Kept(what="order of cells", made_by="aten._to_copy", bytes=cells * _INDEX_BYTES)
+    return replace(
+        counts,
+        moved_bytes=counts.moved_bytes + moved_bytes,
+        back_moved_bytes=counts.back_moved_bytes + moved_bytes,
+        kernels=counts.kernels + 1,
+        kept=(*counts.kept, order),
+        working=(Working(bytes=moved_bytes), *counts.working),
+    )
 
 
 def _two_products(
-    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray, *, norm: int
+    tower: ImagesEncoder,
+    model: ModelConfig,
+    device: Device,
+    cells: np.ndarray,
+    norm_rows: np.ndarray,
+    *,
+    norm: int,
 ) -> Counts:
-    """Count a norm with so many parameters, and the two products of folded cells."""
+    """Count a norm of so many rows, with so many parameters, and the two products of folded
+    cells."""
     t, size = device.tensor, device.element_bytes
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
     input_bytes, output_bytes, inner_bytes = (
         cells * width * size for width in (wide, h, inner / t)
     )
-    norm_bytes = moments_bytes(tower, cells * tower.positions_per_item)
+    norm_bytes = moments_bytes(tower, norm_rows)
     return Counts(
         products=(
-            Product(rows=cells, inner=wide, outer=inner / t),
-            Product(rows=cells, inner=inner / t, outer=h),
+            Product(
+                rows=cells, inner=wide, outer=inner / t, name="linear_fc1", given="norm's output"
+            ),
+            Product(rows=cells, inner=inner / t, outer=h, name="linear_fc2", given="out of GELU"),
         ),
         # The norm, GELU, and the bias; backward the norm reads its input too.
         moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
@@ -233,8 +274,8 @@ def _two_products(
         kernels=8,
         kept=(
             Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
-            Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
-            Kept(what="norm's moments", made_by="norm", bytes=norm_bytes),
+            Kept(what="norm's output", made_by="norm.norm", bytes=input_bytes, for_weights=True),
+            Kept(what="norm's moments", made_by="norm.norm", bytes=norm_bytes),
             Kept(what="into GELU", made_by="linear_fc1", bytes=inner_bytes),
             Kept(what="out of GELU", made_by="bias_gelu", bytes=inner_bytes, for_weights=True),
         ),
@@ -342,13 +383,13 @@ def deepstack_bytes(
 ) -> np.ndarray:
     """Bytes of deepstack features that a cut right after such a unit sends on, [features].
 
-    Before the language model they are whole, as a projector's output is; within it they have been
-    put in their places, of which sequence-parallel ranks hold a part each.
+    They are whole on every tensor-parallel rank, as a projector's output is. Where the stage that
+    makes them takes them too, their gradients wait as long, which is counted nowhere: they are less
+    than a hundredth of what the encoder keeps of a micro-batch.
     """
     towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
     if not kind.carried or not towers:
         return features.none
     # Features of the first encoder that makes any come first; they are all of one size.
     cells = np.sum([features.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
-    share = device.whole if kind.tower == LANGUAGE else 1.0
-    return kind.carried * share * cells * model.language.hidden_size * device.element_bytes
+    return kind.carried * cells * model.language.hidden_size * device.element_bytes

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.attention_counts import attention
-from omnibal.cost.block_counts import Block, names_of
+from omnibal.cost.block_counts import FIRST_OUTPUT, SECOND_OUTPUT, Block, names_of
 from omnibal.cost.counts import (
     FP32_BYTES,
     Collectives,
@@ -26,7 +26,6 @@ from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LayerKind
 
 _TOKEN_ID_BYTES = 8  # int64 of torch
-_FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _UNFUSED_LOSS_MOVED = (19, 7)
 """Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its
 passes in fp32 counts twice: to fp32, the largest, less that, the exponential, its sum, divided by
@@ -83,7 +82,7 @@ def language_layer(
     part_bytes = tokens * h * whole * size
     divided = sum(block.divided_parameters for block in blocks)
     experts = sum(block.expert_parameters for block in blocks)
-    later = (_SECOND_OUTPUT, *names_of(second.kept))
+    later = (SECOND_OUTPUT, *names_of(second.kept))
     return Counts(
         products=products,
         attended=first.attended + second.attended,
@@ -131,12 +130,12 @@ def _layer_kept(
 
     return (
         Kept(what="input", made_by="", bytes=hidden_bytes),
-        Kept(what=_FIRST_OUTPUT, made_by="norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what=FIRST_OUTPUT, made_by="norm", bytes=hidden_bytes, for_weights=True),
         Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
         *first.kept,
         *after("self_attention"),
         Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
-        Kept(what=_SECOND_OUTPUT, made_by="scaled_add_norm", bytes=hidden_bytes, for_weights=True),
+        Kept(what=SECOND_OUTPUT, made_by="scaled_add_norm", bytes=hidden_bytes, for_weights=True),
         Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
         *second.kept,
         *after("mlp"),
@@ -152,14 +151,14 @@ def _inputs_in_fp8(
     the second norm's in bf16, and attention its output: linears that take them, shared experts' and
     the one after attention where no gate comes between, have copies.
     """
-    whole = {_FIRST_OUTPUT} if kind.latent is not None else set()
-    whole |= {_SECOND_OUTPUT} if kind.experts is not None else set()
+    whole = {FIRST_OUTPUT} if kind.latent is not None else set()
+    whole |= {SECOND_OUTPUT} if kind.experts is not None else set()
     last = attention.products[-1]
     is_gated = any(line.what == "gated output" for line in attention.kept)
     copied = [] if is_gated else [("attention's output", last.rows * last.inner)]
     if kind.experts is not None and kind.experts.shared_ffn_hidden_size is not None:
-        (second,) = (line for line in kept if line.what == _SECOND_OUTPUT)
-        copied.append((_SECOND_OUTPUT, second.bytes / device.element_bytes))
+        (second,) = (line for line in kept if line.what == SECOND_OUTPUT)
+        copied.append((SECOND_OUTPUT, second.bytes / device.element_bytes))
     return kept_in_fp8(device, kept, whole=whole, copied=copied)
 
 

@@ -65,7 +65,8 @@ class UnitCost:
     parameters: int
     """Parameters on this device, after tensor parallelism."""
     trained_parameters: int
-    """Trained parameters on this device: all of them, or 0 where the unit is frozen."""
+    """Trained parameters on this device: all of them, those of adapters, or 0 where the unit is
+    frozen."""
     expert_parameters: int = 0
     """Parameters that are experts', which other ranks hold too than hold the rest."""
     whole_bytes: float = 0.0
@@ -77,7 +78,7 @@ class UnitCost:
     @property
     def trained_expert_parameters(self) -> int:
         """Parameters of experts that are trained."""
-        return self.expert_parameters if self.trained_parameters else 0
+        return self.expert_parameters if self.trained_parameters == self.parameters else 0
 
     @property
     def has_backward(self) -> bool:

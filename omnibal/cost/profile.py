@@ -24,6 +24,7 @@ from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -205,6 +206,7 @@ class Measured(CostSource):
         precision: Precision,
         frozen: Collection[str] = (),
         *,
+        adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Fit the profile's times to all units; what it did not measure is counted.
@@ -212,7 +214,8 @@ class Measured(CostSource):
         Links are measured on one machine, so they hold for jobs within one node; larger jobs take
         the cluster's figures between nodes. Ranks exchange at the profile's rates, where it has
         any. Profiles are of trained units: backward times and activations of
-        frozen ones are shortened by as much as they are by counting. So are experts that ranks
+        frozen ones are shortened by as much as they are by counting, and all times of those with
+        adapters changed by as much. So are experts that ranks
         share out, which a profile has on one: what their exchange and imbalance add is counted.
 
         Raises:
@@ -222,7 +225,7 @@ class Measured(CostSource):
         profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
         sizes = model, cluster, parallel, precision, frozen
-        cost = analytic_cost(*sizes, runtime=runtime)
+        cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
         trained = analytic_cost(model, cluster, parallel, precision).units
         plural = "es" if profile.processes > 1 else ""
         cost = replace(
@@ -237,7 +240,8 @@ class Measured(CostSource):
         if parallel.expert > 1:
             alone = parallel.model_copy(update={"expert": 1})
             counted = (
-                analytic_cost(model, cluster, each, precision, frozen) for each in (parallel, alone)
+                analytic_cost(model, cluster, each, precision, frozen, adapters=adapters)
+                for each in (parallel, alone)
             )
             cost = _with_shared_out_experts(cost, *counted)
         if profile.optimizer:
@@ -453,8 +457,9 @@ def _fitted_unit(
                 "again"
             )
     features, _ = _series(profile, kind.measured_name, "forward_ms", cost.features)
+    forward_share = _share(features, counted.forward_ms, trained.forward_ms)
     backward_share = _share(features, counted.backward_ms, trained.backward_ms)
-    recompute_ms = fitted.get("recompute_ms", fitted["forward_ms"])
+    recompute_ms = forward_share * fitted.get("recompute_ms", fitted["forward_ms"])
     activation_bytes = counted.activation_bytes
     if "activation_bytes" in fitted:
         features, _ = _series(profile, kind.measured_name, "activation_bytes", cost.features)
@@ -464,7 +469,7 @@ def _fitted_unit(
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
         counted,
-        forward_ms=fitted["forward_ms"],
+        forward_ms=forward_share * fitted["forward_ms"],
         backward_ms=backward_share * fitted["backward_ms"],
         recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
         collective_ms=np.zeros((2, len(cost.features))),

@@ -14,6 +14,7 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import Line
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
@@ -54,6 +55,7 @@ class CostSource:
         precision: Precision,
         frozen: Collection[str] = (),
         *,
+        adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Costs of all units, of packs that no ranks share.
@@ -61,7 +63,8 @@ class CostSource:
         Raises:
             UserError: it has none of such a model, of these sizes or in this precision.
         """
-        return analytic_cost(model, cluster, parallel, precision, frozen, runtime=runtime)
+        sizes = model, cluster, parallel, precision, frozen
+        return analytic_cost(*sizes, adapters=adapters, runtime=runtime)
 
     @property
     def tensor(self) -> int | None:

@@ -134,17 +134,7 @@ class _Folder:
         return ImageFile(self.root / name)
 
     def video(self, name: str) -> Video:
-        folder = self.root / name
-        try:
-            if is_video_file(name) or folder.is_file():
-                return Video(file=VideoFile(folder))
-            found = list(folder.iterdir()) if folder.is_dir() else []
-        except OSError:  # of which the reader of the bad image tells
-            found = []
-        frames = [path for path in found if _is_frame(path)]
-        # A video without frames is a sample with a bad image: named, or left out, like any other.
-        frames.sort(key=lambda path: natural_order(path.name))
-        return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(folder),))
+        return video_at(self.root / name)
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         return ()
@@ -157,6 +147,20 @@ class _Folder:
 
     def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         return ()
+
+
+def video_at(path: Path) -> Video:
+    """A video that is a file, or a folder of frames in the order of their numbers."""
+    try:
+        if is_video_file(path.name) or path.is_file():
+            return Video(file=VideoFile(path))
+        found = list(path.iterdir()) if path.is_dir() else []
+    except OSError:  # of which the reader of the bad image tells
+        found = []
+    frames = [each for each in found if _is_frame(each)]
+    # A video without frames is a sample with a bad image: named, or left out, like any other.
+    frames.sort(key=lambda each: natural_order(each.name))
+    return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
 def _is_frame(path: Path) -> bool:

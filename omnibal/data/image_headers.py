@@ -87,21 +87,20 @@ def _has_late_exif(file: BinaryIO) -> bool:
     return b"eXIf" in end or b"adobe.xmp" in end
 
 
-def image_size(image: ImageFile | HeldFile, *, upright: bool = False) -> tuple[int, int]:
-    """Width and height in pixels, of an image that is whole; raises IsADirectoryError too.
+def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
+    """Width and height in pixels, of an image that is whole, as it is stored.
 
-    Args:
-        upright: as EXIF says that it stands, and not as it is stored.
+    Raises:
+        BadImage: it is missing, broken or truncated.
+        IsADirectoryError: it is a folder.
     """
     try:
         with image.open() as file:
             webp = webp_size(file)
             if webp is not None:
-                return upright_size(file) if upright else webp
+                return webp
             with Image.open(file) as header:
                 size, image_format = header.size, header.format
-                if upright and _is_turned(header, file):
-                    size = size[1], size[0]
             truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
     except FileNotFoundError as error:
         raise BadImage(

@@ -286,7 +286,8 @@ class _Scanner:
         found = self.size_of.get(image)
         if found is None:
             try:
-                found = image_size(image, upright=self.rule is not None)
+                # As it is stored: one that EXIF turns has as many tokens as before.
+                found = image_size(image)
             except IsADirectoryError as error:
                 of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
                 wrong = "holds no frames; fill it" if of_video else "is no image; name one"

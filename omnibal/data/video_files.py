@@ -68,7 +68,6 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     found: list[np.ndarray] = []
     left = list(wanted)
     with _opened(video) as (container, stream):
-        stream.thread_type = "AUTO"
         for number, frame in enumerate(container.decode(stream)):
             while left and left[0] == number:
                 found.append(frame.to_ndarray(format="rgb24"))

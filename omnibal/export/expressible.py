@@ -14,7 +14,7 @@ from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_n
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
-from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED
+from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
 from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.next_fit import next_fit_packs
@@ -39,6 +39,7 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
     yield from _of_sizes(plan, target)
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, and {target.title} none"
+    yield from _of_adapters(plan, target)
     yield from _of_levels(plan, target)
     yield from _of_stages(plan, target)
     yield from _of_recomputation(plan, target)
@@ -57,6 +58,21 @@ def _of_sizes(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     ):
         if most is not None and size > most:
             yield f"the plan has {name} size {size}, and {target.title} takes at most {most}"
+
+
+def _of_adapters(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+    adapters = plan.adapters
+    if adapters is None:
+        return
+    if not target.has_adapters:
+        yield f"the plan has adapters, and no flags of {target.title} are written for them"
+    others = set(model_parts(plan.model)) - {LANGUAGE}
+    if adapters.parts != (LANGUAGE,) or others - set(plan.frozen):
+        yield (
+            f"the plan has adapters of {', '.join(adapters.parts)} with "
+            f"{', '.join(plan.frozen) or 'nothing'} frozen, and {target.title} is told adapters of "
+            "the language model, with all else frozen"
+        )
 
 
 def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:

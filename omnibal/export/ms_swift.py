@@ -5,6 +5,7 @@ swift/megatron/trainers/base.py and swift/dataloader/shard.py (without shuffling
 rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and their defaults).
 """
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 
@@ -25,6 +26,7 @@ from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
 from omnibal.export.recomputed_layers import all_or_none
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import ALL_LINEAR, AdapterConfig
 from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
 
@@ -186,12 +188,31 @@ def _frozen_flags(plan: Plan) -> Flags:
         if part.endswith("projector")
     }
     flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
+    if plan.adapters is not None:
+        flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
     if not encoders:
         return flags
     return flags | {
         "freeze_vit": _truth(_alike(encoders, "freezes")),
         "freeze_aligner": _truth(_alike(projectors, "freezes")),
     }
+
+
+def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
+    """Adapters of the language model; names are ends of its modules' alone."""
+    flags = {
+        "tuner_type": "lora",
+        "lora_rank": str(adapters.rank),
+        "lora_alpha": f"{adapters.alpha:g}",
+        "use_rslora": _truth(adapters.rank_stabilized),
+    }
+    if adapters.is_of_all:
+        return flags | {"target_modules": ALL_LINEAR}
+    if adapters.is_pattern:
+        return flags | {"target_regex": adapters.targets[0]}
+    within = ".*language_model.*" if has_encoders else ".*"
+    ends = "|".join(map(re.escape, adapters.targets))
+    return flags | {"target_regex": rf"{within}\.({ends})"}
 
 
 def _alike(parts: Mapping[str, bool], verb: str) -> bool:

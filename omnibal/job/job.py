@@ -24,7 +24,7 @@ from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import (
     DataParallelEncoders,
@@ -116,7 +116,7 @@ class JobSpec:
             return {}
         sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
         return {
-            ranks: encoders_cost(*sizes, self.cost_source, sharded=ranks)
+            ranks: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=ranks)
             for ranks in self._encoder_shards()
         }
 
@@ -148,7 +148,12 @@ class JobSpec:
 
     def _unit_costs(self) -> CostModel:
         """Costs of all units with whole weights, of encoders as the trainer divides them."""
-        costs = partial(self.cost_source.costs, precision=self.precision, frozen=self.frozen)
+        costs = partial(
+            self.cost_source.costs,
+            precision=self.precision,
+            frozen=self.frozen,
+            adapters=self.adapters,
+        )
         cost = costs(self.model, self.cluster, self.parallel, runtime=self.trainer.runtime)
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
@@ -247,7 +252,8 @@ class JobSpec:
             UserError: a level exchanges heads that its context size does not divide.
         """
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
-        sizes = self.model, cluster, self.parallel, self.precision, self.frozen
+        trained = trained_kinds(self.model, self.frozen, self.adapters)
+        sizes = self.model, cluster, self.parallel, self.precision, trained
         source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
         costs = costs_at(self.cost, *sizes, levels, source)
         if not runtime.accumulates_in_products:

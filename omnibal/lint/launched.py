@@ -26,6 +26,7 @@ from omnibal.lint.low_precision import precision_of
 from omnibal.lint.split import layers_by_chunk
 from omnibal.lint.unmodelled_flags import (
     accumulates_in_products,
+    adapters_of_line,
     cuts_samples,
     has_engine,
     is_adapter,
@@ -98,6 +99,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         parallel=parallel,
         precision=precision,
         frozen=_frozen(line, model),
+        adapters=adapters_of_line(line, model),
         trainer=TARGETS[TargetName(line.launch.launcher.value)].model_copy(
             update={"runtime": _runtime_on(line, samples, runtime_of(line, fp8))}
         ),
@@ -170,7 +172,6 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         transformer_engine=has_engine(line),
         accumulates_in_products=accumulates_in_products(line),
         fp8=fp8,
-        adapters=is_adapter(line),
     )
 
 
@@ -226,13 +227,11 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
 
 
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
-    """Parts of the model that the line freezes.
-
-    Adapters freeze the language model too, which the costs know by themselves.
-    """
+    """Parts of the model that the line freezes: with adapters all but the language model's, which
+    is frozen but for them."""
     given = set(line.launch.frozen)
     if is_adapter(line):
-        given.discard(LANGUAGE)
+        return tuple(part for part in model_parts(model) if part != LANGUAGE)
     return tuple(part for part in model_parts(model) if _flagged_part(part) in given)
 
 

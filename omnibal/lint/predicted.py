@@ -168,6 +168,7 @@ def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
         precision=job.precision,
         parallel=job.parallel,
         frozen=job.frozen,
+        adapters=job.adapters,
         made_for=job.trainer.name,
         stages=tuple(stages),
         cluster=job.cluster,

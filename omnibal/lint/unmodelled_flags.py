@@ -1,14 +1,24 @@
 """Flags of a launch line that predictions do not model, each in a sentence."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import notes_on_precision
+from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapter_mistake
+from omnibal.model.config import ModelConfig
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
 _NAMES_OF_ADAPTERS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
 """Flags that say what is trained: of ms-swift, of recipes and of their performance scripts."""
+_NAMES_OF_RANK = ("lora-rank", "peft.dim", "lora-dim")
+_NAMES_OF_TARGETS = ("target-modules", "peft.target_modules", "lora-target-modules")
+_NAME = re.compile(r"[\w.-]+")
+_BRIDGES = (Launcher.MEGATRON_BRIDGE,)
+_DEFAULT_RANK = {False: 8, True: 32}
+"""Ranks where a line names none, of ms-swift (`swift/arguments/tuner_args.py` of 4.6.0) and of
+Megatron-Bridge's LoRA, by whether it is the latter."""
 
 
 def is_adapter(line: Line) -> bool:
@@ -16,6 +26,30 @@ def is_adapter(line: Line) -> bool:
     given = (line.text(name) for name in _NAMES_OF_ADAPTERS)
     is_named = any(text is not None and text.lower() in _ADAPTERS for text in given)
     return is_named or any(name.startswith("peft.") for name in line.flags)
+
+
+def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
+    """The adapters that the line trains; None where it trains whole parts.
+
+    They are of the language model. Modules that Megatron has and released checkpoints have not are
+    taken for all linears.
+    """
+    if not is_adapter(line):
+        return None
+    rank = _number(line, _NAMES_OF_RANK) or _DEFAULT_RANK[line.launch.launcher in _BRIDGES]
+    adapters = AdapterConfig(rank=rank, alpha=rank, experts=True)
+    given = next(filter(None, (line.text(name) for name in _NAMES_OF_TARGETS)), "")
+    names = tuple(_NAME.findall(given))
+    if names and ALL_LINEAR not in names:
+        named = adapters.model_copy(update={"targets": names, "experts": False})
+        if adapter_mistake(model, (), named) is None:
+            return named
+    return adapters
+
+
+def _number(line: Line, names: Sequence[str]) -> int | None:
+    texts = filter(None, (line.text(name) for name in names))
+    return next((int(text) for text in texts if text.isdecimal() and int(text)), None)
 
 
 def cuts_samples(line: Line) -> bool:
@@ -100,8 +134,8 @@ def _on_sizes(line: Line) -> Iterator[str]:
 def _on_state(line: Line) -> Iterator[str]:
     if is_adapter(line):
         yield (
-            "the line trains adapters, which are predicted beside every product of the language "
-            "model's layers, whatever the line targets, without memory of their own"
+            "the line trains adapters, which are predicted beside linears of the language model "
+            "alone, as this project's trainer runs them; all else is predicted as frozen"
         )
     if line.on("overlap-moe-expert-parallel-comm"):
         yield (

@@ -65,6 +65,17 @@ class AdapterConfig(Frozen):
         return ALL_LINEAR in self.targets
 
     @property
+    def is_pattern(self) -> bool:
+        """Whether the one target is a regular expression."""
+        return not all(map(_PLAIN.fullmatch, self.targets))
+
+    @property
+    def words(self) -> str:
+        """The adapters in words."""
+        beside = f"{', '.join(self.targets)} of {', '.join(self.parts)}"
+        return f"rank {self.rank}, scale {self.scale:g}, beside {beside}"
+
+    @property
     def scale(self) -> float:
         """Factor of what an adapter adds."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
@@ -73,9 +84,9 @@ class AdapterConfig(Frozen):
         """Whether a module of a released checkpoint is a target."""
         if self.is_of_all:
             return True
-        if all(map(_PLAIN.fullmatch, self.targets)):
-            return any(path == name or path.endswith(f".{name}") for name in self.targets)
-        return re.fullmatch(self.targets[0], path) is not None
+        if self.is_pattern:
+            return re.fullmatch(self.targets[0], path) is not None
+        return any(path == name or path.endswith(f".{name}") for name in self.targets)
 
 
 def adapters_of(

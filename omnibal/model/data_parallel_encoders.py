@@ -43,7 +43,7 @@ class SampleTimes:
 
     item_ms: float
     square_ms: float
-    """Of a unit of the sum over images and frames of their items squared."""
+    """Time for each 1 of the sum over images and frames of their items squared."""
 
     def ms(self, items: np.ndarray, squares: np.ndarray) -> np.ndarray:
         """Time of samples with so many items. [...]"""

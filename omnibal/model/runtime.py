@@ -47,8 +47,6 @@ class RuntimeOptions(Frozen):
     (`omnibal.cost.transformer_engine`)."""
     fp8: Fp8 = TRAINED_FP8
     """How products are in FP8, where the precision is."""
-    adapters: bool = False
-    """Whether adapters are trained beside frozen weights, which then need no gradients."""
 
     @property
     def gradient_bytes(self) -> int:

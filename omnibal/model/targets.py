@@ -124,6 +124,8 @@ class TrainerConstraints(Frozen):
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
     """Whether ranks can share out experts."""
+    has_adapters: bool = False
+    """Whether an export says its flags for adapters of the language model, all else frozen."""
 
     @property
     def has_data_parallelism_alone(self) -> bool:
@@ -177,7 +179,7 @@ class TrainerConstraints(Frozen):
 
 _FULLY = (WeightSharding.FULL,)
 _WHOLE = (WeightSharding.REPLICATED,)
-OWN = TrainerConstraints()
+OWN = TrainerConstraints(has_adapters=True)
 """This project's trainer, which takes any plan."""
 
 _MEGATRON = StageRules(
@@ -197,6 +199,7 @@ TARGETS = {
             name=TargetName.MS_SWIFT,
             title="ms-swift (Megatron)",
             version="4.6.0",
+            has_adapters=True,
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
             shardings=_WHOLE,
@@ -206,6 +209,7 @@ TARGETS = {
             name=TargetName.MS_SWIFT_DEEPSPEED,
             title="ms-swift (DeepSpeed)",
             version="4.6.0",
+            has_adapters=True,
             stages=_SHARDED,
             packs=_NEXT_FIT,
             shardings=_FULLY,

@@ -25,7 +25,7 @@ class EqualPasses:
     """Passes of items that take equal time, full ones but for the last."""
 
     items: np.ndarray
-    """Of every rank, int64 [...]."""
+    """Items of every rank, int64 [...]."""
     items_per_pass: int
     kept_items: int
 
@@ -81,7 +81,7 @@ class WholePasses:
 
     passes: SamplePasses
     place: np.ndarray
-    """Whose passes every rank makes, as `passes.rank` has them, int64 [...]."""
+    """Number of every rank among those of `passes.rank`, int64 [...]."""
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Passes that are kept, or the others, their items and their squares. [..., 3]"""

@@ -793,8 +793,11 @@ def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
-    # What comes to a unit has left a unit of its kind, or of the kind before it.
+    # What comes to a unit has left a unit of its kind, or of the kind before it: where adapters
+    # begin with the layers, only the former has a gradient.
+    is_layer = np.array([kind.is_layer for kind in cost.kinds])
     came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
+    back_to = np.where(is_layer & (back_to == 0), back, back_to)
     return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
 
 

@@ -10,6 +10,7 @@ from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Pro
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
+from omnibal.model.units import model_parts
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import change, gib_or_mib, held_encoders, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
@@ -283,6 +284,11 @@ def plan_facts(
         entries.append(("samples per second", per_second))
     if prediction.gpu_days is not None:
         entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
+    if plan.adapters is not None:
+        entries.append(("adapters", plan.adapters.words))
+        known = {*plan.adapters.parts, *plan.frozen}
+        whole = [part for part in model_parts(plan.model) if part not in known]
+        entries.append(("trained whole", ", ".join(whole) or "nothing"))
     if parallel.sharded > 1:
         held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
         entries.append(("weights", held))

@@ -186,7 +186,7 @@ def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
         features: of the packs, [packs, features].
     """
     job = files.job
-    each = unit_flops(job.model, job.cluster, job.frozen)
+    each = unit_flops(job.model, job.cluster, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])
     per_feature = sum(
         int(count) * each[kind.name] for kind, count in zip(job.cost.kinds, counts, strict=True)

@@ -6,15 +6,18 @@ tensor-parallel ranks divide few of them, so that no wrong operator gives the sa
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from omnibal.cost.counts import Counts, Device, Features, Fp8Rates, with_adapters
+from omnibal.cost.adapter_counts import with_adapters
+from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
 from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
@@ -221,10 +224,7 @@ def test_layer_of_tiles_with_all_options() -> None:
         "passes": (4, 4, 0),
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
-        "for weights": {
-            *("first norm's output", "second norm's output", "out of the activation"),
-            *("attention's block, for its layer scale", "feed-forward's, for its layer scale"),
-        },
+        "for weights": {"first norm's output", "second norm's output", "out of the activation"},
         "input": rows * 2 * H,
         "output": rows * 2 * H,
         "working": [
@@ -360,22 +360,26 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
     )
     rows, values = CELLS * 4, 3 * 2 * 5 * 5
     pixels, out = rows * values, rows * H
-    positions = 5 * out if learned else 0
+    wide = 4 * out if learned else 0
     kept = {"pixels by patch": 2 * pixels}
+    if learned:  # numbers of four neighbours, their weights and patches; two more of a patch
+        kept["neighbours"] = rows * (4 * (8 + 4 + 8) + 2 * 8)
     if normed:
         kept |= {"norm's input": 2 * out, "norm's moments": rows * 2 * 4}
     expected = {
         "products": [(rows, values, H)],
-        # Pixels, patches; four neighbours and their sum; a norm.
-        "forward": 2 * (pixels + out + positions + (2 * out if normed else 0)),
-        "backward": 2 * (positions + 3 * out + (out if normed else 0)),
+        # Pixels, patches; four neighbours, their sum, in another type, and added; a norm.
+        "forward": 2 * (pixels + out + (2 * out if normed else 0))
+        + (6 * wide + 2 * 4 * out if learned else 0),
+        "backward": 2 * (3 * out + (out if normed else 0)) + 6 * wide,
         "kernels": 5,
         "kept": kept,
         "for weights": {"pixels by patch"},
         "input": 2 * pixels,
         "output": 2 * out,
-        "working": [(2 * 2 * out, learned * H), (2 * out, values * H)],
-        "forward working": [2 * (pixels + 3 * out)],
+        # A gradient of learned positions is in fp32, of twice the size.
+        "working": [(2 * out + wide, 2 * learned * H)] * bool(learned) + [(2 * out, values * H)],
+        "forward working": [2 * (pixels + 3 * out), 2 * (pixels + 2 * out) + wide],
         "passing": 4 * pixels,
         # A bias; a norm of two vectors, the class token and half a head's angles.
         "parameters": H * values + H * learned + (2 * H + H + 5 if normed else H),
@@ -453,8 +457,8 @@ def test_layer_of_images(gated: bool) -> None:
     assert of(unpadded.attention_flops) == pytest.approx(4 * 29 * 4**2 * H / t)
 
 
-def two_products(t: int, inner: int, norm: int) -> dict[str, Any]:
-    """A norm of positions, cells folded, two products."""
+def two_products(t: int, inner: int, norm: int, normed: int = 4) -> dict[str, Any]:
+    """A norm of positions, so many a cell, cells folded, two products."""
     wide = 4 * H
     read, into, out = CELLS * wide, CELLS * inner / t, CELLS * WIDTH
     return {
@@ -468,7 +472,7 @@ def two_products(t: int, inner: int, norm: int) -> dict[str, Any]:
         "kept": {
             "last layer's output": 2 * read,
             "norm's output": 2 * read,
-            "norm's moments": CELLS * 4 * 2 * 4,
+            "norm's moments": CELLS * normed * 2 * 4,
             "into GELU": 2 * into,
             "out of GELU": 2 * into,
         },
@@ -491,6 +495,21 @@ def test_projector_of_images() -> None:
         tower = images_tower(projector_hidden_size=given)
         found = images_projector(tower, model_with(vision=tower), device(), FEATURES)
         check(counted(found), two_products(3, inner, norm=2 * H))
+
+
+def test_projector_of_windows() -> None:
+    """Prevents: features that are put in their own order for nothing."""
+    windowed, plain = images_tower(window_pixels=30), images_tower()
+    more, less = (
+        counted(images_projector(each, model_with(vision=each), device(), FEATURES))
+        for each in (windowed, plain)
+    )
+    out = 2 * CELLS * WIDTH
+    for name in ("forward", "backward"):
+        assert more[name] - less[name] == 2 * out
+    assert more["kept"] == less["kept"] | {"order of cells": CELLS * 8}
+    assert more["working"] == [(2 * out, 0), *less["working"]]
+    assert more["kernels"] - less["kernels"] == 1
 
 
 def test_last_norm_before_the_projector() -> None:
@@ -589,7 +608,7 @@ def test_layer_with_a_deepstack_projector() -> None:
     layer = counted(images_layer(model, tower, plain, device(), FEATURES))
     both = counted(images_layer(model, tower, with_it, device(), FEATURES))
     # Its norm is of folded cells, of 4 H.
-    projector = two_products(3, 4 * H, norm=2 * 4 * H)
+    projector = two_products(3, 4 * H, norm=2 * 4 * H, normed=1)
     output = CELLS * 4 * 2 * H
     # The layer keeps its output for it, as the next layer does, which is none of this unit's.
     of_projector = {
@@ -614,15 +633,14 @@ def test_layer_with_a_deepstack_projector() -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_deepstack_features_on_their_way(sequence_parallel: bool) -> None:
-    """Prevents: features of several towers that are counted once, and parts that are whole."""
+    """Prevents: features of several towers that are counted once, and whole ones as parts."""
     tower = images_tower(deepstack_layers=(0, 1))
     model = model_with(vision=tower, plain=images_tower())
     own = device(3, sequence_parallel)
     for kind in unit_kinds(model):
         whole = kind.carried * CELLS * WIDTH * 2
-        divided = kind.tower == "language" and sequence_parallel
         found = of(deepstack_bytes(model, kind, own, FEATURES))
-        assert found == pytest.approx(whole / 3 if divided else whole), kind.name
+        assert found == pytest.approx(whole), kind.name
     assert {kind.carried for kind in unit_kinds(model)} == {0, 1, 2}
 
 
@@ -1183,21 +1201,41 @@ def test_prediction_in_fp8() -> None:
     assert fast["kept"]["0: normed"] == plain["kept"]["0: normed"]
 
 
-def test_adapters_beside_products() -> None:
-    """Prevents: adapters of the router, or whose inputs and outputs are not read again."""
-    experts = ExpertsConfig(experts=5, experts_per_token=2, ffn_hidden_size=21)
-    layer = language_layer(language(), LayerKind(experts=experts), device(), FEATURES)
-    plain, adapted = counted(layer), counted(with_adapters(layer, device()))
-    forward = backward = 0
-    for rows, inner, outer, *_ in plain["products"]:
-        if outer != 5:
-            # A reads x; B writes its output, which is read with y, and the sum written.
-            forward += rows * (inner + outer + outer + outer + outer)
-            # For both of B's gradients y's is read; for A's, x, which is then summed: read with
-            # what comes of A, written, read and written again.
-            backward += rows * (2 * outer + inner + 4 * inner)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_adapters_beside_products(sequence_parallel: bool) -> None:
+    """Prevents: adapters of the router or of q in k's rows, inputs that are not kept for A's
+    gradient, or whose inputs and outputs are not read again."""
+    t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms=1e9)
+    part = 1 / 3 if sequence_parallel else 1.0
+    layer = language_layer(language(), LayerKind(), own, FEATURES)
+    adapters = AdapterConfig(rank=r, alpha=1, targets=("q_proj", "v_proj", "down_proj"))
+    model = ModelConfig(name="hand", language=language())
+    kind = next(one for one in unit_kinds(model) if one.is_layer)
+    named = {one.module: one for one in adapted_linears(model, kind, adapters)}
+    plain = counted(layer)
+    adapted = counted(with_adapters(layer, own, adapters, named, part=part))
+    tokens, h, made = plain["products"][0]
+    _, inner, _ = plain["products"][3]
+    key = language().kv_heads * language().head_width
+    query = language().heads * language().head_width
+    # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.
+    forward = part * tokens * h + tokens * 2 * made + tokens * inner + part * tokens * 2 * h
+    backward = part * tokens * 3 * h + tokens * 2 * made + tokens * 3 * inner
+    backward += part * tokens * 2 * h
     assert adapted["forward"] - plain["forward"] == pytest.approx(2 * forward)
     assert adapted["backward"] - plain["backward"] == pytest.approx(2 * backward)
-    assert adapted["kernels"] - plain["kernels"] == 3 * 4
-    same = plain.keys() - {"forward", "backward", "kernels"}
-    check({name: adapted[name] for name in same}, {name: plain[name] for name in same})
+    # Whole: A of q and v, B of down; divided: B of q and v, A of down.
+    parameters = 2 * r * h + r * (query + key) / t + r * inner + r * h
+    assert adapted["parameters"] - plain["parameters"] == pytest.approx(parameters, abs=1)
+    between = {
+        "between A and B of self_attention.linear_qkv": tokens * 2 * r * 2,
+        "between A and B of mlp.linear_fc2": part * tokens * r * 2,
+    }
+    assert adapted["kept"] == pytest.approx({**plain["kept"], **between})
+    now_kept = {"first norm's output", "their product"}
+    assert adapted["for weights"] == plain["for weights"] - now_kept
+    thin = 2 / 3 * tokens * r * 2
+    sent = (2 + 1) * thin if sequence_parallel else 2 * thin
+    back_sent = (2 + 1) * thin if sequence_parallel else 2 * 2 * thin
+    assert adapted["sent"] - plain["sent"] == pytest.approx(sent)
+    assert adapted["back sent"] - plain["back sent"] == pytest.approx(back_sent)

@@ -25,6 +25,7 @@ from omnibal.export.expressible import first_obstacle
 from omnibal.export.ms_swift import export
 from omnibal.export.ms_swift_records import row_of, write_rows
 from omnibal.export.scripts.check_packs import counted_lengths, difference, verdict
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage import Stage
 
@@ -219,6 +220,31 @@ def test_flags_say_how_the_plan_is_divided():
         "split_dataset_ratio": "0", "strict": "true",
     }  # fmt: skip
     assert {name: flags[name] for name in expected} == expected
+
+
+def test_flags_say_the_plans_adapters():
+    """Prevents: whole weights trained for a plan of adapters, modules of an encoder that has none
+    in the plan, and adapters that another trainer is not told."""
+    case = export_case(SWIFT, seed=0, ranks=1)
+    adapters = AdapterConfig(rank=16, alpha=32, targets=("q_proj", "v_proj"))
+    frozen = ("vision", "projector")
+    plan = case.files.plan.model_copy(update={"adapters": adapters, "frozen": frozen})
+    files = replace(case.files, plan=plan)
+    given = export_input(files, TARGETS[SWIFT], None, Path("/export"), 0)
+    command = export(given).command
+    flags = flags_of(command)
+    expected = {
+        "tuner_type": "lora", "lora_rank": "16", "lora_alpha": "32", "freeze_llm": "false",
+        "freeze_vit": "true", "freeze_aligner": "true",
+    }  # fmt: skip
+    assert {name: flags[name] for name in expected} == expected
+    [pattern] = re.findall(r"--target_regex '(.*?)'", command)
+    assert re.fullmatch(pattern, "model.language_model.layers.3.self_attn.v_proj")
+    assert not re.fullmatch(pattern, "model.vision_tower.encoder.layer.3.attention.v_proj")
+    assert first_obstacle(plan, case.files.data, TARGETS[SWIFT]) is None
+    assert "adapters" in first_obstacle(plan, None, TARGETS[TargetName.MEGATRON_LM])
+    whole = plan.model_copy(update={"frozen": ("vision",)})
+    assert "all else frozen" in first_obstacle(whole, None, TARGETS[SWIFT])
 
 
 def cached(folder: Path, lengths: list) -> None:

@@ -274,10 +274,22 @@ def test_adapters_are_told_by_any_of_their_names(flag: str):
     """Prevents: a line of LoRA that is predicted as if all weights were trained."""
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
     told = of_line(f"{line} {flag}", "llama3.1-8b")
-    assert (
-        told.job.trainer.runtime.adapters
-        and not of_line(line, "llama3.1-8b").job.trainer.runtime.adapters
-    )
+    assert told.job.adapters is not None and of_line(line, "llama3.1-8b").job.adapters is None
+    assert told.job.adapters.rank == (8 if "dim" in flag else 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "rank", "targets"),
+    [
+        ("--tuner_type lora", 8, ("all-linear",)),
+        ("--train_type lora --lora_rank 64 --target_modules q_proj v_proj", 64, None),
+        ("--tuner_type lora --target_modules linear_qkv linear_proj", 8, ("all-linear",)),
+    ],
+)
+def test_rank_and_targets_of_adapters_are_the_lines(flags: str, rank: int, targets: tuple | None):
+    """Prevents: memory of adapters of another rank, or beside linears that the line leaves out."""
+    adapters = published("sw-ivl35-30b-lora", line=flags).job.adapters
+    assert adapters.rank == rank and adapters.targets == (targets or ("q_proj", "v_proj"))
 
 
 def test_adapters_have_no_state_of_the_model():
@@ -285,7 +297,8 @@ def test_adapters_have_no_state_of_the_model():
     told = published("sw-ivl35-30b-lora", line="--tuner_type lora --freeze_llm true")
     verdict = Verdict.of(told)
     memory = verdict.line.prediction.stages[0].memory
-    assert memory.gradients_gib == memory.optimizer_gib == 0
+    # Rank 8 beside all linears, half of 128 experts' among them.
+    assert 0 < memory.gradients_gib + memory.optimizer_gib < 0.25 * memory.weights_gib
     assert verdict.finding is None and any("adapters" in note for note in told.notes)
 
 

@@ -229,7 +229,7 @@ def test_recordings_of_a_record(tmp_path, form):
     sample, asked = questions("Close <audio>?", "</audio>")
     assert (sample.recordings, asked) == ((), ["Close <audio>?"])
     sample, asked = questions("What?", "x", audio="a.wav", video=["1.png", "2.png"])
-    assert asked == ["<video>\n<audio>\nWhat?"] and sample.video
+    assert asked == ["<video>\n<audio>\nWhat?"] and len(sample.videos) == 1
 
 
 @pytest.mark.parametrize(

@@ -76,24 +76,6 @@ def test_one_part_of_an_overlapped_exchange_is_waited_for(tensor: int):
     np.testing.assert_allclose(plain.backward_ms - hidden.backward_ms, saved[1], atol=1e-12)
 
 
-def test_frozen_weights_beside_adapters_need_no_gradients():
-    """Prevents steps of LoRA with the products of weights' gradients, or with their state."""
-    full, adapted = cost_of(tensor=1), cost_of(changed(adapters=True), tensor=1)
-    assert not any(unit.trained_parameters for unit in adapted.units.values())
-    layer, plain = adapted.units[LAYER], full.units[LAYER]
-    tokens = full.features.index("tokens")
-    # Two thirds of the products are left, and all of attention.
-    share = (layer.forward_ms + layer.backward_ms)[tokens] / (plain.forward_ms + plain.backward_ms)[
-        tokens
-    ]
-    assert 2 / 3 < share < 0.85
-    squared = full.features.index("squared_tokens")
-    assert layer.backward_ms[squared] == plain.backward_ms[squared]
-    assert not adapted.units["language_embed"].has_backward
-    # A's gradient needs what a product's weights would have needed.
-    np.testing.assert_array_equal(layer.activation_bytes, plain.activation_bytes)
-
-
 def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
     """Time that a ring adds to a layer's forward on a rank's tokens of one sample."""
     level = Level(caps=Caps.of(tokens=tokens), context=context)

@@ -35,6 +35,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest, make_plan, prediction_of
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster, load_model, with_imbalance
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
@@ -48,6 +49,9 @@ from omnibal.pipeline.stage_memory import stage_memories
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
 """Of predicted from allocated peaks."""
+MOST_OF_ADAPTERS = 0.005
+"""The same with adapters: the first layer that has any keeps no input, which is of no one's
+gradient; of models of two layers that is much."""
 MOST_TOO_MUCH = 0.1
 """The same where a plan is on the safe side: of a pipeline's stages whose weights ranks divide, the
 gradients of the layer after are counted as waiting beside every layer, the stage's last too."""
@@ -218,6 +222,7 @@ class Layout:
     vision: int = 2
     language: int = 2
     frozen: tuple[str, ...] = ()
+    adapters: AdapterConfig | None = None
     recompute: RecomputeRule = RecomputeRule.NONE
     tied: bool = False
     stages: int = 1
@@ -228,6 +233,18 @@ class Layout:
     """Whether every tower's last layer of a stage, and no other, is recomputed."""
 
 
+ADAPTERS = AdapterConfig(rank=16, alpha=32)
+SOME_ADAPTERS = AdapterConfig(rank=8, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
+EVERYWHERE = AdapterConfig(rank=16, alpha=32, parts=("vision", "projector", "language"))
+ADAPTED_LAYOUTS = (
+    Layout(model="internvl3-8b", frozen=("vision",), adapters=ADAPTERS, stages=2),
+    Layout(
+        model="internvl3-8b", frozen=("vision", "projector"), adapters=SOME_ADAPTERS, tensor=2,
+        sequence=True, stages=2, recompute=RecomputeRule.FULL,
+    ),
+    Layout(model="internvl3-8b", adapters=EVERYWHERE, tensor=2),
+    Layout(model="llama3.1-8b", vision=0, adapters=ADAPTERS, data=4, sharded=4),
+)  # fmt: skip
 LAYOUTS = (
     Layout(model="internvl2.5-1b", tied=True),
     Layout(model="internvl2.5-1b", tied=True, stages=2),
@@ -289,6 +306,7 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
         ),
         precision="bf16",
         frozen=layout.frozen,
+        adapters=layout.adapters,
     )
     data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3 * layout.data)
     searched = layout.recompute == RecomputeRule.CHEAPEST
@@ -326,6 +344,21 @@ def whole_stages() -> None:
             assert abs(sum(state) - counted.state_gib) < 1e-9, layout
             inside = [read for read in counted.host_reads if read.phase != "optimizer"]
             assert not inside, (layout, inside)
+
+
+def adapted_stages() -> None:
+    """State to the byte and a peak as it is predicted, of stages with adapters."""
+    for layout in ADAPTED_LAYOUTS:
+        plan, (packs, lengths) = plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.pack_levels)
+        for stage in range(layout.stages):
+            _state_is_exact(plan, stage)
+            windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows, load, lambda: None)
+            deviation = counted.deviation or 1.0
+            assert -MOST_DEVIATION < deviation < MOST_OF_ADAPTERS, (layout, stage, deviation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -682,7 +715,7 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, tied, building,
+    memory, attention, refusals, host_reads, counts, whole_stages, adapted_stages, tied, building,
     encoders_beside, images_beside, levels, device_checks, planted,
 )  # fmt: skip
 

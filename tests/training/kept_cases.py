@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -28,16 +29,20 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import feature_names, model_parts
+from omnibal.model.units import feature_names, layer_names, model_parts, unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 CLUSTER = load_cluster("h100-80g")
 SEGMENTS, TILES, CLIPS, LOSS_TOKENS = (2048, 1024, 1024), 3, 2, 1000
+IMAGES = (1024, 512, 512)
+"""Tokens of images at their native resolution."""
 LAYERS = 3
 ROUNDING = 1 << 18
 """Bytes that sums of a whole model's tensors may differ by."""
 INPUTS = ("scaled_add", "aten.add", "aten.clone")
 """What ends a layer, whose output is the next one's input, and what shuffles the projector's."""
+DEEPSTACK = "vision_deepstack.0"
+"""Module of a deepstack projector, which counts as its layer's."""
 
 MODULES = {
     "vision_embed": "vision_embedding",
@@ -52,6 +57,8 @@ MODULES = {
 
 UNITS = {
     "vision_layer": "vision.layers.1",
+    "vision_layer_window": "vision.layers.1",
+    "vision_layer_deepstack": "vision.layers.1",
     "projector": "projector",
     "vision_projector": "projector",
     "audio_embed": "audio_embedding",
@@ -60,7 +67,7 @@ UNITS = {
     "language_layer": "language.layers.1",
     "language_layer_experts32": "language.layers.1",
 }
-"""Kinds of unit, and the module of one of each."""
+"""Kinds of unit by the names under which they are measured, and the module of one of each."""
 
 WITH_EXPERTS = " with experts"
 EXPERTS = ExpertsConfig(
@@ -80,6 +87,12 @@ CASES = (
     ("internvl3-8b-whisper", 1, False, ()),
     ("internvl3-8b-whisper", 4, True, ()),
     ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
+    ("qwen3-vl-8b", 1, False, ()),
+    ("qwen3-vl-8b", 4, True, ()),
+    ("qwen3-vl-32b", 4, True, ("language",)),
+    ("qwen3-vl-8b", 2, True, ("vision", "projector")),
+    ("qwen2.5-vl-7b", 1, False, ()),
+    ("qwen2.5-vl-7b", 4, True, ()),
     (f"internvl2.5-1b{WITH_EXPERTS}", 1, False, ()),
     (f"internvl2.5-8b{WITH_EXPERTS}", 2, True, ()),
 )
@@ -90,6 +103,11 @@ def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str
     preset = name.removesuffix(WITH_EXPERTS)
     model = load_model(preset)
     model = model.with_layers(**dict.fromkeys(model.towers, LAYERS))
+    if model.images is not None:
+        # Of the middle layer, and all after it: a deepstack projector, or windows.
+        deepstack = (1,) if model.images.deepstack_layers else ()
+        full = (2,) if model.images.full_layers else ()
+        model = model.with_tower("vision", deepstack_layers=deepstack, full_layers=full)
     if preset != name:
         runs = (LayerRun(layers=1, experts=EXPERTS),)
         language = model.language.model_copy(update={"runs": runs})
@@ -120,7 +138,8 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         tiles = TILES if plan.model.takes_images else 0
         clips = CLIPS if plan.model.takes_audio else 0
         sizes = (tiles, SEGMENTS, LOSS_TOKENS)
-        batch = random_batch(plan.model, *sizes, plan.stages[0], clips=clips)
+        images = IMAGES if plan.model.images is not None else ()
+        batch = random_batch(plan.model, *sizes, plan.stages[0], clips=clips, images=images)
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
         memory = fake_device.device.memory
@@ -131,9 +150,9 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         for label, (_, size) in memory.live().items():
             found[label.where, label.operation] += size - before.get(label, (0, 0))[1]
         most: dict[str, int] = defaultdict(int)
-        count, memory.settle = memory.settle, partial(_settle, memory, most)
+        settle, memory.settle = memory.settle, partial(_settle, memory, most)
         output.backward()
-        memory.settle = count
+        memory.settle = settle
     return OnDevice(found, {unit: size - before_bytes for unit, size in most.items()})
 
 
@@ -163,21 +182,27 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
     sizes = {
         "fixed": 1, "tiles": TILES, "clips": CLIPS, "tokens": sum(SEGMENTS),
         "loss_tokens": LOSS_TOKENS, "squared_tokens": sum(tokens**2 for tokens in SEGMENTS),
+        "image_tokens": sum(IMAGES), "squared_image_tokens": sum(size**2 for size in IMAGES),
     }  # fmt: skip
     features = np.array([sizes[feature] for feature in feature_names(plan.model)], np.float64)
-    lines = kept_lines(plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen)
+    lines = kept_lines(
+        plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen, plan.adapters
+    )
+    measured = {kind.name: kind.measured_name for kind in unit_kinds(plan.model)}
+    lines = {measured[name]: each for name, each in lines.items()}
     for unit, prefix in UNITS.items():
         if unit not in lines or _is_still(plan, unit):
             continue
+        prefix = _with_such_layer(plan, unit, prefix)
         expected: dict[str, float] = defaultdict(float)
         for line in (line for line in lines[unit] if line.what != LAST_OUTPUT):
             expected[line.made_by] += float(features @ line.bytes)
         if unit == "language_layer" and copies_keys(plan):
             copy_for_every_head(plan, expected)
-        allocated: dict[str, int] = defaultdict(int)
-        for (where, operation), size in found.kept.items():
-            if size and (where == prefix or where.startswith(f"{prefix}.")):
-                allocated[maker(where[len(prefix) + 1 :], operation)] += size
+        allocated = kept_below(found, prefix)
+        if unit == "vision_layer_deepstack":
+            beside = kept_below(found, DEEPSTACK)
+            allocated |= {f"deepstack.{made}": size for made, size in beside.items()}
         if unit == "audio_embed":
             del allocated[""]  # its output, which is the first layer's
         what = (name, *layout, unit)
@@ -186,6 +211,24 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
             assert abs(size - expected[made]) <= 4 * BLOCK_BYTES, (what, made, size, expected[made])
     if not copies_keys(plan):
         check_working(plan, features, found.most_backward)
+
+
+def kept_below(found: OnDevice, prefix: str) -> dict[str, int]:
+    """Bytes that a module and those in it have made and that are kept, by what made them."""
+    allocated: dict[str, int] = defaultdict(int)
+    for (where, operation), size in found.kept.items():
+        if size and (where == prefix or where.startswith(f"{prefix}.")):
+            allocated[maker(where[len(prefix) + 1 :], operation)] += size
+    return allocated
+
+
+def _with_such_layer(plan: Plan, unit: str, module: str) -> str:
+    """The module, or where the tower's middle layer is of another kind, its last one of this."""
+    names = layer_names(plan.model, "vision") if unit.startswith("vision_layer") else ()
+    if not names or names[LAYERS // 2] == unit:
+        return module
+    last = max(number for number, name in enumerate(names) if name == unit)
+    return f"vision.layers.{last}"
 
 
 def _is_still(plan: Plan, unit: str) -> bool:
@@ -223,22 +266,32 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
     shared = max(features @ unit.shared_bytes for unit in cost.units.values())
     # Places of images and both tables of the rotary embedding, which no unit counts.
     besides = 2 * sum(SEGMENTS) * 128 * 2 + ROUNDING
+    if (tower := plan.model.images) is not None:  # and of patches
+        besides += 4 * sum(IMAGES) * tower.positions_per_item * tower.head_width
+        # Gradients of deepstack features wait for their projectors.
+        waiting = len(tower.deepstack_layers) * sum(IMAGES)
+        besides += 2 * waiting * plan.model.language.hidden_size
     kept, looked_at = 0.0, 0
-    for kind in cost.kinds:
+    numbers: defaultdict[str, count[int]] = defaultdict(count)
+    kinds = {kind.name: kind for kind in cost.kinds}
+    for kind in (kinds[name] for name in unit_names(plan.model)):
         unit = cost.units[kind.name]
-        for layer in range(LAYERS if kind.is_layer else 1):
-            kept += features @ unit.activation_bytes
-            name = f"{kind.tower}.layers.{layer}" if kind.is_layer else MODULES[kind.name]
-            needed = kept + max(unit.transient_bytes @ features) + shared
-            # The loss, whose backward is the head's first moment, is none of its modules'.
-            measured = max(most[name], most[""]) if name == "head" else most.get(name)
-            if unit.has_backward and measured is not None:
-                looked_at += 1
-                unasked_of = name == "embedding" and "projector" in plan.frozen
-                difference = measured - needed
-                # Counted though no frozen encoder asks for it: the gradient of its features.
-                unasked = features @ cost.units["projector"].output_bytes if unasked_of else 0
-                assert -ROUNDING - unasked <= difference <= besides, (plan, name, difference)
+        kept += features @ unit.activation_bytes
+        layer = next(numbers[kind.tower]) if kind.is_layer else None
+        name = MODULES[kind.name] if layer is None else f"{kind.tower}.layers.{layer}"
+        needed = kept + max(unit.transient_bytes @ features) + shared
+        # The loss, whose backward is the head's first moment, is none of its modules'.
+        measured = max(most[name], most[""]) if name == "head" else most.get(name)
+        if kind.has_deepstack and measured is not None:
+            measured = max(measured, most[DEEPSTACK.partition(".")[0]])
+        if unit.has_backward and measured is not None:
+            looked_at += 1
+            unasked_of = name == "embedding" and "projector" in plan.frozen
+            difference = measured - needed
+            # Counted though no frozen encoder asks for it: the gradient of its features.
+            unasked = features @ cost.units["projector"].output_bytes if unasked_of else 0
+            what = (plan.model.name, str(plan.parallel), plan.frozen, name, difference)
+            assert -ROUNDING - unasked <= difference <= besides, what
     assert looked_at > LAYERS
 
 

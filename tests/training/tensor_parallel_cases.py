@@ -167,7 +167,7 @@ DIVIDED_AXIS = {
 }  # fmt: skip
 
 
-BESIDE_ROWS = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_2")
+BESIDE_ROWS = ("o_proj", "down_proj", "proj", "out_proj", "fc2", "linear_fc2", "linear_2")
 """Adapters of linears whose inputs are divided."""
 
 

@@ -4,14 +4,17 @@ alone are trained, and every way to divide ranks trains them to the same numbers
 import functools
 from dataclasses import replace
 
+import mixture_cases
 import pytest
 import torch
+from native_resolution_cases import pack_of, qwen2_5_vl, qwen3_vl, sample_of
 from ranks import run_ranks
 from tensor_parallel_cases import MODELS, STEPS, assert_same_training, batches_of, run
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.data.native_resolution import Grid
 from omnibal.model.adapters import AdapterConfig, adapters_of
 
 EVERYWHERE = AdapterConfig(rank=4, alpha=8, parts=("vision", "projector", "language"))
@@ -119,3 +122,66 @@ def test_every_way_to_divide_equals_one_process(adapters, cuts, sizes):
     plan = plan_of("6B-like", adapters, *cuts, recompute=recompute, **sizes)
     ranks = run(plan, STEPS)
     assert_same_training(ranks, plan.parallel.tensor, single_process("6B-like", adapters))
+
+
+@functools.cache
+def mixture_alone():
+    return run(mixture_plan(frozen=("vision",), adapters=AdapterConfig(rank=4, alpha=8)), STEPS)[0]
+
+
+def mixture_plan(*cuts, frozen, adapters, **sizes):
+    plan = mixture_cases.plan_of(*cuts, **sizes)
+    return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
+
+
+@pytest.mark.parametrize(
+    ("cuts", "sizes"),
+    [
+        pytest.param((6,), {"data": 2, "expert": 2, "recompute": (0, 2)}, id="ep2-pp2"),
+        pytest.param((), {"tensor": 2, "sequence_parallel": True, "expert": 2}, id="tp2-sp-ep2"),
+    ],
+)
+def test_beside_attention_of_layers_with_experts(cuts, sizes):
+    """Prevents: experts that are frozen, and whose tokens' gradients are lost on other ranks."""
+    adapters = AdapterConfig(rank=4, alpha=8)
+    plan = mixture_plan(*cuts, frozen=("vision",), adapters=adapters, **sizes)
+    reference = mixture_alone()
+    assert any(".adapters.o_proj." in name for name in reference[2])
+    assert not any(".mlp." in name and "language" in name for name in reference[2])
+    assert_same_training(run(plan, STEPS), plan.parallel.tensor, reference, rel=2e-5)
+
+
+NATIVE = {"Qwen3-VL": qwen3_vl(), "Qwen2.5-VL": qwen2_5_vl(kv_heads=2)}
+NATIVE_STEPS = [
+    [[((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((), 6)], [((Grid(3, 4, 6),), 5)]],
+    [[((Grid(1, 8, 2),), 20)], [((), 7)]],
+]
+
+
+def native_packs(model, number, packs):
+    for index, pack in enumerate(packs):
+        seed = 100 * number + 10 * index
+        yield pack_of([sample_of(model, *one, seed=seed + i) for i, one in enumerate(pack)])
+
+
+def native_plan(name, *cuts, **sizes):
+    model = NATIVE[name]
+    stages = stages_of(model, *cuts, vision=(0, 3), language=(0,))
+    return toy_plan(model, stages, **sizes).model_copy(update={"adapters": EVERYWHERE})
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "sizes"),
+    [
+        pytest.param("Qwen3-VL", (4,), {"tensor": 2, "sequence_parallel": True}, id="Qwen3-VL"),
+        pytest.param("Qwen2.5-VL", (), {"tensor": 2, "data": 2}, id="Qwen2.5-VL"),
+    ],
+)
+def test_beside_encoders_of_native_resolution(name, cuts, sizes):
+    """Prevents: adapters beside padded heads or a gate of an encoder, or behind deepstack features,
+    that tensor-parallel ranks train otherwise."""
+    [alone] = run(native_plan(name), NATIVE_STEPS, packed=native_packs)
+    assert any(".adapters.qkv." in key for key in alone[2])
+    plan = native_plan(name, *cuts, **sizes)
+    ranks = run(plan, NATIVE_STEPS, packed=native_packs)
+    assert_same_training(ranks, plan.parallel.tensor, alone, rel=2e-5)

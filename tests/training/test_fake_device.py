@@ -37,7 +37,7 @@ def succeed(*command: object, **environment: str) -> str:
 def test_units_keep_what_the_table_says():
     """Prevents: a plan that fits on paper only, since a layer keeps a tensor more than is counted;
     or one tensor more and another less, which add up for one model."""
-    assert succeed(KEPT_CASES).count("passed") == 14
+    assert succeed(KEPT_CASES).count("passed") == 20
 
 
 def test_what_is_counted_of_single_operations():
@@ -51,6 +51,11 @@ def test_whole_stages_of_many_layouts():
     """Prevents: a stage that a device cannot build or run, state that no plan counts, and a peak
     whose contents are not all of it."""
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
+
+
+def test_stages_with_adapters_need_what_they_say():
+    """Prevents: adapters whose state, or whose kept inputs, no plan counts."""
+    assert "passed adapted_stages" in succeed(CASES, "adapted_stages")
 
 
 def test_stages_beside_encoders_need_what_they_say():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from native_resolution_cases import (
 )
 from ranks import run_ranks
 from released import imported
+from safetensors.torch import load_file
 from tensor_parallel_cases import by_name, gather_gradients, whole
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import AutoModelForImageTextToText
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
+from megatron.vlm.conversion.adapter_files import export_adapter
 from megatron.vlm.conversion.exporting import plan_export_as, write_export
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import Layout
@@ -35,6 +38,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.data.native_resolution import Grid
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 
@@ -232,6 +236,42 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     for place, logits in enumerate(expected):
         ours = torch.cat([rank[place] for rank in ranks[-tensor:]], -1)
         assert_near(ours[:, : model.language.vocab_size], logits, "logits")
+
+
+def with_adapter(links, folder: Path, name: str):
+    """Logits of transformers' model with an adapter folder as PEFT's formula has it."""
+    model, used = theirs(name), set()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for path, module in model.named_modules():
+        if not re.fullmatch(config["target_modules"], path):
+            continue
+        pair = [f"base_model.model.{path}.lora_{which}.weight" for which in "AB"]
+        used |= {*pair}
+        product = config["lora_alpha"] / config["r"] * tensors[pair[1]] @ tensors[pair[0]]
+        module.weight.data += product
+    assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
+    with torch.no_grad():
+        found = [[logits_of(model, sample) for sample in pack] for pack in packs_of(MODELS[name])]
+    return [torch.cat(each) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3-vl", Layout.QWEN3_VL), ("qwen2.5-vl", Layout.QWEN2_5_VL)]
+)
+def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout):
+    """Prevents: adapters beside a tower at native resolution under names of files, and not of the
+    modules that PEFT looks for, or with rows of q, k and v in another order."""
+    run, trained = run_of(name, tmp_path), tmp_path / "trained"
+    model = open_released(tmp_path / "released").model
+    adapters = AdapterConfig(rank=4, alpha=64, parts=("vision", "projector", "language"))
+    plan = toy_plan(model, stages_of(model)).model_copy(update={"adapters": adapters})
+    [ours] = run_ranks(plan.parallel, train_and_save, plan, run, trained, name)
+    assert export_adapter(open_newest(trained), layout, tmp_path / "adapter", None) > 20
+    [expected] = run_ranks(Parallel(pipeline=1), with_adapter, tmp_path / "adapter", name)
+    for found, logits, before in zip(ours, expected, reference(name)[0], strict=True):
+        assert_near(found[:, : model.language.vocab_size], logits, "logits")
+        assert (before - logits).abs().max() > 1e-2, "adapters have moved"
 
 
 def given_ids(folder: Path, like: Path) -> None:

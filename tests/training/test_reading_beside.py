@@ -18,9 +18,11 @@ from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_model
 from omnibal.model.parallel import Parallel
+from tools.make_native_digits import make_dataset
 
 pytestmark = pytest.mark.quick
 
@@ -37,19 +39,36 @@ def test_draws_read_each_sample_once(reader):
     lengths = scan_lengths(reader.annotations, MODEL, reader.tokenizer, lambda done: None).lengths
     assert len(lengths) % 5 == 0
     drawn = [SampleDraws(reader, 5)[item] for item in range(len(lengths) // 5)]
-    expected = [lengths.column("tiles").sum(), 0, lengths.tokens.sum()]
+    expected = [lengths.column("tiles").sum(), 0, 0, lengths.tokens.sum()]
     assert sum(one.counts for one in drawn).tolist() == expected
     assert sum(one.samples for one in drawn) == len(lengths)
-    pixels, frames, tokens = drawn[0].content
-    assert [len(pixels), len(frames), len(tokens)] == drawn[0].counts.tolist()
+    pixels, patches, frames, tokens = drawn[0].content
+    assert [len(pixels), len(patches), len(frames), len(tokens)] == drawn[0].counts.tolist()
     assert not any((one.ms < 0).any() for one in drawn)
+
+
+def test_images_at_their_native_resolution_are_read(tmp_path):
+    """Prevents: a profile of such a model that ends, or one that takes patches for tokens."""
+    make_dataset(tmp_path / "made", samples=20, heldout_samples=10, seed=0)
+    native, annotations = load_model("qwen3-vl-digits"), tmp_path / "made" / "train" / "meta.json"
+    reader = SampleReader(
+        Annotations.open(annotations), open_tokenizer(tmp_path / "made" / "tokenizer"), native
+    )
+    lengths = scan_lengths(reader.annotations, native, reader.tokenizer, lambda done: None).lengths
+    drawn = SampleDraws(reader, len(lengths))[0]
+    expected = [0, lengths.column("image_tokens").sum(), 0, lengths.tokens.sum()]
+    assert drawn.counts.tolist() == expected
+    assert len(drawn.content[1]) == 4 * expected[1]
 
 
 def items_of(rank: int):
     """Five tokens at a time, of known times."""
     while True:
         yield ReadSamples(
-            content=(), samples=2, counts=np.array([1.0, 0, 5]), ms=np.array([3.0 + rank, 0, 10])
+            content=(),
+            samples=2,
+            counts=np.array([1.0, 0, 0, 5]),
+            ms=np.array([3.0 + rank, 0, 0, 10]),
         )
 
 
@@ -128,9 +147,10 @@ def profile_alone(links, plan):
 
 def test_handing_over_is_part_of_reading(reader, monkeypatch):
     """Prevents: loaders that are thought to be free while they pack what they have read."""
-    clock = iter([0.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 10.0])  # of two items, with 4 s between them
+    # Of two items, with 4 s between them.
+    clock = iter([0.0, 1.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 8.0, 10.0])
     monkeypatch.setattr("megatron.vlm.measure.reading.time.process_time", lambda: next(clock))
     draws = SampleDraws(reader, 2)
     first, second = draws[0], draws[1]
-    assert first.ms.tolist() == [1e3, 0, 2e3]
-    assert second.ms.tolist() == pytest.approx([7e3 / 3, 0, 14e3 / 3])
+    assert first.ms.tolist() == [1e3, 0, 0, 2e3]
+    assert second.ms.tolist() == pytest.approx([7e3 / 3, 0, 0, 14e3 / 3])

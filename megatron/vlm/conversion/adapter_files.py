@@ -44,6 +44,8 @@ _PREFIX = "base_model.model."
 _IN_MEMORY = {
     Layout.TRANSFORMERS: Layout.TRANSFORMERS_PREFIXED,
     Layout.TRANSFORMERS_STACKED: Layout.TRANSFORMERS_PREFIXED,
+    Layout.QWEN2_VL: Layout.QWEN2_VL_PREFIXED,
+    Layout.QWEN2_5_VL: Layout.QWEN2_5_VL_PREFIXED,
 }
 """Layouts whose files name tensors otherwise than the modules that they are loaded into."""
 

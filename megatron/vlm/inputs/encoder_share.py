@@ -328,7 +328,7 @@ class EncoderShares:
     levels: Sequence[Level]
     """Levels of the packs, which say how many ranks share one."""
     lengths: Lengths | None = None
-    """Of the samples of the packs; needed where an encoder takes whole ones."""
+    """Lengths of the samples of the packs; needed where an encoder takes whole ones."""
 
     @cached_property
     def _held(self) -> Shares:

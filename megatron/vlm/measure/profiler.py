@@ -535,9 +535,10 @@ def _encoder_units(
 
         yield Unit(f"{name}_embed", embed)
         kinds = layer_names(stage.model_config, name)
-        for layer, kind in zip(every.layers.layers, kinds, strict=False):
+        # Core numbers the layers of later processes on, though each holds the first ones.
+        for place, (layer, kind) in enumerate(zip(every.layers.layers, kinds, strict=False)):
             run = partial(_run_layer, layer, arguments)
-            projector = units.deepstack_projectors.get(layer.layer_number - 1)
+            projector = units.deepstack_projectors.get(place)
             if projector is None:
                 yield Unit(kind, run)
             else:

@@ -22,7 +22,7 @@ from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.source import ReadingMeasurement
 
 _ENDLESS = 1 << 40  # items: more than any profile takes
-_COUNTED = ("tiles", "clips", "tokens")
+_COUNTED = ("tiles", "image_tokens", "clips", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,12 +30,12 @@ class ReadSamples:
     """Samples that a loader process has read at once, and its processor time for them."""
 
     content: tuple[torch.Tensor, ...]
-    """Pixels, frames and token ids, handed over as a micro-batch's are."""
+    """Pixels, patches, frames and token ids, handed over as a micro-batch's are."""
     samples: int
     counts: np.ndarray
-    """Tiles, clips and tokens, float64 [3]."""
+    """Tiles, image tokens, clips and tokens, float64 [4]."""
     ms: np.ndarray
-    """Time for all of each, float64 [3]."""
+    """Time for all of each, float64 [4]."""
 
 
 class SampleDraws(torch.utils.data.Dataset):
@@ -74,20 +74,26 @@ class SampleDraws(torch.utils.data.Dataset):
             every = [tile for of_sample in tiles for tile in of_sample]
             pixels = torch.from_numpy(normalized(every, model.vision.image_size))
         moments_s.append(time.process_time())
+        shown, patches, cells = [reader.shown(one) for one in samples], torch.zeros(0), 0
+        if model.images is not None:
+            patches = torch.cat(list(map(reader.patches, samples, shown)))
+            cells = len(patches) // model.images.positions_per_item
+        moments_s.append(time.process_time())
         clips = [reader.clips(one) if model.takes_audio else np.zeros(0) for one in samples]
         frames = torch.from_numpy(np.concatenate(clips))
         moments_s.append(time.process_time())
-        counted = zip(samples, map(len, tiles), map(len, clips), strict=True)
+        counted = zip(samples, map(len, tiles), map(len, clips), shown, strict=True)
         texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
         # What was done since the last item is what handing it over took.
         before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
-        content = pixels, frames, tokens
+        content = pixels, patches, frames, tokens
+        counts = [len(pixels), cells, len(frames), len(tokens)]
         return ReadSamples(
             content=content,
             samples=len(samples),
-            counts=np.array([len(tensor) for tensor in content], np.float64),
+            counts=np.array(counts, np.float64),
             ms=np.diff(moments_s)
             * (1e3 * (moments_s[-1] - before_s) / (moments_s[-1] - moments_s[0])),
         )

@@ -11,6 +11,7 @@ positions.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -99,7 +100,8 @@ class ImagePlaces:
         """Features of cells, back in the order of the data."""
         if self._cells_K is None:
             return features_KE
-        return features_KE.index_select(0, self._on_device(self._cells_K.argsort()))
+        orders = (self._on_device(order_K) for order_K in (self._cells_K.argsort(), self._cells_K))
+        return _InOrder.apply(features_KE, *orders)
 
     def _patches(self) -> torch.Tensor:
         """Row and column of every patch and rows and columns of its image, int32 [4, P]."""
@@ -116,6 +118,21 @@ class ImagePlaces:
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+class _InOrder(torch.autograd.Function):
+    """Rows in another order, whose gradients are only put in order too and not added up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows_KE: torch.Tensor, order_K: torch.Tensor, back_K: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(back_K)
+        return rows_KE.index_select(0, order_K)
+
+    @staticmethod
+    def backward(ctx, gradient_KE):
+        return gradient_KE.index_select(0, *ctx.saved_tensors), None, None
 
 
 @dataclass(frozen=True, slots=True)

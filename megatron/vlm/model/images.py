@@ -45,8 +45,8 @@ class ImageEmbedding(torch.nn.Module):
             # Weighted and summed in float32, as weights in 16 bit would not add up to 1.
             positions_PH = F.embedding_bag(
                 neighbours_P4, self.positions.float(), per_sample_weights=weights_P4, mode="sum"
-            )
-            embedded_P1H = embedded_P1H + positions_PH.to(dtype).unsqueeze(1)
+            ).to(dtype)
+            embedded_P1H = embedded_P1H + positions_PH.unsqueeze(1)
         return embedded_P1H
 
 

@@ -381,7 +381,7 @@ def _make_directory(path: Path) -> None:
 
 def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
     """Operations that training needs for every pack, wherever encoders run. [packs]"""
-    flops = model_flops(job.model, job.cluster, job.frozen)
+    flops = model_flops(job.model, job.cluster, job.frozen, job.adapters)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
 
 

@@ -1,0 +1,99 @@
+"""Answers about images and videos at their native resolution, beside Transformers' own."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from native_data_cases import picture
+from qwen_vl_cases import transformers_model, write_companions
+from ranks import run_ranks
+from released import imported
+
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.run.generate import generate, load_whole_model
+from omnibal.data.annotations import video_at
+from omnibal.data.sample import Sample, Turn
+from omnibal.data.stored_files import ImageFile
+from omnibal.data.tokenizer import open_tokenizer
+from omnibal.model.parallel import Parallel
+
+NEW_TOKENS = 5
+
+
+def samples_of(folder: Path) -> list[Sample]:
+    """An image, two around a video, and text alone."""
+    for number, size in enumerate([(30, 22), (9, 40)]):
+        picture(*size, number).save(folder / f"{number}.png")
+    (folder / "clip").mkdir()
+    for number in range(5):
+        picture(20, 28, 10 + number).save(folder / f"clip/{number}.png")
+    images = [ImageFile(folder / f"{number}.png") for number in range(2)]
+    clip = (video_at(folder / "clip"),)
+    return [
+        Sample(
+            identity="s", source="s", where="s", images=tuple(shown), videos=videos,
+            turns=(Turn(question, "", None),),
+        )
+        for question, shown, videos in (
+            ("<image> a b", images[:1], ()),
+            ("<image> a <video> b <image> c", images, clip),
+            ("a b", [], ()),
+        )
+    ]  # fmt: skip
+
+
+def reader_of(run: Path, sample: Sample) -> SampleReader:
+    return SampleReader([sample], open_tokenizer(run / "tokenizer"), open_newest(run).model)
+
+
+def answers(links, run: Path, samples: list[Sample]) -> list[list[int]]:
+    stage = load_whole_model(run, open_newest(run), "fp32")
+    return [list(generate(stage, reader_of(run, one), one, NEW_TOKENS)) for one in samples]
+
+
+def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
+    """The answer of Transformers' generation to the same tokens and patches."""
+    shown = reader.shown(sample)
+    prompt = reader.prompt(sample, 0, NEW_TOKENS, chatting=True)
+    ids, patches = torch.from_numpy(prompt.token_ids)[None], reader.patches(sample, shown)
+    given, pads = {}, {}
+    each = patches.split([grid.patches for grid, _ in shown])
+    for kind, name, is_video in (
+        ("image", "pixel_values", False),
+        ("video", "pixel_values_videos", True),
+    ):
+        pads[kind] = reader.tokenizer.required(f"<|{kind}_pad|>")
+        chosen = [k for k, item in enumerate(shown) if (item.seconds is not None) == is_video]
+        if chosen:
+            given[name] = torch.cat([each[k] for k in chosen])
+            given[f"{kind}_grid_thw"] = torch.tensor([tuple(shown[k].grid) for k in chosen])
+        if chosen and is_video and reader.model.images.video.positions_per_second:
+            given["second_per_grid_ts"] = torch.tensor([shown[k].seconds for k in chosen])
+    kinds = (ids == pads["image"]).int() + 2 * (ids == pads["video"]).int()
+    end = reader.answer_end
+    with torch.inference_mode():
+        found = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds,
+            max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=end, pad_token_id=end, **given,
+        )[0, ids.shape[1] :].tolist()  # fmt: skip
+    return found[: found.index(end)] if end in found else found
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-tied", "qwen2.5-vl-tied"])
+def test_answers_are_those_of_transformers(tmp_path, name):
+    """Prevents: patches, places or positions that differ between a prompt and its answer."""
+    model, released = transformers_model(name), tmp_path / "released"
+    model.save_pretrained(released)
+    write_companions(released)
+    sizes = {"patch_size": 4, "merge_size": 2}
+    size = {"shortest_edge": 64, "longest_edge": 1024}
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (released / file).write_text(json.dumps({**sizes, "size": size}))
+    run = imported(released, tmp_path / "run")
+    samples = samples_of(tmp_path)
+    expected = [theirs(model, reader_of(run, sample), sample) for sample in samples]
+    [found] = run_ranks(Parallel(pipeline=1), answers, run, samples)
+    assert found == expected
+    assert any(expected)
