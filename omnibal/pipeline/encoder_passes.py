@@ -2,17 +2,22 @@
 
 What a pass costs is linear in its *work*: one, its items and, of encoders whose items attend to
 each other, the sum of their squares. Ranks of equal items differ in how many they have; ranks of
-whole samples in every pass.
+whole samples in every pass. So what needs most memory is the rank with the most items, or another
+one of every step.
 
 Shapes: [...] ranks of all groups and steps, F 2 or 3 columns of work.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.cost.encoder_phase import EncoderCost
 from omnibal.dispatch.sample_passes import SamplePasses
+
+PassBytes = Callable[[np.ndarray], np.ndarray]
+"""Bytes that passes of some work take. [passes, F] -> [passes]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -29,10 +34,15 @@ class EqualPasses:
         items = self._items(is_kept)
         return np.stack([-(-items // self.items_per_pass), items], axis=-1)
 
-    def largest(self, *, is_kept: bool) -> np.ndarray:
-        """Work of the passes that may need most memory. [passes, 2]"""
+    def kept_bytes(self, cost: EncoderCost) -> float:
+        """Activations that the rank with the most items keeps."""
+        items = int(self._items(True).max(initial=0))
+        return float(cost.kept_bytes @ (-(-items // self.items_per_pass), items))
+
+    def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> float:
+        """Bytes of the largest pass of all ranks that is kept, or is not; 0 without any."""
         most = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
-        return np.array([[1, most]] if most else np.zeros((0, 2)))
+        return float(bytes_of(np.array([[1, most]]))[0]) if most else 0.0
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
         """Exchange of weights and gradients that computation does not hide in forward and backward
@@ -77,9 +87,16 @@ class WholePasses:
         """Passes that are kept, or the others, their items and their squares. [..., 3]"""
         return self._sums(self._chosen(is_kept), self._work(is_kept))
 
-    def largest(self, *, is_kept: bool) -> np.ndarray:
-        """Work of the passes that may need most memory. [passes, 3]"""
-        return self._work(is_kept)
+    def kept_bytes(self, cost: EncoderCost) -> np.ndarray:
+        """Activations that every rank keeps. [...]"""
+        kept: np.ndarray = self.work(is_kept=True) @ cost.kept_bytes
+        return kept
+
+    def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> np.ndarray:
+        """Bytes of every rank's largest pass that is kept, or is not; 0 without any. [...]"""
+        most = np.zeros(int(self.place.max(initial=-1)) + 1)
+        np.maximum.at(most, self.passes.rank[self._chosen(is_kept)], bytes_of(self._work(is_kept)))
+        return most[self.place]
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
         """Exchange of weights and gradients that computation does not hide in forward and backward

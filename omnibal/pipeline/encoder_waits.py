@@ -22,10 +22,11 @@ Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from omnibal.cost.encoder_phase import ITEM, EncodersCost
+from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
 from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
@@ -208,44 +209,53 @@ def memory_of_encoders(
     Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
     the encoders whole, besides its state and what a pass of them or of the pipeline works with.
     """
-    kept, working, evaluating = 0.0, [0.0], [0.0]
-    rows_bytes = arriving_bytes = features_bytes = inputs_bytes = np.zeros(1)
+    # Of every rank where they differ in more than their numbers of items, else of the busiest.
+    kept_bytes: np.ndarray | float = 0.0
+    working: list[np.ndarray | float] = [0.0]
+    evaluating = [0.0]
+    rows_bytes = arriving_bytes = features_bytes = held_bytes = np.zeros((1, 1))
     tensor = cost.parallel.tensor
     arriving = 2 + (1 / tensor if tensor > 1 else 0)
     for name, one in cost.encoders.items():
-        passes, most = shares.passes(name, beside), shares.encoded[name]
-        first, second = passes.largest(is_kept=True), passes.largest(is_kept=False)
-        again_bytes = one.pass_bytes(second, is_kept=not one.is_trained)
+        passes = shares.passes(name, beside)
         if one.is_trained:
-            kept += float((passes.work(is_kept=True) @ one.kept_bytes).max(initial=0))
-            working.append(one.pass_bytes(first, is_kept=True).max(initial=0))
-            working.append(again_bytes.max(initial=0) - kept)
-            again = passes.work(is_kept=False)[..., ITEM]
-            inputs_bytes = inputs_bytes + one.input_bytes * again
+            own_bytes = passes.kept_bytes(one)
+            kept_bytes = kept_bytes + own_bytes
+            first, again = (partial(one.pass_bytes, is_kept=is_kept) for is_kept in (True, False))
+            working.append(passes.largest(first, is_kept=True))
+            working.append(passes.largest(again, is_kept=False) - kept_bytes)
+            inputs_bytes = one.input_bytes * passes.work(is_kept=False)[..., ITEM]
+            held_bytes = held_bytes + own_bytes + inputs_bytes
         else:
-            every = np.concatenate([first, second])
-            own = one.pass_bytes(every, is_kept=True) + one.input_bytes * every[:, ITEM]
-            working.append(own.max(initial=0))
-        whole = shares.passes_of(name, beside.items_per_pass[name], 0).largest(is_kept=False)
-        evaluating.append(one.pass_bytes(whole, is_kept=True).max(initial=0))
-        rows_bytes = rows_bytes + one.feature_bytes * most
-        held_bytes = one.feature_bytes * shares.held[name]
+            alone = partial(_frozen_pass_bytes, one)
+            working += [passes.largest(alone, is_kept=is_kept) for is_kept in (True, False)]
+        whole = shares.passes_of(name, beside.items_per_pass[name], 0)
+        most = whole.largest(partial(one.pass_bytes, is_kept=True), is_kept=False)
+        evaluating.append(float(np.max(most, initial=0)))
+        rows_bytes = rows_bytes + one.feature_bytes * shares.encoded[name]
+        of_pipeline = one.feature_bytes * shares.held[name]
         times = 2 if one.is_trained else 1
-        features_bytes = features_bytes + times * held_bytes
-        arriving_bytes = arriving_bytes + (arriving - times) * held_bytes
-    rows = float(rows_bytes.max(initial=0))
+        features_bytes = features_bytes + times * of_pipeline
+        arriving_bytes = arriving_bytes + (arriving - times) * of_pipeline
+    held = float(held_bytes.max(initial=0))
+    while_encoding = [held_bytes + each + rows_bytes for each in (*working, rows_bytes)]
     return EncoderMemory(
         weights=cost.weights_bytes,
         gradients=cost.gradients_bytes,
         optimizer=cost.optimizer_bytes,
-        kept=kept + float(inputs_bytes.max(initial=0)),
+        kept=held,
         buffers=cost.buffers_bytes(shares.pipelines),
         features=float(features_bytes.max(initial=0)),
         arrival=float(arriving_bytes.max(initial=0)),
-        encoding=max(max(working) + rows, 2 * rows),
-        evaluation=max(evaluating) + 2 * rows,
+        encoding=max(float(each.max(initial=0)) for each in while_encoding) - held,
+        evaluation=max(evaluating) + 2 * float(rows_bytes.max(initial=0)),
         whole=cost.evaluation_bytes,
     )
+
+
+def _frozen_pass_bytes(cost: EncoderCost, work: np.ndarray) -> np.ndarray:
+    """Bytes that passes of an encoder that is frozen take, with what they read, [passes]."""
+    return cost.pass_bytes(work, is_kept=True) + cost.input_bytes * work[..., ITEM]
 
 
 def _memory(encoder_memory: EncoderMemory) -> StageMemory:

@@ -361,32 +361,34 @@ def test_memory_is_that_of_the_fullest_rank(frozen: tuple[str, ...]) -> None:
         shares = ItemShares.of(workload, asked.job.cost.features, cost, beside)
         found, one = memory_of_encoders(shares, cost, beside), cost.encoders["vision"]
         trained = not frozen
-        kept, inputs, rows, held, forward, backward = [0.0], [0.0], [0.0], [0.0], [0.0], [0.0]
+        kept, rows, held, peak = [0.0], [0.0], [0.0], [0.0]
         for walk in walks(asked, beside, packs):
             for block in range(2 // beside.pipelines):
                 samples, _ = walk.ranks_of(block)
                 for own in samples:
                     passes = walk.image_passes(own)
                     cells = {is_kept: sum(n for n, _ in passes[is_kept]) for is_kept in passes}
-                    kept.append(sum(one.kept_bytes @ (1, *work) for work in passes[True]))
-                    inputs.append(cells[False] * one.input_bytes)
                     rows.append(sum(cells.values()) * one.feature_bytes)
+                    inputs = cells[False] * one.input_bytes * trained
+                    activations = sum(one.kept_bytes @ (1, *work) for work in passes[True])
+                    kept.append(activations * trained + inputs)
+                    # Two orders of rows, or a pass besides them and what is kept.
+                    peak.append(kept[-1] + 2 * rows[-1])
                     for is_kept, works in passes.items():
                         for work in works:
-                            working = (one.working_bytes @ (1, *work)).max()
+                            working = (one.working_bytes @ (1, *work)).max() + rows[-1]
                             if not trained:
-                                forward.append(working + one.input_bytes * work[0])
+                                peak.append(working + one.input_bytes * work[0])
                             elif is_kept:
-                                forward.append(working)
+                                peak.append(kept[-1] + working)
                             else:
-                                backward.append(working + one.kept_bytes @ (1, *work))
+                                peak.append(inputs + working + one.kept_bytes @ (1, *work))
                 every, homes = walk.samples_of(block)
                 cells_of = walk.lengths.column("image_tokens")[every]
                 held += [cells_of[homes == home].sum() * one.feature_bytes
                          for home in range(beside.pipelines)]  # fmt: skip
-        assert found.kept == pytest.approx(max(kept) + max(inputs) if trained else 0)
-        in_passes = max(max(forward), max(backward) - max(kept) if trained else 0.0)
-        assert found.encoding == pytest.approx(max(in_passes + max(rows), 2 * max(rows)))
+        assert found.kept == pytest.approx(max(kept))
+        assert found.kept + found.encoding == pytest.approx(max(peak))
         assert found.features == pytest.approx((1 + trained) * max(held))
         assert found.features + found.arrival == pytest.approx(2 * max(held))
 

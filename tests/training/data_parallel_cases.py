@@ -11,6 +11,7 @@ from toy import stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, EncodingRanks
+from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
@@ -68,11 +69,18 @@ def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
     )
 
 
-def shares_of(plan: Plan, scheduled: ScheduledPacks, rank: int) -> EncoderShares:
+def shares_of(
+    plan: Plan, scheduled: ScheduledPacks, rank: int, lengths: Lengths | None = None
+) -> EncoderShares:
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
     levels = plan.levels or [Level(caps=Caps.of(tokens=1))]
     return EncoderShares(
-        model=plan.model, beside=plan.beside, ranks=ranks, packs=scheduled, levels=levels
+        model=plan.model,
+        beside=plan.beside,
+        ranks=ranks,
+        packs=scheduled,
+        levels=levels,
+        lengths=lengths,
     )
 
 

@@ -7,8 +7,8 @@ Shapes: T tokens, N heads, D head size.
 import gc
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -391,6 +391,8 @@ class Beside:
     sharded: int = 1
     all_sharded: int = 1
     """Ranks that divide the language model."""
+    vision: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Changes of an encoder of images at their native resolution."""
 
 
 BESIDE = (
@@ -431,6 +433,43 @@ def beside_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]
     return _predicted_anew(plan, scheduled), scheduled
 
 
+def images_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
+    """A plan of uneven packs of images at their native resolution."""
+    model = load_model(layout.model).with_layers(vision=3, language=2)
+    model = model.with_tower("vision", **layout.vision)
+    rng = np.random.default_rng(0)
+    number = rng.integers(0, 4, 96)
+    size = rng.integers(4, 24, 96) ** 2
+    cells = (number * size).astype(np.int32)
+    lengths = Lengths(
+        items={"image_tokens": cells},
+        squares={"squared_image_tokens": number * size**2},
+        tokens=cells + rng.integers(20, 90, 96).astype(np.int32),
+        loss_tokens=np.full(96, 9, np.int32),
+        source=np.zeros(96, np.int32),
+        source_names=("some",),
+        origin=None,
+    )
+    job = JobSpec(
+        model=model,
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(pipeline=layout.stages, data=4),
+        precision="bf16",
+        frozen=layout.frozen,
+        placement=EncoderPlacement.DATA_PARALLEL,
+    )
+    level = Level(caps=Caps.of(image_tokens=2200, tokens=2400))
+    data = SampleData(lengths=lengths, levels=(level,), packs_per_step=16)
+    planned = make_plan(PlanRequest(job=job, data=data))
+    plan = planned.plan
+    changed = {
+        "pipelines": 2, "items_per_pass": {"vision": 1024}, "kept_items": {"vision": layout.kept},
+        "sharded": layout.sharded,
+    }  # fmt: skip
+    plan = plan.model_copy(update={"beside": plan.beside.model_copy(update=changed)})
+    return _predicted_anew(plan, planned.data), planned.data
+
+
 def _predicted_anew(plan: Plan, scheduled: tuple[ScheduledPacks, Lengths]) -> Plan:
     job = job_of(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
@@ -438,18 +477,38 @@ def _predicted_anew(plan: Plan, scheduled: tuple[ScheduledPacks, Lengths]) -> Pl
     return plan.model_copy(update={"prediction": prediction})
 
 
+IMAGES_BESIDE = (
+    Beside(model="qwen3-vl-8b", kept=900, stages=2, vision={"deepstack_layers": (0,)}),
+    Beside(model="qwen3-vl-8b", kept=0, vision={"deepstack_layers": (0, 1)}, sharded=4),
+    Beside(model="qwen2.5-vl-7b", kept=3000, stages=2, vision={"full_layers": (1,)}),
+)
+
+
 def encoders_beside() -> None:
     """A peak as it is predicted of stages beside data-parallel encoders."""
-    for layout in BESIDE:
-        plan, (packs, lengths) = beside_plan_of(layout)
+    _check_beside(BESIDE, beside_plan_of)
+
+
+def images_beside() -> None:
+    """The same of encoders of images at their native resolution."""
+    _check_beside(IMAGES_BESIDE, images_plan_of)
+
+
+def _check_beside(
+    layouts: Sequence[Beside],
+    plan_of: Callable[[Beside], tuple[Plan, tuple[ScheduledPacks, Lengths]]],
+) -> None:
+    for layout in layouts:
+        plan, (packs, lengths) = plan_of(layout)
         job = job_of(plan)
         workload = job.workload(packs, lengths, plan.pack_levels)
-        encoding = HeaviestEncoding.of(plan, job, packs, workload)
+        encoding = HeaviestEncoding.of(plan, job, packs, lengths, workload)
         for stage in range(layout.stages):
             windows = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
             load = random_rows(plan, stage, packs, lengths)
             counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
             deviation = counted.deviation or 1.0
+            print(layout.model, stage, deviation, counted.allocated_gib, counted.peak_phase)
             assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
             assert any(one.phase == "encoder" for one in counted.operations)
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
@@ -675,7 +734,7 @@ def planted() -> None:
 
 CASES = (
     memory, attention, refusals, host_reads, counts, whole_stages, adapted_stages, tied, building,
-    encoders_beside, levels, device_checks, planted,
+    encoders_beside, images_beside, levels, device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from data_parallel_cases import shares_of
 from data_parallel_encoder_cases import encoder_gradients
 from megatron.core import parallel_state
 from native_resolution_cases import pack_of, sample_of
@@ -14,15 +15,13 @@ from toy import stages_of, toy_plan
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, EncodingRanks
+from megatron.vlm.inputs.encoder_share import EncoderPass
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
-from omnibal.model.levels import Level
-from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 Sample = tuple[tuple[Grid, ...], int]
@@ -123,16 +122,7 @@ def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBat
     if plan.beside is None:
         return MicroBatchStream.of(own)
     held, lengths, order = scheduled(number, plan.parallel.data)
-    shares = EncoderShares(
-        model=plan.model,
-        beside=plan.beside,
-        ranks=EncodingRanks(
-            pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=dist.get_rank()
-        ),
-        packs=held,
-        levels=[Level(caps=Caps.of(tokens=1))],
-        lengths=lengths,
-    ).step(0)
+    shares = shares_of(plan, held, dist.get_rank(), lengths).step(0)
     passes = [_pass(one, [packs[place] for place in order]) for one in shares.passes]
     texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
     return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)

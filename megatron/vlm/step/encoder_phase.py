@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import custom_backward
+from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
@@ -306,8 +307,12 @@ class EncoderStep:
     def _run(self, planned: EncoderPass, batch: MicroBatch) -> torch.Tensor:
         made = self._encoders.stage.encode(batch, only=planned.encoder)
         features = [made[name] for name in self._encoders.made[planned.encoder]]
-        # An item's rows stand together, so that rows of any items are a run.
-        return features[0] if len(features) == 1 else torch.stack(features, 1).flatten(0, 1)
+        if len(features) == 1:
+            return features[0]
+        # An item's rows stand together, so that rows of any items are a run; they are no view, as
+        # its memory would stay with the graph of a pass that is kept.
+        rows_SE = torch.stack(features, 1).flatten(0, 1)
+        return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
     def _exchanged(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int]

@@ -16,10 +16,15 @@ from megatron.vlm.inputs.encoder_share import (
     StepShares,
     rows_of_item,
 )
+from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
+from omnibal.cost.encoder_phase import ITEM
+from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
+from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_waits import ItemShares
@@ -95,6 +100,7 @@ class HeaviestEncoding:
 
     plan: Plan
     packs: ScheduledPacks
+    lengths: Lengths
     encodes: tuple[int, int]
     """Step, and global rank, that encode most."""
     receives: tuple[int, int]
@@ -102,7 +108,12 @@ class HeaviestEncoding:
 
     @classmethod
     def of(
-        cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
+        cls,
+        plan: Plan,
+        job: JobSpec,
+        packs: ScheduledPacks,
+        lengths: Lengths,
+        workload: Workload,
     ) -> "HeaviestEncoding | None":
         """Find them in all steps, by the bytes that items keep and features take; None where
         encoders are not data-parallel."""
@@ -114,8 +125,14 @@ class HeaviestEncoding:
         blocks = plan.parallel.data // shares.pipelines
         encoded, held = np.zeros(1), np.zeros(1)
         for name, one in cost.encoders.items():
-            item_bytes = one.kept_bytes[1] + one.input_bytes + one.feature_bytes
-            encoded = encoded + item_bytes * shares.encoded[name]
+            encoded = encoded + one.feature_bytes * shares.encoded[name]
+            if name in shares.samples:
+                passes = shares.passes(name, beside)
+                again = passes.work(is_kept=False)[..., ITEM]
+                encoded = encoded + passes.kept_bytes(one) + one.input_bytes * again
+            else:
+                item_bytes = one.kept_bytes[ITEM] + one.input_bytes
+                encoded = encoded + item_bytes * shares.encoded[name]
             held = held + one.feature_bytes * shares.held[name]
         cell, number = np.unravel_index(encoded.argmax(), encoded.shape)
         own, pipeline = np.unravel_index(held.argmax(), held.shape)
@@ -123,6 +140,7 @@ class HeaviestEncoding:
         return cls(
             plan=plan,
             packs=packs,
+            lengths=lengths,
             encodes=(
                 int(shares.steps[cell // blocks]),
                 ranks.global_ranks(int(cell % blocks))[int(number)],
@@ -161,12 +179,28 @@ class HeaviestEncoding:
             ranks=ranks,
             packs=self.packs,
             levels=plan.pack_levels,
+            lengths=self.lengths,
         )
         return every_step.step(step)
 
     def _pass(self, planned: EncoderPass) -> MicroBatch:
         model = self.plan.model
         items = {"tiles": 0, "clips": 0, planned.feature: planned.items}
+        images = image_sizes(self.lengths, self._samples(planned))
         return random_batch(
-            model, items["tiles"], (), 0, encoders_stage(model), clips=items["clips"]
+            model,
+            items["tiles"],
+            (),
+            0,
+            encoders_stage(model),
+            clips=items["clips"],
+            images=images if planned.feature == ImagesEncoder.feature else (),
         )
+
+    def _samples(self, planned: EncoderPass) -> np.ndarray:
+        """Samples of a pass, as indices into the lengths."""
+        cells, found = self.lengths.column(planned.feature), [np.zeros(0, np.int64)]
+        for run in planned.runs:
+            samples = self.packs.packs[run.row]
+            found.append(samples[samples_of_items(run.items, cells[samples])])
+        return np.concatenate(found)

@@ -83,7 +83,7 @@ def run_fake_stages(
     info = fake_replay_info(job.plan)
     left = stages_left(PRETENDED_FILES, info, job, stages, output, launch, store)
     cost, workload = job.cost, job.workload
-    encoding = HeaviestEncoding.of(job.plan, job.planned.job, job.packs, workload)
+    encoding = HeaviestEncoding.of(job.plan, job.planned.job, job.packs, job.lengths, workload)
     windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
     runs = sum(1 + len(windows[stage]) for stage in left)
     with shared_progress("trying stages", launch, store, runs) as on_run:
