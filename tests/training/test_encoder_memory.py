@@ -60,11 +60,14 @@ class Rows:
 def peak_of_a_step(links, plan, packs):
     """Bytes at once of features and gradients on this rank; and the weight's gradient."""
     stage = Rows(plan.model)
+    trained = frozenset() if "vision" in plan.frozen else frozenset({"vision"})
     encoders = Encoders(
         stage=stage,
         data_parallel=None,
         group=create_encoding_group(plan),
-        trained=frozenset() if "vision" in plan.frozen else frozenset({"vision"}),
+        trained=trained,
+        made={"vision": ("vision",)},
+        trained_features=trained,
         items_per_pass=plan.beside.items_per_pass,
     )
     batches = own_stream(plan, packs)
