@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From nothing to a small Qwen3-VL, trained and examined on two CPU cores: makes .venv, scanned digits
 # in images of many sizes and a tokenizer with Qwen's chat template, then plans, trains, asks about
-# held-out scans and exports for Transformers, printing each command before it runs it. What an earlier
-# run finished is kept; a training that was stopped goes on.
+# held-out scans, exports for Transformers and trains adapters on what was exported, printing each
+# command before it runs it. What an earlier run finished is kept; a training that was stopped goes on.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -46,3 +46,26 @@ make $work/exported python tools/convert.py export "$run" --layout qwen3-vl \
     --tokenizer-model "$tokenizer" -o $work/exported
 
 show omnibal report "$plan" --run "$run" -o $work/report.html
+
+# Adapters on the exported model, for another task: the digit that comes next.
+make $work/base python tools/convert.py import $work/exported -o $work/base
+
+make $work/next.parquet omnibal lengths "$data/next/train/meta.json" --model $work/base/model.toml \
+    --tokenizer-model $work/base/tokenizer -o $work/next.parquet
+
+make $work/next_plan omnibal plan --model $work/base/model.toml --cluster laptop-cpu --pp 2 --precision fp32 \
+    --lengths $work/next.parquet "${caps[@]}" --micro-batches 3 --epochs 4 --lora-rank 16 -o $work/next_plan
+
+adapt=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan $work/next_plan --tokenizer-model $work/base/tokenizer)
+
+from=(--load $work/base --finetune)
+[[ -e $work/adapted/latest_checkpointed_iteration.txt ]] && from=(--load $work/adapted)
+
+make $work/adapted/trained "${adapt[@]}" --data "$data/next/train/meta.json" "${from[@]}" \
+    --save $work/adapted --num-workers 1 --lr 2e-3 --min-lr 2e-4 --lr-warmup-fraction 0.05 --save-interval 100
+touch $work/adapted/trained
+
+make $work/adapted/evaluation.json "${adapt[@]}" --skip-train --load $work/adapted --save $work/adapted \
+    --eval-data "$data/next/heldout/meta.json" --max-new-tokens 4
+
+make $work/adapter python tools/convert.py export $work/adapted --adapter --like $work/exported -o $work/adapter

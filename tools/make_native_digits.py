@@ -2,10 +2,12 @@
 
 Samples are those of tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and
 written as it writes them; beside them is a tokenizer as Qwen3-VL has one: byte-level, with its chat
-template and the pieces of images and videos.
+template and the pieces of images and videos. For adapters there is another task besides, which digit
+comes after the one that is shown.
 
     OUTPUT/dataset.json  OUTPUT/tokenizer/{tokenizer.json,tokenizer_config.json,chat_template.jinja}
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
+    OUTPUT/next/{train,heldout}/{meta.json,digits_next.jsonl,images/*.png}
 
 The same arguments give the same text and tokenizer, byte for byte.
 """
@@ -25,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_digits_dataset import (
     SHARES,
     Composer,
+    Composition,
+    Turn,
     dataset_options,
     describe,
     made_with,
@@ -36,8 +40,10 @@ from tools.make_digits_dataset import (
     write_split,
 )
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same arguments give another dataset than before."""
+_SAMPLES_OF_ANOTHER_TASK = 4
+"""How many times fewer samples there are of the other task."""
 WORDS = 384
 """All bytes, the pieces below, and what is left for syllables of the questions."""
 PIECES = (
@@ -61,6 +67,13 @@ class NativeComposer(Composer):
     """Draws the same samples with digits of more sizes."""
 
     cell_pixels = (26, 37)
+
+    def following(self) -> Composition:
+        """The digit after one that is shown, and 0 after 9."""
+        chosen = self.choose(1)
+        after = (int(self.scans.digits[chosen[0]]) + 1) % 10
+        turns = [Turn("Which digit comes next?", str(after), "next")]
+        return self._composition([self.draw(chosen, columns=1)], chosen, turns)
 
 
 def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
@@ -111,6 +124,8 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
         ):
             composer = NativeComposer(scans, np.random.default_rng([seed, stream]))
             write_split(part / name, sources(composer), sample_counts(count, SHARES))
+            others = {"digits_next": max(count // _SAMPLES_OF_ANOTHER_TASK, 1)}
+            write_split(part / "next" / name, {"digits_next": composer.following}, others)
         write_tokenizer(part / "tokenizer", training_lines(part / "train"))
         describe(part, made_with(FORMAT, samples, heldout_samples, seed))
 

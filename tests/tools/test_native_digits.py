@@ -29,7 +29,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_arguments_give_the_same_tokenizer_and_text(dataset, tmp_path):
     """Prevents: a quickstart that learns another task, or speaks other tokens, every time."""
     assert main(["--output", str(tmp_path / "again"), *ARGUMENTS]) == 0
-    for path in [*dataset.glob("tokenizer/*"), *dataset.glob("*/*.jsonl")]:
+    for path in [*dataset.glob("tokenizer/*"), *dataset.glob("**/*.jsonl")]:
         assert path.read_bytes() == (tmp_path / "again" / path.relative_to(dataset)).read_bytes()
 
 
@@ -44,6 +44,13 @@ def test_sizes_and_tokens_vary(dataset):
     tokens = lengths.column("image_tokens")
     assert (tokens.min(), len(set(tokens.tolist())) > 12) == (0, True)
     assert tokens.max() > 80 and lengths.source_names == tuple(SHARES)
+
+
+def test_the_other_task_has_other_answers(dataset):
+    """Prevents: adapters that have nothing to learn, as the model answers so already."""
+    seen = Annotations.open(dataset / "next" / "train" / "meta.json")
+    answers = [seen[number].turns[0].answer for number in range(len(seen))]
+    assert len(answers) == 200 // 4 and set(answers) == set("0123456789")
 
 
 def test_tokenizer_is_the_one_that_transformers_opens(dataset):
