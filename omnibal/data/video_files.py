@@ -48,8 +48,10 @@ def read_video_header(video: VideoFile) -> VideoHeader:
     with _opened(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
-        if not frames or not rate:
-            raise BadVideo(f"has no {'frames' if not frames else 'rate'}; {_REMEDY}")
+        found = {"frames": frames, "rate": rate, "size": stream.width * stream.height}
+        missing = [name for name, value in found.items() if not value]
+        if missing:
+            raise BadVideo(f"has no {' and no '.join(missing)}; {_REMEDY}")
         return VideoHeader(frames, float(rate), stream.width, stream.height)
 
 

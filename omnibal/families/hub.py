@@ -24,7 +24,8 @@ class Family:
     readers: Mapping[str, Reader]
     """Readers of whole files, by model_type."""
     is_trained: bool = False
-    """Whether this project's trainer has its layers, and its checkpoints are converted."""
+    """Whether this project's trainer has its layers, whole or with adapters beside them, and its
+    checkpoints are converted."""
 
 
 FAMILIES = (

@@ -352,15 +352,25 @@ def _tiles_pieces(tower: TilesEncoder) -> _LayerPieces:
 
 def _images_pieces(tower: ImagesEncoder) -> _LayerPieces:
     wide, inner = tower.hidden_size, tower.ffn_hidden_size
-    heads, at = tower.heads * tower.head_width, "model.visual.blocks.*"
+    heads = tower.heads * tower.head_width
     into, back = ["linear_fc1"], "linear_fc2"
     if tower.gated:
         into, back = ["gate_proj", "up_proj"], "down_proj"
+
+    def piece(name: str, sizes: _Sizes, *modules: str) -> Piece:
+        places = ("model.visual.blocks.*", "visual.blocks.*")
+        return _piece(name, sizes, *(f"{place}.{each}" for place in places for each in modules))
+
+    def of_mlp(name: str, *sizes: int) -> Piece:
+        # Qwen2-VL's names are shorter.
+        own = f"mlp.{name}"
+        return piece(name, (sizes[0], sizes[1]), own, own.replace("linear_fc", "fc"))
+
     return (
-        [_piece("qkv", (wide, 3 * heads), f"{at}.attn.qkv")],
-        _piece("proj", (heads, wide), f"{at}.attn.proj"),
-        [_piece(name, (wide, inner), f"{at}.mlp.{name}") for name in into],
-        _piece(back, (inner, wide), f"{at}.mlp.{back}"),
+        [piece("qkv", (wide, 3 * heads), "attn.qkv")],
+        piece("proj", (heads, wide), "attn.proj"),
+        [of_mlp(name, wide, inner) for name in into],
+        of_mlp(back, inner, wide),
     )
 
 

@@ -52,12 +52,13 @@ FLAGS = {
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
+    "--lora-rank --lora-alpha --lora-targets --lora-part --lora-rslora "
     "--limit --network-gb-per-s --samples-per-step --rule --packing --precision "
     "--profile --memory-gib --samples --seed --processes --json",
     "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --provider --cluster --cluster-output --data "
     "--tokenizer-model --json",
-    "plan": "--image-share "
+    "plan": "--image-share --lora-rank --lora-alpha --lora-targets --lora-part --lora-rslora "
     "--gpus --samples-per-step --sequence-parallel --freeze --network-gb-per-s --method "
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "

@@ -143,9 +143,6 @@ def _described_older(tied: bool, **tower: Any) -> ModelConfig:
     return _described(
         {"qkv_bias": True, "rope_sections": _OLDER_SECTIONS, "tied_head": tied},
         patch_bias=False,
-        # OpenAI's CLIP.
-        pixel_mean=(0.48145466, 0.4578275, 0.40821073),
-        pixel_std=(0.26862954, 0.26130258, 0.27577711),
         **tower,
         **_OLDER_PIXELS,
     )

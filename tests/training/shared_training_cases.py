@@ -15,6 +15,7 @@ from toy import share_of, stages_of, toy_batch, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.layers import ExpertsConfig, LayerRun
@@ -48,6 +49,7 @@ class Case:
     cuts: tuple[int, ...] = ()
     tied: bool = False
     frozen: tuple[str, ...] = ()
+    adapters: AdapterConfig | None = None
     recompute: tuple[dict, ...] = ({}, {}, {})
     drop_path: float = 0.0
     text_only: bool = False
@@ -117,6 +119,20 @@ CASES = {
         cuts=(2,),
         beside=encoders_beside(pipelines=2, sharded=4),
     ),
+    "tp2-sp-dp2-adapters": Case(
+        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)),
+        {"data": 2, "tensor": 2, "sequence_parallel": True},
+        frozen=("vision", "projector"),
+        adapters=AdapterConfig(rank=4, alpha=8),
+        recompute=({"language": (0,)}, {"language": (0,)}, {}),
+    ),
+    "dp4-beside-adapters": Case(
+        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
+        {"data": 4},
+        frozen=("projector",),
+        adapters=AdapterConfig(rank=4, alpha=8, parts=("vision", "language")),
+        beside=encoders_beside(pipelines=2, sharded=4),
+    ),
     "dp4-experts": Case(
         ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
         {"data": 4, "expert": 4},
@@ -155,7 +171,8 @@ def plan_of(case) -> Plan:
         for index, (context, cut, exchange) in enumerate(shapes)
     )
     plan = toy_plan(model, stages_of(of_stages, *case.cuts), **case.sizes)
-    return plan.model_copy(update={"frozen": case.frozen, "levels": levels, "beside": case.beside})
+    changes = {"frozen": case.frozen, "adapters": case.adapters, "beside": case.beside}
+    return plan.model_copy(update={"levels": levels, **changes})
 
 
 def whole_packs(plan, number, drop_path):

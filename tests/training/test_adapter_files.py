@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import qwen_vl_cases
 import torch
 from adapter_cases import (
     EVERYWHERE,
@@ -15,15 +16,16 @@ from adapter_cases import (
 )
 from checkpoint_cases import train_range
 from ranks import run_ranks
-from released import KINDS, transformers_model
+from released import KINDS, imported, transformers_model
 from safetensors.torch import load_file
-from toy import OPTIONS
+from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.checkpoint.save_load import load_weights
-from megatron.vlm.conversion.adapter_files import add_adapter
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
+from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter
 from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
 from omnibal.model.adapters import adapters_of
@@ -113,3 +115,44 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     assert whole.keys() == resumed.keys()
     assert any(".adapters." in name for name in whole)
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def with_random_adapters(links, plan, run, save):
+    """Save a run's weights with adapters none of which is zero."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=9)
+    load_weights(run, plan, trainer.stages)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in trainer.stage.named_parameters():
+        if name.endswith("lora_b"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, {})
+    writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
+    writer.save(1, {})
+    writer.finish()
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl-tied", "qwen3-vl-moe"])
+def test_modules_of_qwen_vl_are_transformers_own(tmp_path, name):
+    """Prevents: names of modules that PEFT does not find, and rows of a module in another order
+    than the model that has them in its weights."""
+    theirs = qwen_vl_cases.transformers_model(name)
+    theirs.save_pretrained(tmp_path / "released", save_original_format=False)
+    qwen_vl_cases.write_companions(tmp_path / "released")
+    run = imported(tmp_path / "released", tmp_path / "imported")
+    like, model = open_released(tmp_path / "released"), open_newest(run).model
+    plan = toy_plan(model, stages_of(model)).model_copy(update={"adapters": EVERYWHERE})
+    run_ranks(plan.parallel, with_random_adapters, plan, run, tmp_path / "run")
+    stored = open_newest(tmp_path / "run")
+    layout = Layout(qwen_vl_cases.KINDS[name].layout)
+    count = export_adapter(stored, layout, tmp_path / "adapter", None)
+    write_export(plan_export_like(stored, like, None), tmp_path / "merged", print)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    paths = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in tensors}
+    assert len(paths) == count == len(tensors) // 2
+    for path in paths:
+        module = theirs.get_submodule(path)
+        assert isinstance(module, torch.nn.Linear), path
+        a, b = (tensors[f"base_model.model.{path}.lora_{which}.weight"] for which in "AB")
+        expected = module.weight + EVERYWHERE.scale * b @ a
+        torch.testing.assert_close(merged[f"{path}.weight"], expected, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,8 @@ from omnibal.base.errors import UserError
 from omnibal.families.hub import FAMILIES, TRAINED_TYPES
 from omnibal.families.named import named_model
 from omnibal.job.check import model_obstacle
+from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.units import model_parts
 
 pytestmark = pytest.mark.quick
 
@@ -46,7 +48,9 @@ def test_importer_and_trainer_agree_with_the_table(config):
     assert (model_obstacle(named_model(str(config.parent))) is None) == is_trained
     names = {"lm_head.weight", "language_model.lm_head.weight"}
     if is_trained:
-        assert read_config(config.parent, names)[0].layers > 0
+        model, _ = read_config(config.parent, names)
+        adapters = AdapterConfig(rank=8, alpha=16, parts=model_parts(model))
+        assert adapter_mistake(model, (), adapters) is None
     else:
         with pytest.raises(UserError, match=r"not converted|quantization_config"):
             read_config(config.parent, names)

@@ -17,6 +17,7 @@ from megatron.vlm.inputs.data import DataOptions, OnBadSample
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions, _shape
 from omnibal.base.errors import UserError
+from omnibal.data.video_files import read_video_header
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -160,6 +161,45 @@ def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, da
             if torch.is_tensor(value):
                 assert torch.equal(value, vars(after)[name_of_field]), name_of_field
         assert batch.image_grids in ((), after.image_grids)
+
+
+@pytest.mark.parametrize("damage", ["half of the pixels", "all"])
+def test_broken_clips_keep_their_place(tmp_path, model, damage):
+    """Prevents: one broken clip that ends a run which was asked to go on, or stages that disagree
+    about one whose header alone is whole."""
+    av = pytest.importorskip("av")
+    clip = tmp_path / "a.mp4"
+    with av.open(str(clip), "w") as container:
+        stream = container.add_stream("mpeg4", rate=12)
+        stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+        for number in range(30):
+            frame = av.VideoFrame.from_image(picture(40, 24, number))
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    records = [talk("<video>q", "a", videos=["a.mp4"]), talk("t", "b")]
+    write_records(tmp_path, records)
+    data = NativeData(tmp_path, model)
+    stages = [*stages_of(model), *stages_of(model, *CUTS)]
+    before = data.dataset([[0, 1]], stages[0])[0]
+    assert len(before.image_grids) == 1 and before.patches_YX.any()
+    content = clip.read_bytes()
+    start, moov = content.index(b"mdat") + 4, content.index(b"moov") - 4
+    kept = content[: (start + moov) // 2 if damage == "half of the pixels" else 0]
+    rest = content[moov:] if damage == "half of the pixels" else b""
+    read_video_header.cache_clear()  # as another process would read the file
+    clip.write_bytes(kept + bytes(len(content) - len(kept) - len(rest)) + rest)
+    stopped = data.dataset([[0, 1]], stages[0])[0]
+    assert isinstance(stopped, UserError) and "a.mp4" in str(stopped) and "\n" not in str(stopped)
+    whole, *others = (data.dataset([[0, 1]], stage, SKIP)[0] for stage in stages)
+    assert len(whole.unreadable) == 1 and not whole.patches_YX.any()
+    assert (whole.image_grids == before.image_grids) == (damage == "half of the pixels")
+    assert len(whole.labels_L) == len(data.dataset([[1]], stages[0])[0].labels_L)
+    for batch in (whole, *others):
+        assert batch.shape == before.shape
+        assert batch.image_grids in ((), whole.image_grids)
+        for name, value in vars(batch).items():
+            if torch.is_tensor(value):
+                assert torch.equal(value, vars(whole)[name]), name
 
 
 def test_held_out_samples_are_packed(data):

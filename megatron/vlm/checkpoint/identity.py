@@ -104,7 +104,7 @@ def adapter_differences(
 ) -> list[str]:
     """Reasons why a checkpoint's adapters are not those of a plan; empty if they are."""
     if here is None:
-        return ["it has adapters, and the plan none: export it with them in its weights first"]
+        return ["it has some, and the plan none"]
     both = (_described(model, there), _described(model, here))
     return differences(*both, "in the plan")
 

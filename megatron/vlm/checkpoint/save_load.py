@@ -517,7 +517,7 @@ def _open_alone(directory: Path, plan: Plan) -> CheckpointIdentity:
         if others:
             raise UserError(
                 f"{found.path}: is of other adapters: {'; '.join(others)}; plan with those of the "
-                "checkpoint, or load one without"
+                "checkpoint, or load an export that has them in its weights"
             )
     return found
 

@@ -4,8 +4,8 @@
     adapter_config.json         rank, scale and which modules they are
 
 Modules are those of the released model as it is in memory, whose names for Transformers' InternVL
-begin with `model.`. Where a piece of this project is several modules there, as q, k and v of image
-tiles are in Transformers, each has a copy of A and its rows of B.
+and Qwen-VL begin with `model.`. Where a piece of this project is several modules there, as q, k and
+v of image tiles are in Transformers, each has a copy of A and its rows of B.
 
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
