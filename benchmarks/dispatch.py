@@ -3,7 +3,7 @@
     python benchmarks/dispatch.py
 
 Weights are log-normal, and uniform between 0.1 and 1, for 100,000 items on 2,560 ranks; uniform for
-fewer.
+fewer. Samples of images are log-normal in their cells, and are held by pipelines of eight ranks.
 """
 
 import time
@@ -16,6 +16,7 @@ import numpy as np
 from omnibal.dispatch.balance import balance, longest_first
 from omnibal.dispatch.items import share_items
 from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.whole_samples import deal_group
 
 ITEMS, RANKS = 100_000, 2_560
 _DRAWS = 10
@@ -53,6 +54,23 @@ def main() -> None:
             alone.append(busiest / load_bound(few, ranks) - 1)
             best.append(balance(few, ranks).above_bound)
         print(f"  {items:5,} on {ranks:3}       {np.mean(alone):7.2%} {np.mean(best):7.2%}")
+    print(f"whole samples, mean of {_DRAWS}: above the bound, part that stays at home, ms")
+    for samples, ranks in ((24, 8), (192, 64), (640, 64), (1_024, 256)):
+        dealt = [_dealt(rng, samples, ranks) for _ in range(_DRAWS)]
+        above, at_home, ms = np.array(dealt).mean(axis=0)
+        print(f"  {samples:5,} on {ranks:3}       {above:7.2%} {at_home:7.1%} {ms:7.2f}")
+
+
+def _dealt(rng: np.random.Generator, samples: int, ranks: int) -> tuple[float, float, float]:
+    """How far above the bound samples are dealt, which part stays at home, and ms of one core."""
+    cells = np.clip(rng.lognormal(6, 0.6, samples), 16, 16_384).astype(np.int64)
+    weight, of_pipeline = 1_000 * cells + cells**2 // 10, 8
+    pipeline = rng.integers(0, ranks // of_pipeline, samples)
+    seconds, rank = _timed(lambda: deal_group(weight, pipeline, ranks // of_pipeline, of_pipeline))
+    busiest = np.bincount(rank, weight, ranks).max()
+    is_home = rank // of_pipeline == pipeline
+    at_home = weight[is_home].sum() / weight.sum()
+    return busiest / load_bound(weight, ranks) - 1, at_home, 1e3 * seconds
 
 
 def _timed(run: Callable[[], Found]) -> tuple[float, Found]:

@@ -1,11 +1,12 @@
 """The commands of scripts/quickstart_qwen.sh on a small dataset, and the script's own order."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from commands import REPOSITORY
-from end_to_end_cases import losses, pair_succeeds, succeed, training
+from end_to_end_cases import losses, pair_succeeds, ranks_succeed, succeed, training
 from quickstart_cases import script_commands, unknown_options
 
 from megatron.vlm.conversion.importing import open_released
@@ -53,6 +54,36 @@ def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_export
     assert (config["image_token_id"], config["vision_start_token_id"]) == (5, 3)
     assert open_released(out).model.language.kinds == load_model(MODEL[1]).language.kinds
     assert {"chat_template.jinja", "preprocessor_config.json"} <= {p.name for p in out.iterdir()}
+
+
+def test_encoders_train_and_answer_alike_beside_the_pipeline(native, tmp_path):
+    """Prevents: a plan of data-parallel encoders that is read, trained or asked otherwise than one
+    with them in its pipeline."""
+    tokenizer, lengths = native / "tokenizer", tmp_path / "lengths.parquet"
+    given, single = ("--tokenizer-model", tokenizer), tmp_path / "single"
+    asked = ("--eval-data", native / "heldout" / "meta.json", "--max-new-tokens", "2")
+    job = ("-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32")
+    data = native / "train" / "meta.json"
+    succeed("-m", "omnibal", "lengths", data, *MODEL, *given, "-o", lengths)
+    levels = ("--packing-levels", "1", "--samples-per-step", "20", "--epochs", "1")
+    succeed(*job, *CAPS, "--lengths", lengths, *levels, "-o", single)
+    beside = tmp_path / "beside"
+    sizes = ("--pp", "2", "--dp", "2", "--encoder", "data-parallel")
+    succeed(*job, "--steps-of", single, *sizes, "-o", beside)
+    divided = tmp_path / "divided"
+    shutil.copytree(beside, divided)
+    plan = json.loads((divided / "plan.json").read_text())
+    plan["beside"] |= {"sharded": 4, "items_per_pass": {"vision": 60}, "kept_items": {"vision": 90}}
+    (divided / "plan.json").write_text(json.dumps(plan))
+    found = {}
+    for folder, ranks in ((single, 1), (beside, 4), (divided, 4)):
+        save = tmp_path / f"run-{folder.name}"
+        ranks_succeed(ranks, *training(folder, native, save, "--train-iters", "2", *given, *asked))
+        evaluation = json.loads((save / "evaluation.json").read_text())
+        found[folder.name] = losses(save), evaluation["kinds"]
+    for name in ("beside", "divided"):
+        assert found[name][0] == pytest.approx(found["single"][0], rel=1e-5)
+        assert found[name][1] == found["single"][1]
 
 
 def test_script_gives_options_that_exist(tmp_path):

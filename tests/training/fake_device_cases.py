@@ -55,6 +55,9 @@ gradient; of models of two layers that is much."""
 UNCOUNTED_GIB = 1 / 64
 """The same of images at their native resolution, besides: angles of their patches, and gradients of
 deepstack features that wait, which is much of stages of two layers alone."""
+MOST_OF_IMAGES_BESIDE = 0.005
+"""The same of stages beside encoders of images at their native resolution: behind the stage that
+adds deepstack features, 32 MiB more are planned than are taken, of models of two layers."""
 MOST_TOO_MUCH = 0.1
 """The same where a plan is on the safe side: of a pipeline's stages whose weights ranks divide, the
 gradients of the layer after are counted as waiting beside every layer, the stage's last too."""
@@ -448,7 +451,7 @@ def images_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]
         items={"image_tokens": cells},
         squares={"squared_image_tokens": number * size**2},
         tokens=cells + rng.integers(20, 90, 96).astype(np.int32),
-        loss_tokens=np.full(96, 9, np.int32),
+        loss_tokens=np.full(96, 1, np.int32),
         source=np.zeros(96, np.int32),
         source_names=("some",),
         origin=None,
@@ -489,17 +492,18 @@ IMAGES_BESIDE = (
 
 def encoders_beside() -> None:
     """A peak as it is predicted of stages beside data-parallel encoders."""
-    _check_beside(BESIDE, beside_plan_of)
+    _check_beside(BESIDE, beside_plan_of, MOST_DEVIATION)
 
 
 def images_beside() -> None:
     """The same of encoders of images at their native resolution."""
-    _check_beside(IMAGES_BESIDE, images_plan_of)
+    _check_beside(IMAGES_BESIDE, images_plan_of, MOST_OF_IMAGES_BESIDE)
 
 
 def _check_beside(
     layouts: Sequence[Beside],
     plan_of: Callable[[Beside], tuple[Plan, tuple[ScheduledPacks, Lengths]]],
+    most_too_much: float,
 ) -> None:
     for layout in layouts:
         plan, (packs, lengths) = plan_of(layout)
@@ -511,8 +515,7 @@ def _check_beside(
             load = random_rows(plan, stage, packs, lengths)
             counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
             deviation = counted.deviation or 1.0
-            print(layout.model, stage, deviation, counted.allocated_gib, counted.peak_phase)
-            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
+            assert -MOST_DEVIATION < deviation < most_too_much, (layout, stage, deviation)
             assert any(one.phase == "encoder" for one in counted.operations)
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 

@@ -64,6 +64,12 @@ def test_stages_beside_encoders_need_what_they_say():
     assert "passed encoders_beside" in succeed(CASES, "encoders_beside")
 
 
+def test_stages_beside_encoders_of_whole_images_need_what_they_say():
+    """Prevents: encoders of images at their native resolution beside the pipeline whose passes,
+    deepstack features or inputs take memory that no plan has."""
+    assert "passed images_beside" in succeed(CASES, "images_beside")
+
+
 def test_gradients_of_a_tied_matrix_wait_whole():
     """Prevents: a plan that fits on paper only, as a tied matrix's gradients count as parts."""
     assert "passed tied" in succeed(CASES, "tied")
