@@ -2,8 +2,8 @@
 
 Samples are those of tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and
 written as it writes them; beside them is a tokenizer as Qwen3-VL has one: byte-level, with its chat
-template and the pieces of images and videos. For adapters there is another task besides, which digit
-comes after the one that is shown.
+template and the pieces of images and videos. For adapters there is another task: which digit comes
+after the one that is shown.
 
     OUTPUT/dataset.json  OUTPUT/tokenizer/{tokenizer.json,tokenizer_config.json,chat_template.jinja}
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
