@@ -136,6 +136,10 @@ def _read_video(video: Any, media: Media) -> Video:
     if isinstance(video, str):
         return media.video(video)
     frames = _names(video, "video", _VIDEO)
+    if not frames:
+        raise InvalidRecordError(
+            "has a video that is an empty list; name its frames or remove the video"
+        )
     of_video = next(filter(is_video_file, frames), None)
     if of_video is not None:
         raise InvalidRecordError(

@@ -275,6 +275,11 @@ BAD = [
     (talk("q", "a", images=["x", "y"]), "has 0 <image> for 2 image"),
     (talk("<video>q", "a", videos=["v", "w"]), "has 1 <video> for 2 video"),
     (talk("<video>q", "a", videos=7), 'has an odd "videos"'),
+    (talk("<video>q", "a", videos=[[]]), "has a video that is an empty list"),
+    (
+        with_message(0, content=parts(("video", {"video": []}))),
+        "has a video that is an empty list",
+    ),
     (talk("q", "a", imags=["x"]), 'has "imags"; did it mean "images"'),
     (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
     (talk("q", "a", label=False), 'has "label", by which nothing is trained'),
