@@ -39,6 +39,9 @@ from omnibal.pipeline.workload import Workload
 
 _KEPT_CHOICES = 12
 """Most numbers of kept items that are tried between none and all."""
+_FEW_KEPT_CHOICES = 4
+"""The same of encoders that take whole samples, which take long to deal, in a search of less than
+the usual effort; it tries every other size of a pass too."""
 _MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
 _CELLS_OF_PASS = 256
 """Items of whole samples for one of equal items in the size of a pass: 1,024 patches of four, which
@@ -151,7 +154,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     Raises:
         DoesNotFit: no choice fits the memory cap.
     """
-    choices = _choices(problem)
+    choices = _choices(problem, effort)
     best: EncoderSearch | None = None
     of_all, simulated = _bound_of_all(problem, choices, effort), 0
     proven_ms = np.array([of_all.of(choice) for choice in choices])
@@ -196,7 +199,7 @@ def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
     Raises:
         DoesNotFit: no choice fits the memory cap.
     """
-    for choice in sorted(_choices(problem), key=_Choice.shortest_ms):
+    for choice in sorted(_choices(problem, effort), key=_Choice.shortest_ms):
         try:
             return estimated_step_ms(
                 problem.cost_beside(choice.beside),
@@ -322,13 +325,16 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
     return [pipelines for pipelines in range(1, size + 1) if size % pipelines == 0]
 
 
-def _choices(problem: PlacementProblem) -> list[_Choice]:
+def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     """All choices that leave room for the pipeline, as far as what they hold alone tells.
 
     Raises:
         DoesNotFit: there is none.
     """
-    choices = list(_choices_within(problem, _least_beside(problem)))
+    are_few = effort < 1 and any(
+        one.is_of_samples for one in problem.any_encoders.encoders.values()
+    )
+    choices = list(_choices_within(problem, _least_beside(problem), are_few=are_few))
     if not choices:
         raise _too_large(problem)
     return choices
@@ -344,8 +350,15 @@ def _least_beside(problem: PlacementProblem) -> float:
     return least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
 
 
-def _choices_within(problem: PlacementProblem, least_bytes: float) -> Iterator[_Choice]:
-    """Choices that leave room for so many bytes besides what they hold."""
+def _choices_within(
+    problem: PlacementProblem, least_bytes: float, *, are_few: bool
+) -> Iterator[_Choice]:
+    """Choices that leave room for so many bytes besides what they hold.
+
+    Args:
+        are_few: whether some of the usual ones stand for all.
+    """
+    most_kept, step = (_FEW_KEPT_CHOICES, 2) if are_few else (_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
@@ -357,13 +370,13 @@ def _choices_within(problem: PlacementProblem, least_bytes: float) -> Iterator[_
                 encoders.state_bytes + encoders.buffers_bytes(pipelines) + least_bytes, cap_bytes
             )
         }
-        for largest in _passes(problem, pipelines) if ways else ():
+        for largest in _passes(problem, pipelines)[::step] if ways else ():
             sizes = _sizes(problem, largest)
             shares, of_sample = (
                 _shares(problem, workload, pipelines, sizes)
                 for workload in (problem.workload, sample)
             )
-            for kept in kept_choices(any_encoders, shares.most()):
+            for kept in kept_choices(any_encoders, shares.most(), most_kept):
                 for sharded, encoders in ways.items():
                     beside = _beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
@@ -402,10 +415,15 @@ def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
     return sizes
 
 
-def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, int]]:
+def kept_choices(
+    cost: EncodersCost, most: Mapping[str, int], choices: int = _KEPT_CHOICES
+) -> list[dict[str, int]]:
     """Numbers of kept items by encoder that are tried: from none to all that a rank may have.
 
     Items that save the most time for their memory come first.
+
+    Args:
+        choices: numbers tried besides none, at most.
     """
     trained = [name for name, one in cost.encoders.items() if one.is_trained]
     saved = {
@@ -417,7 +435,7 @@ def kept_choices(cost: EncodersCost, most: Mapping[str, int]) -> list[dict[str, 
         zip(order, np.cumsum([0, *(most[name] for name in order)]).tolist(), strict=False)
     )
     total = sum(most[name] for name in order)
-    ends = np.unique(np.linspace(0, total, _KEPT_CHOICES + 1).round().astype(int)).tolist()
+    ends = np.unique(np.linspace(0, total, choices + 1).round().astype(int)).tolist()
     return [
         {
             name: min(max(end - starts[name], 0), most[name]) if name in starts else 0
