@@ -30,8 +30,8 @@ TILES = [[31, 8], [14, 23, 6]]
 
 
 RUNS = 4
-"""Most runs of which one must have the planned peak: on a busy machine, threads of gloo hold what was
-exchanged for a moment after the call."""
+"""Most runs of which one must have the planned peak: on a busy machine, threads of gloo hold what
+was exchanged for a moment after the call."""
 
 
 class LiveBytes(TorchDispatchMode):
