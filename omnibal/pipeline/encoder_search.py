@@ -370,12 +370,14 @@ def _choices_within(
                 encoders.state_bytes + encoders.buffers_bytes(pipelines) + least_bytes, cap_bytes
             )
         }
-        for largest in _passes(problem, pipelines)[::step] if ways else ():
-            sizes = _sizes(problem, largest)
-            shares, of_sample = (
-                _shares(problem, workload, pipelines, sizes)
-                for workload in (problem.workload, sample)
-            )
+        if not ways:
+            continue
+        in_least_passes = _shares(problem, problem.workload, pipelines, _sizes(problem, 1))
+        for largest in _passes(problem, in_least_passes)[::step]:
+            sizes, shares = _sizes(problem, largest), in_least_passes
+            if largest > 1:
+                shares = _shares(problem, problem.workload, pipelines, sizes)
+            of_sample = _shares(problem, sample, pipelines, sizes)
             for kept in kept_choices(any_encoders, shares.most(), most_kept):
                 for sharded, encoders in ways.items():
                     beside = _beside(problem, pipelines, sizes, sharded, kept)
@@ -404,10 +406,9 @@ def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
     }
 
 
-def _passes(problem: PlacementProblem, pipelines: int) -> list[int]:
+def _passes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
     """Sizes of a pass that are tried, from 1 up to what any rank has."""
-    one = _sizes(problem, 1)
-    most = _shares(problem, problem.workload, pipelines, one).most()
+    one, most = _sizes(problem, 1), shares.most()
     largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
     while sizes[-1] < min(largest, _MOST_ITEMS_OF_PASS):
