@@ -40,8 +40,8 @@ from omnibal.pipeline.workload import Workload
 _KEPT_CHOICES = 12
 """Most numbers of kept items that are tried between none and all."""
 _FEW_KEPT_CHOICES = 4
-"""The same of encoders that take whole samples, which take long to deal, in a search of less than
-the usual effort; it tries every other size of a pass too."""
+"""Most numbers of kept items between none and all, of encoders that take whole samples, which take
+long to deal, in a search of less than the usual effort; it tries every other size of a pass too."""
 _MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
 _CELLS_OF_PASS = 256
 """Items of whole samples for one of equal items in the size of a pass: 1,024 patches of four, which
