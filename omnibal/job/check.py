@@ -21,6 +21,7 @@ from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.shares import shares_of
@@ -251,10 +252,17 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
 
 
 def _check_partition(plan: Plan) -> str:
-    if len(plan.stages) != plan.parallel.pipeline:
+    chunks = plan.schedule.chunks
+    if len(plan.stages) != plan.parallel.pipeline * chunks:
+        of_chunks = f" with {chunks} chunks each" if chunks > 1 else ""
         raise UserError(
-            f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}; "
-            f"the two must be equal; correct parallel.pipeline or {_ANEW}"
+            f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}"
+            f"{of_chunks}; the two must be equal; correct parallel.pipeline or {_ANEW}"
+        )
+    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
+        raise UserError(
+            f"the plan's schedule is {plan.schedule.name}, and plans are checked and trained in "
+            f"1f1b; {_ANEW}"
         )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)

@@ -26,6 +26,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 from omnibal.model.units import LANGUAGE, deepstack_of, frozen_mistake, unit_kinds
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Stage, Words
 from omnibal.pipeline.unit_runs import stage_units
 
@@ -144,6 +145,11 @@ class Plan(Frozen):
     made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
     """The trainer that the plan was limited to, and is predicted as; None for this project's."""
     stages: tuple[Stage, ...]
+    """Runs of units in model order: the pipeline's stages, or where a stage holds several chunks
+    of the model, the parts that `schedule` places on them."""
+    schedule: Annotated[
+        PipelineSchedule, Field(exclude_if=lambda schedule: schedule == ONE_FORWARD_ONE_BACKWARD)
+    ] = ONE_FORWARD_ONE_BACKWARD
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
     caps of `data` and the recomputed layers of `stages`."""
@@ -211,6 +217,11 @@ class Plan(Frozen):
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages with the layers that they recompute, of every level."""
         return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+
+    def parts_of(self, stage: int) -> tuple[int, ...]:
+        """Indices into `stages` of the chunks that a stage of the pipeline holds."""
+        place, size = self.schedule.placement, self.parallel.pipeline
+        return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
 
     @property
     def pipeline_model(self) -> ModelConfig:
@@ -311,10 +322,11 @@ class Plan(Frozen):
 
     @model_validator(mode="after")
     def _predicts_every_stage(self) -> "Plan":
-        if self.prediction is not None and len(self.prediction.stages) != len(self.stages):
+        stages = len(self.stages) // self.schedule.chunks
+        if self.prediction is not None and len(self.prediction.stages) != stages:
             raise ValueError(
                 f"prediction.stages has {len(self.prediction.stages)} entries for "
-                f"{len(self.stages)} stages; the two must be equally many: remove `prediction`"
+                f"{stages} stages; the two must be equally many: remove `prediction`"
             )
         return self
 

@@ -249,7 +249,14 @@ class _Table:
             kind=np.array([operation.kind for operation in every], np.int64),
             stage=stage,
             chunk=chunk,
-            part=chunk * schedule.stages + stage,
+            part=np.array(
+                [
+                    schedule.part(stage, operation.chunk)
+                    for stage, operations in enumerate(schedule.operations)
+                    for operation in operations
+                ],
+                np.int64,
+            ),
             micro_batch=np.array([operation.micro_batch for operation in every], np.int64),
             before=before,
             first=first,
@@ -282,8 +289,8 @@ def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
         wrong = ~complete if has_backwards else forward != 1
         micro_batch, part = np.unravel_index(int(wrong.argmax()), shape[1:])
         raise ValueError(
-            f"{schedule.name}: stage {part % schedule.stages} runs micro-batch {micro_batch} of "
-            f"chunk {part // schedule.stages} forward {forward[micro_batch, part]} times and "
+            f"{schedule.name}: stage {schedule.stage_of(int(part))} runs micro-batch {micro_batch} "
+            f"of chunk {part // schedule.stages} forward {forward[micro_batch, part]} times and "
             f"backward {whole[micro_batch, part]} times whole, {of_input[micro_batch, part]} times "
             f"for the input and {of_weight[micro_batch, part]} times for the weights; each is to "
             "run forward once and backward once, whole or in both parts"

@@ -5,14 +5,19 @@ trainer read the lists that it returns (`omnibal.pipeline.operation_graph` check
 schedule is one more function here.
 
 A stage holds one or several *chunks* of the model (Narayanan et al. 2021, arXiv 2104.04473, section
-2.2): the model is cut into stages x chunks *parts*, and part k is chunk k // stages of stage
-k % stages. A backward pass is one operation, or two: of its input, which the stage before waits
-for, and later of its weights (Qi et al. 2023, arXiv 2401.10241).
+2.2): the model is cut into stages x chunks *parts* in model order, and a schedule's placement says
+which stage holds each of them. A backward pass is one operation, or two: of its input, which the
+stage before waits for, and later of its weights (Qi et al. 2023, arXiv 2401.10241).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, model_validator
+
+from omnibal.base.frozen import Frozen
 
 
 class Pass(IntEnum):
@@ -45,6 +50,26 @@ StageOperations = tuple[Operation, ...]
 """Operations of one stage in a step, in order."""
 
 
+class Placement(StrEnum):
+    """Rule by which stages hold the parts of the model; chunk i of a stage is among its parts the
+    i-th in model order."""
+
+    LOOP = "loop"
+    """Part k is on stage k % stages: from the last stage the model goes on at the first."""
+    V = "v"
+    """Chunks go through the stages back and forth: the second from the last stage to the first."""
+
+    def part(self, stage: int, chunk: int, stages: int) -> int:
+        """The part of the model that is a stage's chunk."""
+        turns = self is Placement.V and chunk % 2
+        return chunk * stages + (stages - 1 - stage if turns else stage)
+
+    def stage_of(self, part: int, stages: int) -> int:
+        """The stage that holds a part of the model."""
+        chunk, place = divmod(part, stages)
+        return stages - 1 - place if self is Placement.V and chunk % 2 else place
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
     """The operations of one step on every stage of a pipeline."""
@@ -58,6 +83,7 @@ class Schedule:
     is_prefix_closed: bool
     """Whether leaving out the last micro-batches gives the schedule of the remaining ones. Ranks
     with different numbers of micro-batches can then be simulated side by side by one list."""
+    placement: Placement = Placement.LOOP
 
     @property
     def stages(self) -> int:
@@ -71,7 +97,11 @@ class Schedule:
 
     def part(self, stage: int, chunk: int) -> int:
         """The part of the model that is a stage's chunk."""
-        return chunk * self.stages + stage
+        return self.placement.part(stage, chunk, self.stages)
+
+    def stage_of(self, part: int) -> int:
+        """The stage that holds a part of the model."""
+        return self.placement.stage_of(part, self.stages)
 
 
 ScheduleRule = Callable[[int, int, int], Schedule]
@@ -160,3 +190,58 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
         operations=(tuple(order),) * stages,
         is_prefix_closed=True,
     )
+
+
+ScheduleName = Literal["1f1b", "interleaved"]
+"""Name of a schedule that a plan may be made for."""
+
+MAX_CHUNKS: Final = 64
+"""Most chunks of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Named:
+    """Rule, placement and numbers of chunks behind a schedule's name."""
+
+    rule: ScheduleRule
+    placement: Placement = Placement.LOOP
+    chunks: range = range(1, 2)
+    """Numbers of chunks that a stage may have."""
+
+
+_NAMED: Mapping[ScheduleName, _Named] = {
+    "1f1b": _Named(rule=one_forward_one_backward),
+    "interleaved": _Named(rule=interleaved, chunks=range(2, MAX_CHUNKS + 1)),
+}
+
+
+class PipelineSchedule(Frozen):
+    """The schedule that a plan is made for."""
+
+    name: ScheduleName = "1f1b"
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS, exclude_if=lambda chunks: chunks == 1)] = 1
+    """Chunks of the model that every stage holds."""
+
+    @model_validator(mode="after")
+    def _has_such_chunks(self) -> "PipelineSchedule":
+        allowed = _NAMED[self.name].chunks
+        if self.chunks not in allowed:
+            wanted = f"{allowed[0]}" if len(allowed) == 1 else f"{allowed[0]} to {allowed[-1]}"
+            raise ValueError(
+                f"schedule {self.name} of {self.chunks} chunks a stage; it has {wanted}"
+            )
+        return self
+
+    @property
+    def rule(self) -> ScheduleRule:
+        """The function that gives every stage's operations."""
+        return _NAMED[self.name].rule
+
+    @property
+    def placement(self) -> Placement:
+        """Rule by which stages hold the parts of the model."""
+        return _NAMED[self.name].placement
+
+
+ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()
+"""The schedule of plans that name none."""

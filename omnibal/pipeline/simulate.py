@@ -193,7 +193,10 @@ def simulate_schedule(
         free[stage] = start + took[place]
         end[place] = free[stage]
     begin = end - took
-    busy = duration.sum(axis=(0, 1)).reshape(schedule.chunks, schedule.stages, steps).sum(axis=0)
+    busy = np.zeros((schedule.stages, steps))
+    np.add.at(
+        busy, [schedule.stage_of(part) for part in range(schedule.parts)], duration.sum((0, 1))
+    )
     step_ms = free.max(axis=0)
     return Timeline(
         schedule=schedule,
