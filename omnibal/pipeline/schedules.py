@@ -10,7 +10,8 @@ which stage holds each of them. A backward pass is one operation, or two: of its
 stage before waits for, and later of its weights (Qi et al. 2023, arXiv 2401.10241).
 """
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final, Literal
@@ -145,15 +146,11 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
 def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
 
-    Micro-batches go through the chunks in groups of as many as there are stages, of which they must
-    be a multiple. Stage s of p runs 2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk.
-
-    Raises:
-        ValueError: the micro-batches are no multiple of the stages.
+    Micro-batches go through the chunks in groups of as many as there are stages. Stage s of p runs
+    2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk. Where the last group is smaller,
+    which Megatron-core refuses, its missing ones are left out of the list with a whole group.
     """
-    if micro_batches % stages:
-        raise ValueError(f"interleaved 1F1B of {micro_batches} micro-batches on {stages} stages")
-    total = micro_batches * chunks
+    total = -(-micro_batches // stages) * stages * chunks
 
     def forward(index: int) -> Operation:
         group, within = divmod(index, stages * chunks)
@@ -170,14 +167,107 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
         for index in range(total - warm_up):
             order += [forward(warm_up + index), backward(index)]
         order += [backward(index) for index in range(total - warm_up, total)]
-        operations.append(tuple(order))
+        operations.append(_first_of(order, micro_batches))
     return Schedule(
         name="interleaved 1F1B",
         chunks=chunks,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        is_prefix_closed=False,
+        is_prefix_closed=True,
     )
+
+
+def _first_of(order: Iterable[Operation], micro_batches: int) -> StageOperations:
+    """A stage's operations without those of micro-batches beyond so many."""
+    return tuple(one for one in order if one.micro_batch < micro_batches)
+
+
+def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """ZB-H1: 1F1B with backwards of weights put off (arXiv 2401.10241, section 2.2).
+
+    Stage s puts off s of them, so that every stage holds at most as many micro-batches as the first
+    one does in 1F1B, and the last ones fill what 1F1B leaves idle at its end.
+
+    Example:
+        >>> _, last = zero_bubble_h1(2, 1, 2).operations
+        >>> [f"{operation.kind.label} {operation.micro_batch}" for operation in last][:4]
+        ['forward 0', 'backward input 0', 'forward 1', 'backward input 1']
+        >>> [f"{operation.kind.label} {operation.micro_batch}" for operation in last][4:]
+        ['backward weight 0', 'backward weight 1']
+    """
+    operations = []
+    for stage, whole in enumerate(
+        one_forward_one_backward(stages, chunks, micro_batches).operations
+    ):
+        order: list[Operation] = []
+        for one in whole:
+            if one.kind is Pass.FORWARD:
+                order.append(one)
+                continue
+            order.append(Operation(Pass.BACKWARD_INPUT, one.micro_batch))
+            if one.micro_batch >= stage:
+                order.append(Operation(Pass.BACKWARD_WEIGHT, one.micro_batch - stage))
+        late = range(max(micro_batches - stage, 0), micro_batches)
+        operations.append((*order, *(Operation(Pass.BACKWARD_WEIGHT, i) for i in late)))
+    return Schedule(
+        name="ZB-H1",
+        chunks=1,
+        micro_batches=micro_batches,
+        operations=tuple(operations),
+        is_prefix_closed=True,
+    )
+
+
+def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    """ZB-V, two chunks a stage, of which the second goes back from the last stage to the first.
+
+    It is of arXiv 2401.10241, section 6, and V-ZB of Qi et al. 2024, arXiv 2405.15362.
+    A stage holds at most 2 p chunks of micro-batches, as the first one does in 1F1B. Where forward
+    and both parts of the backward take equally long, no stage waits between its first operation
+    and its last. In the warm-up stage s of p runs 2 (p - s) - 1 forwards of its first chunk, then s
+    of both in turn, then p - s of the second, each with its whole backward.
+    """
+    if chunks != 2:
+        raise ValueError(f"ZB-V has 2 chunks a stage, not {chunks}")
+    # With fewer a pipeline is never full: those that are missing are left out.
+    full = max(micro_batches, 2 * stages - 1)
+    operations = [
+        _first_of(_zero_bubble_v_stage(stages, stage, full), micro_batches)
+        for stage in range(stages)
+    ]
+    return Schedule(
+        name="ZB-V",
+        chunks=2,
+        micro_batches=micro_batches,
+        operations=tuple(operations),
+        is_prefix_closed=False,
+        placement=Placement.V,
+    )
+
+
+def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterator[Operation]:
+    """Operations of a stage in ZB-V, of at least 2 p - 1 micro-batches."""
+    left = stages - stage
+    numbers = {(kind, chunk): itertools.count() for kind in Pass for chunk in (0, 1)}
+
+    def turn(*passes: tuple[Pass, int], times: int = 1) -> Iterator[Operation]:
+        for _ in range(times):
+            yield from (Operation(one[0], next(numbers[one]), one[1]) for one in passes)
+
+    def whole(chunk: int) -> tuple[tuple[Pass, int], ...]:
+        return (Pass.BACKWARD_INPUT, chunk), (Pass.BACKWARD_WEIGHT, chunk)
+
+    first, second = (Pass.FORWARD, 0), (Pass.FORWARD, 1)
+    yield from turn(first, times=2 * left - 1)
+    yield from turn(second, first, times=stage)
+    yield from turn(second, *whole(1), times=left)
+    begun = 2 * left - 1 + stage
+    yield from turn(first, *whole(0), second, *whole(1), times=micro_batches - begun)
+    yield from turn(*whole(0), second, *whole(1), times=begun - stages)
+    yield from turn((Pass.BACKWARD_INPUT, 0), (Pass.BACKWARD_INPUT, 1), times=stage)
+    yield from turn(*whole(0), times=left)
+    yield from turn((Pass.BACKWARD_WEIGHT, 1), times=stage)
+    yield from turn((Pass.BACKWARD_WEIGHT, 0), times=stage)
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
@@ -192,7 +282,7 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
     )
 
 
-ScheduleName = Literal["1f1b", "interleaved"]
+ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 """Name of a schedule that a plan may be made for."""
 
 MAX_CHUNKS: Final = 64
@@ -207,11 +297,19 @@ class _Named:
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)
     """Numbers of chunks that a stage may have."""
+    passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
+    """Kinds of passes of a micro-batch, in order."""
 
+
+_TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 
 _NAMED: Mapping[ScheduleName, _Named] = {
     "1f1b": _Named(rule=one_forward_one_backward),
     "interleaved": _Named(rule=interleaved, chunks=range(2, MAX_CHUNKS + 1)),
+    "zb-h1": _Named(rule=zero_bubble_h1, passes=_TWO_PARTS),
+    "zb-v": _Named(
+        rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3), passes=_TWO_PARTS
+    ),
 }
 
 
@@ -241,6 +339,24 @@ class PipelineSchedule(Frozen):
     def placement(self) -> Placement:
         """Rule by which stages hold the parts of the model."""
         return _NAMED[self.name].placement
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Kinds of passes that it has."""
+        return _NAMED[self.name].passes
+
+    @property
+    def last_pass(self) -> Pass:
+        """The kind of pass by which a stage is done with a micro-batch."""
+        return self.passes[-1]
+
+    def parts_of(self, parts: int) -> list[list[int]]:
+        """Indices of the chunks of every stage among all parts of the model. [stages][chunks]"""
+        stages, place = parts // self.chunks, self.placement
+        return [
+            [place.part(stage, chunk, stages) for chunk in range(self.chunks)]
+            for stage in range(stages)
+        ]
 
 
 ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()

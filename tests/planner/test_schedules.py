@@ -1,6 +1,7 @@
 """Schedules as lists: 1F1B and others in the one simulator, and lists that are refused."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from omnibal.pipeline.operation_graph import (
     held_in_passes,
     operation_graph,
     planned_graph,
+    require_prefix_closed,
 )
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.schedules import (
@@ -26,6 +28,8 @@ from omnibal.pipeline.schedules import (
     forward_only,
     interleaved,
     one_forward_one_backward,
+    zero_bubble_h1,
+    zero_bubble_v,
 )
 from omnibal.pipeline.simulate import predict_steps, simulate_schedule, waits_before
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
@@ -37,31 +41,6 @@ pytestmark = pytest.mark.quick
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
 """(micro-batches, stages)."""
-
-
-def zero_bubble(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B whose backwards of weights are put off.
-
-    Stage s puts off s of them, so that every stage holds as much as the first; the last ones fill
-    what 1F1B leaves idle at its end.
-    """
-    operations = []
-    plain_1f1b = one_forward_one_backward(stages, chunks, micro_batches)
-    for stage, plain in enumerate(plain_1f1b.operations):
-        order: list[Operation] = []
-        for one in plain:
-            if one.kind is F:
-                order.append(one)
-                continue
-            order.append(Operation(BI, one.micro_batch))
-            if one.micro_batch >= stage:
-                order.append(Operation(BW, one.micro_batch - stage))
-        late = range(max(micro_batches - stage, 0), micro_batches)
-        operations.append((*order, *(Operation(BW, i) for i in late)))
-    return Schedule(
-        name="ZB-H1", chunks=1, micro_batches=micro_batches, operations=tuple(operations),
-        is_prefix_closed=False,
-    )  # fmt: skip
 
 
 Key = tuple[int, Operation]
@@ -92,7 +71,7 @@ def event_loop(
                 continue
             one = queue[0]
             inbox = {F: "activation", B: "gradient", BI: "gradient", BW: "kept"}[one.kind]
-            part = one.chunk * stages + stage
+            part = schedule.part(stage, one.chunk)
             arrival = delivered.get((inbox, one.micro_batch, part))
             if arrival is not None:
                 ready.append((max(free[stage], arrival), stage, part))
@@ -126,9 +105,10 @@ def random_durations(
 RULES = {
     "1F1B": (one_forward_one_backward, 1, SIZES),
     "forward-only": (forward_only, 1, SIZES),
-    "interleaved": (interleaved, 2, [(4, 2), (4, 4), (8, 4), (9, 3), (12, 6), (3, 1)]),
-    "three-chunks": (interleaved, 3, [(4, 2), (8, 4)]),
-    "zero-bubble": (zero_bubble, 1, SIZES),
+    "interleaved": (interleaved, 2, [(4, 2), (4, 4), (8, 4), (9, 3), (12, 6), (3, 1), *SIZES]),
+    "three-chunks": (interleaved, 3, [(4, 2), (8, 4), (2, 4), (7, 3)]),
+    "zb-h1": (zero_bubble_h1, 1, SIZES),
+    "zb-v": (zero_bubble_v, 2, SIZES),
 }
 CASES = [
     pytest.param(rule, stages, chunks, m, id=f"{name}-{stages}x{m}")
@@ -167,21 +147,74 @@ def test_any_schedule_is_simulated_as_an_event_loop_runs_it(rule, stages, chunks
             assert waited + busy == pytest.approx(timeline.finish_ms[stage])
 
 
-def step_ms(rule: Callable, chunks: int, durations: Mapping[Pass, float]) -> float:
-    """Of 8 micro-batches on 4 equal stages without links, each pass's durations those of a part."""
-    graph = operation_graph(rule, 4, chunks, 8)
-    values = {kind: np.full((1, 8, 4 * chunks), ms) for kind, ms in durations.items()}
-    links = np.zeros((1, 8, 4 * chunks - 1))
-    return float(simulate_schedule(graph, values, links, links, np.array([8])).step_ms[0])
+def bubble_ms(
+    rule: Callable, stages: int, chunks: int, micro_batches: int, durations: Mapping[Pass, float]
+) -> tuple[float, float]:
+    """Of equal stages without links, durations those of a chunk: idle time of a stage in the step,
+    and the most of any between its own first operation and its last."""
+    graph, rows = operation_graph(rule, stages, chunks, micro_batches), (1, micro_batches)
+    values = {kind: np.full((*rows, stages * chunks), durations[kind]) for kind in graph.kinds}
+    links = np.zeros((*rows, stages * chunks - 1))
+    timeline = simulate_schedule(graph, values, links, links, np.array([micro_batches]))
+    work_ms = micro_batches * chunks * sum(durations[kind] for kind in graph.kinds)
+    begun_ms = [
+        timeline.start_ms[F][0, 0, graph.schedule.part(stage, 0)] for stage in range(stages)
+    ]
+    spans_ms = timeline.finish_ms[0] - begun_ms
+    return float(timeline.step_ms[0] - work_ms), float(spans_ms.max() - work_ms)
 
 
-def test_other_schedules_have_their_textbook_bubbles():
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 12), (6, 24), (8, 16)])
+def test_schedules_have_their_textbook_bubbles(stages, micro_batches):
     """Prevents interleaved and zero-bubble lists that are 1F1B under other names."""
-    work_ms = 8 * 4.0
-    assert step_ms(one_forward_one_backward, 1, {F: 2, B: 2}) - work_ms == 3 * 4.0
-    assert step_ms(interleaved, 2, {F: 1, B: 1}) - work_ms == 3 * 4.0 / 2
-    # (p - 1) (F + B - W) of arXiv 2401.10241, table 1, with B that of the input alone.
-    assert step_ms(zero_bubble, 1, {F: 1, BI: 1, BW: 1}) - 8 * 3 == pytest.approx(3)
+    size = stages, micro_batches
+    for f, b, w in ((1.0, 1.0, 1.0), (3.0, 4.0, 2.0), (5.0, 2.0, 2.0), (2.0, 3.0, 1.0)):
+        durations = {F: f, B: b + w, BI: b, BW: w}
+
+        def bubble(rule, chunks, durations=durations):
+            return bubble_ms(rule, stages, chunks, micro_batches, durations)[0]
+
+        # arXiv 2104.04473, section 2.2; durations are those of a chunk.
+        assert bubble(one_forward_one_backward, 1) == pytest.approx((stages - 1) * (f + b + w))
+        for chunks in (2, 3, 5):
+            assert bubble(interleaved, chunks) == pytest.approx((stages - 1) * (f + b + w))
+        # arXiv 2401.10241, table 1, with b that of the input alone, where w is no more than f.
+        assert bubble(zero_bubble_h1, 1) == pytest.approx((stages - 1) * (f + b - w)), size
+    # Section 6: none at all, as long as all three are equal, but for the first micro-batch's way.
+    in_step, between = bubble_ms(zero_bubble_v, *(stages, 2, micro_batches), {F: 1, BI: 1, BW: 1})
+    assert (in_step, between) == (stages - 1, 0)
+
+
+def test_a_smaller_last_group_takes_less_than_a_whole_one():
+    """Prevents interleaving that runs micro-batches which do not exist."""
+    durations = {F: 1.0, B: 2.0}
+
+    def step(m):
+        return bubble_ms(interleaved, 4, 2, m, durations)[0] + m * 2 * 3
+
+    assert all(earlier < later for earlier, later in pairwise(map(step, range(1, 14))))
+
+
+@pytest.mark.parametrize("rule", [zero_bubble_h1, zero_bubble_v])
+def test_zero_bubble_holds_no_more_than_1f1b(rule):
+    """Prevents backwards of weights put off for longer than there is memory."""
+    chunks = 1 + (rule is zero_bubble_v)
+    for m, p in SIZES:
+        for operations in rule(p, chunks, m).operations:
+            held = [len(each) for _, each in held_in_list(operations)]
+            assert max(held) <= p * chunks
+
+
+def test_random_sizes_are_schedules():
+    """Prevents lists that lose an operation, or hang, at sizes that nobody thought of."""
+    rng = np.random.default_rng(0)
+    for _ in range(150):
+        stages, micro_batches = int(rng.integers(1, 10)), int(rng.integers(0, 30))
+        several = int(rng.integers(1, 6))
+        for rule, chunks in ((interleaved, several), (zero_bubble_h1, 1), (zero_bubble_v, 2)):
+            graph = OperationGraph.of(rule(stages, chunks, micro_batches))
+            two_parts = rule is not interleaved
+            assert len(graph) == (2 + two_parts) * stages * chunks * micro_batches
 
 
 def test_one_chunk_interleaved_is_1f1b_in_time_and_memory():
@@ -246,18 +279,21 @@ def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
         assert graph.depths == 2 * (m + p - 1)
 
 
-@pytest.mark.parametrize("rule", [one_forward_one_backward, forward_only])
-def test_lists_that_say_so_hold_for_fewer_micro_batches(rule):
+@pytest.mark.parametrize(
+    ("rule", "chunks"),
+    [(one_forward_one_backward, 1), (forward_only, 1), (interleaved, 3), (zero_bubble_h1, 1)],
+)
+def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
     """Prevents short steps that are simulated in an order in which they do not run."""
     for m, p in SIZES:
-        schedule = rule(p, 1, m)
+        schedule = rule(p, chunks, m)
         assert schedule.is_prefix_closed
         for fewer in range(m):
             shortened = tuple(
                 tuple(one for one in operations if one.micro_batch < fewer)
                 for operations in schedule.operations
             )
-            assert shortened == rule(p, 1, fewer).operations
+            assert shortened == rule(p, chunks, fewer).operations
 
 
 def test_stage_order_counts_passes_of_every_shorter_step():
@@ -317,7 +353,7 @@ def test_wrong_lists_are_refused(schedule: Schedule, message: str):
 
 def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     """Prevents bounds, memory or short steps that are silently those of 1F1B."""
-    two_parts = operation_graph(zero_bubble, 2, 1, 4)
+    two_parts = operation_graph(zero_bubble_v, 2, 2, 4)
     several = operation_graph(interleaved, 2, 2, 4)
     for graph in (two_parts, several):
         with pytest.raises(ValueError, match="need a schedule of one chunk a stage"):
@@ -328,16 +364,11 @@ def test_what_a_list_lacks_is_named_by_what_relies_on_it():
     with pytest.raises(ValueError, match="out of order"):
         held_in_passes(unordered, 0)
     with pytest.raises(ValueError, match="does not hold for fewer"):
-        rng = np.random.default_rng(0)
-        durations, *links = random_durations(rng, two_parts.schedule, two_parts.kinds)
-        simulate_schedule(
-            two_parts,
-            {kind: np.stack([values] * 2) for kind, values in durations.items()},
-            *(np.stack([values] * 2) for values in links),
-            np.array([4, 3]),
-        )
+        require_prefix_closed(two_parts.schedule)
     with pytest.raises(ValueError, match="1F1B has 1 chunk a stage, not 2"):
         one_forward_one_backward(4, 2, 8)
+    with pytest.raises(ValueError, match="ZB-V has 2 chunks a stage, not 1"):
+        zero_bubble_v(4, 1, 8)
 
 
 def test_nothing_to_run_is_a_schedule_too():
