@@ -26,6 +26,7 @@ def random_case(seed: int, ranks: int, most: int) -> tuple[StageTimes, Workload]
     times = StageTimes(
         forward_ms=size,
         backward_ms=2 * size,
+        weight_ms=size,
         recompute_ms=0 * size,
         forward_link_ms=links,
         backward_link_ms=links,
