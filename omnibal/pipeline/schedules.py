@@ -317,13 +317,19 @@ class _Named:
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)
     """Numbers of chunks that a stage may have."""
+    passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
+    """Kinds of passes of a micro-batch, in order."""
 
+
+_TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 
 _NAMED: Mapping[ScheduleName, _Named] = {
     "1f1b": _Named(rule=one_forward_one_backward),
     "interleaved": _Named(rule=interleaved, chunks=range(2, MAX_CHUNKS + 1)),
-    "zb-h1": _Named(rule=zero_bubble_h1),
-    "zb-v": _Named(rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3)),
+    "zb-h1": _Named(rule=zero_bubble_h1, passes=_TWO_PARTS),
+    "zb-v": _Named(
+        rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3), passes=_TWO_PARTS
+    ),
 }
 
 
@@ -353,6 +359,24 @@ class PipelineSchedule(Frozen):
     def placement(self) -> Placement:
         """Rule by which stages hold the parts of the model."""
         return _NAMED[self.name].placement
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Kinds of passes that it has."""
+        return _NAMED[self.name].passes
+
+    @property
+    def last_pass(self) -> Pass:
+        """The kind of pass by which a stage is done with a micro-batch."""
+        return self.passes[-1]
+
+    def parts_of(self, parts: int) -> list[list[int]]:
+        """Indices of the chunks of every stage among all parts of the model. [stages][chunks]"""
+        stages, place = parts // self.chunks, self.placement
+        return [
+            [place.part(stage, chunk, stages) for chunk in range(self.chunks)]
+            for stage in range(stages)
+        ]
 
 
 ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()
