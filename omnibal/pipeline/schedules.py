@@ -330,6 +330,12 @@ class PipelineSchedule(Frozen):
         return _NAMED[self.name].rule
 
     @property
+    def halves_backwards(self) -> bool:
+        """Whether backwards are in two parts."""
+        [operations] = self.rule(1, self.chunks, 1).operations
+        return any(operation.kind is Pass.BACKWARD_WEIGHT for operation in operations)
+
+    @property
     def placement(self) -> Placement:
         """Rule by which stages hold the parts of the model."""
         return _NAMED[self.name].placement

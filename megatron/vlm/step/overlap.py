@@ -47,8 +47,12 @@ class DataParallelOverlap:
         self._is_last = False
         trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         # On core's own nodes: behind its hook, which adds the gradient to the bucket.
+        deferred = model.module.deferred
         for parameter, node in zip(trained, model.grad_accs, strict=True):
-            node.register_hook(partial(self._on_gradient, parameter))
+            if deferred is None or parameter not in deferred.parameters:
+                node.register_hook(partial(self._on_gradient, parameter))
+        if deferred is not None:
+            deferred.on_gradient = self._on_gradient
         for unit in _units(model.module):
             unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
         self._mark_gathered()
@@ -68,7 +72,8 @@ class DataParallelOverlap:
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self) -> None:
-        """From here on a gradient is ready when it has been added to its bucket."""
+        """From here on a gradient is ready when it has been added to its bucket; one that is made
+        apart from backwards, when the last of these is run."""
         self._is_last = True
 
     def _on_gradient(self, parameter: torch.nn.Parameter, *_: object) -> None:

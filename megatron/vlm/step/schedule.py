@@ -37,6 +37,7 @@ from torch.autograd import Variable
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.encoder_phase import FeatureInbox, FeatureOutbox, StepFeatures
@@ -45,8 +46,6 @@ from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     operation_graph,
-    planned_graph,
-    require_in_order,
 )
 from omnibal.pipeline.schedules import Operation, Pass, StageOperations, forward_only
 
@@ -55,6 +54,10 @@ MessageShapes = Mapping[str, tuple[int, ...]]
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
 """Function that gives a micro-batch's features by encoder."""
+
+
+_OF_INPUTS = (Pass.BACKWARD, Pass.BACKWARD_INPUT)
+"""Passes that give gradients to the stage before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +257,8 @@ class _StageRun:
         self.batches = batches
         self.dtype = parameter_dtype(plan.precision)
         self.kept: dict[int, _Kept] = {}
+        self.late: dict[int, list[LateProduct]] = {}
+        """Of every micro-batch between the two parts of its backward, products for weights."""
         self.results: list[torch.Tensor] = []
         self.inputs: Inbox | FeatureInbox | None = None
         self.outputs: Outbox | None = None
@@ -300,13 +305,15 @@ class _StageRun:
         self, operations: StageOperations, before_last_backward: Callable[[], None] | None = None
     ) -> list[torch.Tensor]:
         """Run the stage's list; returns the last stage's output of every micro-batch."""
-        backwards = sum(operation.kind is Pass.BACKWARD for operation in operations)
+        backwards = sum(operation.kind in _OF_INPUTS for operation in operations)
         trains = backwards > 0
         if trains:
             self._open_gradients()
         before: Operation | None = None
         for operation, after in zip_longest(operations, operations[1:]):
-            if operation.kind is Pass.BACKWARD:
+            if operation.kind is Pass.BACKWARD_WEIGHT:
+                self._backward_weight(operation.micro_batch, is_last=after is None)
+            elif operation.kind in _OF_INPUTS:
                 backwards -= 1
                 if backwards == 0 and before_last_backward is not None:
                     before_last_backward()
@@ -317,6 +324,7 @@ class _StageRun:
                 self.begin_pass("both" if _is_at_once(operation, after) else "forward")
                 self._forward(operation.micro_batch, trains)
             before = operation
+        assert not self.late, "a backward has no second part"
         self.clock.switch(Phase.WAIT)
         for box in (self.outputs, self.input_gradients):
             if box is not None:
@@ -388,6 +396,14 @@ class _StageRun:
             # In the order in which they were sent.
             names = tensor_names(self.plan.model, sent)
             self.input_gradients.put({name: sent[name] for name in names})
+        deferred = self.model.module.deferred
+        if deferred is not None:
+            self.late[micro_batch] = deferred.take()
+
+    def _backward_weight(self, micro_batch: int, *, is_last: bool) -> None:
+        """Run the products that the first part of a micro-batch's backward has left."""
+        self.clock.switch(Phase.BACKWARD_WEIGHT)
+        self.model.module.deferred.add(self.late.pop(micro_batch), is_last=is_last)
 
 
 def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
@@ -429,9 +445,22 @@ def _gradient_of(received: torch.Tensor) -> torch.Tensor:
 
 
 def _operations(graph: OperationGraph, links: PipelineLinks) -> StageOperations:
-    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send."""
-    require_in_order(graph)
-    return graph.schedule.operations[links.rank]
+    """Operations of this stage, whose passes must be in micro-batch order, as neighbours send.
+
+    Raises:
+        ValueError: they are not, or the stage has several chunks.
+    """
+    operations = graph.schedule.operations[links.rank]
+    in_order = graph.schedule.chunks == 1
+    for kinds in ((Pass.FORWARD,), _OF_INPUTS):
+        numbers = [one.micro_batch for one in operations if one.kind in kinds]
+        in_order = in_order and numbers == sorted(numbers)
+    if not in_order:
+        raise ValueError(
+            f"{graph.schedule.name}: the trainer needs a schedule of one chunk a stage, whose "
+            "forwards and backwards each run in micro-batch order"
+        )
+    return operations
 
 
 def run_forward_backward(
@@ -457,7 +486,9 @@ def run_forward_backward(
         The summed loss of each micro-batch on the last stage, else an empty list. Gradients are
         those of the sum over micro-batches, in core's gradient buffers.
     """
-    operations = _operations(planned_graph(links.size, len(batches)), links)
+    schedule = plan.schedule
+    graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
+    operations = _operations(graph, links)
     run = _StageRun(plan, model, links, batches, clock, begin_pass, features)
     return run.run(operations, before_last_backward)
 
