@@ -11,14 +11,11 @@ from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.stage import boundary_shapes
-from megatron.vlm.step import schedule
+from megatron.vlm.step import links, schedule
 from megatron.vlm.step.clock import PhaseClock
-from megatron.vlm.step.schedule import PipelineLinks, run_forward, run_forward_backward
-from omnibal.pipeline.operation_graph import OperationGraph
+from megatron.vlm.step.links import PipelineLinks
+from megatron.vlm.step.schedule import run_forward, run_forward_backward
 from omnibal.pipeline.schedules import (
-    Operation,
-    Pass,
-    Schedule,
     forward_only,
     one_forward_one_backward,
 )
@@ -48,6 +45,7 @@ class Recorder(torch.nn.Module):
         super().__init__()
         self.plan, self.rank = plan, rank
         self.weight = torch.nn.Parameter(torch.ones(()))
+        self.deferred = None
         self.events, self._numbers = [], defaultdict(count)
 
     @property
@@ -86,21 +84,20 @@ def events_of(monkeypatch, size, rank, training=True, frozen=()):
     """Of one step of a stage, in order."""
     plan = toy_plan(MODEL, stages_of(MODEL, *CUTS[size])).model_copy(update={"frozen": frozen})
     recorder = Recorder(plan, rank)
-    monkeypatch.setattr(schedule.dist, "irecv", recorder.irecv)
-    monkeypatch.setattr(schedule.dist, "isend", recorder.isend)
+    monkeypatch.setattr(links.dist, "irecv", recorder.irecv)
+    monkeypatch.setattr(links.dist, "isend", recorder.isend)
     # Not torch's engine: see conftest.
     monkeypatch.setattr(
         schedule, "run_backward", lambda outputs: recorder.note("launch", "backward")
     )
-    links = PipelineLinks(
-        rank=rank, size=size, previous_rank=rank - 1, next_rank=rank + 1,
-        activations="activations", gradients="gradients",
-    )  # fmt: skip
+    own = PipelineLinks(
+        rank=rank, ranks=range(size), activations="activations", gradients="gradients"
+    )
     batches = MicroBatchStream.of(BATCHES)
     if training:
-        run_forward_backward(plan, recorder, links, batches, PhaseClock())
+        run_forward_backward(plan, [recorder], own, batches, PhaseClock())
     else:
-        run_forward(plan, recorder, links, batches)
+        run_forward(plan, [recorder], own, batches)
     return recorder.events
 
 
@@ -224,16 +221,3 @@ def test_a_step_takes_no_more_than_its_own_micro_batches():
     stream = MicroBatchStream(batches=coming, shapes=[batch.shape for batch in BATCHES[:2]])
     assert [stream.take(number) for number in range(len(stream))] == BATCHES[:2]
     assert list(coming) == BATCHES[2:]
-
-
-def test_schedules_that_the_trainer_cannot_run_are_refused(monkeypatch):
-    """Prevents: a stage that mixes up what its neighbours send in another order."""
-    out_of_order = Schedule(
-        name="all forwards first, last one first", chunks=1, micro_batches=2,
-        is_prefix_closed=False,
-        operations=((Operation(Pass.FORWARD, 1), Operation(Pass.FORWARD, 0)),),
-    )  # fmt: skip
-    graph = OperationGraph.of(out_of_order)
-    monkeypatch.setattr(schedule, "planned_graph", lambda stages, micro_batches: graph)
-    with pytest.raises(ValueError, match="the search and the trainer need a schedule of one chunk"):
-        events_of(monkeypatch, 1, 0)

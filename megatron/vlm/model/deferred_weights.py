@@ -106,7 +106,7 @@ class LateProduct:
     weight: torch.nn.Parameter
     rows: torch.Tensor
     gradient: torch.Tensor
-    """Of the outputs."""
+    """Gradient of the outputs."""
     _coming: dist.Work | None = None
 
     def begin(self) -> "LateProduct":
