@@ -174,8 +174,7 @@ class _StageRun:
             else frozenset()
             for part in self.links.parts
         ]
-        """Of every chunk, towers of which a gradient of what comes in is wanted where it came
-        from."""
+        """Towers, by chunk, of which a gradient of what comes in is wanted where it came from."""
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.late: dict[tuple[int, int], list[LateProduct]] = {}
         """What the first part of a backward has left for the second."""
