@@ -92,11 +92,14 @@ class SampleItems:
         ranks_of_pipeline: int,
         times: SampleTimes,
         unit_ms: float,
+        node: np.ndarray,
     ) -> DealtSamples:
         """Deal the samples to the ranks of their groups (`deal_samples`).
 
         Args:
             pipeline: of every row, int64 [rows], the same in every call.
+            node: of every rank, int64 [some groups, ranks of a group], the same in every call of
+                these sizes.
         """
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
@@ -108,6 +111,7 @@ class SampleItems:
                 ranks_of_pipeline=ranks_of_pipeline,
                 times=times,
                 unit_ms=unit_ms,
+                node=node,
             )
         return self._dealt[sizes]
 

@@ -90,7 +90,7 @@ def dealt_case(
     squares = items**2 // rng.integers(1, 4, count)
     dealt = deal_samples(
         pipeline, items, squares, pipelines=pipelines, ranks_of_pipeline=of_pipeline,
-        times=TIMES, unit_ms=1e-6,
+        times=TIMES, unit_ms=1e-6, node=np.zeros((1, pipelines * of_pipeline), int),
     )  # fmt: skip
     return (pipeline, items, squares), dealt
 
@@ -106,7 +106,7 @@ def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
     np.testing.assert_array_equal(dealt.squares, squares[dealt.place])
     keys = list(zip(dealt.rank, dealt.place, strict=True))
     assert keys == sorted(keys)
-    np.testing.assert_array_equal(dealt.is_home, dealt.rank // of_pipeline == pipeline[dealt.place])
+    np.testing.assert_array_equal(dealt.pipeline, pipeline[dealt.place])
     rank = np.empty(len(items), np.int64)
     rank[dealt.place] = dealt.rank
     weight = np.maximum(np.rint((0.02 * items + 1e-5 * squares) / 1e-6), 1).astype(np.int64)
