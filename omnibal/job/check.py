@@ -139,10 +139,11 @@ def training_obstacles(plan: Plan) -> list[str]:
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
             "features the trainer does not exchange among them: plan with levels of context 1"
         )
-    if plan.has_shared_packs and plan.model.images is not None:
+    if plan.has_shared_packs and plan.model.images is not None and plan.beside is not None:
         obstacles.append(
-            f"ranks share packs of a level, and {plan.model.name} takes images at their native "
-            "resolution, which the trainer does not divide: plan with levels of context 1"
+            f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of "
+            "images at their native resolution, whose features are not exchanged among them: plan "
+            "with --encoder pipeline, or levels of context 1"
         )
     return obstacles
 

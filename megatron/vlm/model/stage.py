@@ -284,8 +284,8 @@ class VLMStage(MegatronModule):
         taken = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
         if not taken:
             return None
-        added = {n: partial(self.add_features, batch, features[name]) for n, name in taken.items()}
-        return Beside(adds=added)
+        own = {n: self._features_of_own_tokens(batch, features[name]) for n, name in taken.items()}
+        return Beside(adds={n: partial(self.add_features, batch, each) for n, each in own.items()})
 
     def add_features(
         self, batch: MicroBatch, features_KE: torch.Tensor, hidden_S1E: torch.Tensor
