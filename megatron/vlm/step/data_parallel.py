@@ -151,7 +151,8 @@ class Replicated:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Core's buffers of them."""
-        yield from (buffer.grad_data for buffer in self.model.buffers)
+        buffers = (*self.model.buffers, *self.model.expert_parallel_buffers)
+        yield from (buffer.grad_data for buffer in buffers)
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         """The parts of weights in float32 and the moments."""
