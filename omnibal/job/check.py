@@ -21,8 +21,9 @@ from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
-from omnibal.pipeline.stage_memory import fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import steps_of
@@ -121,6 +122,11 @@ def training_obstacles(plan: Plan) -> list[str]:
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
         )
+    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
+        obstacles.append(
+            f"the plan's schedule is {plan.schedule.name}, and the trainer runs 1f1b: the plan can "
+            "be studied but not trained"
+        )
     foreign = model_obstacle(plan.model)
     if foreign is not None:
         obstacles.append(f"{foreign}: the plan can be studied but not trained")
@@ -133,10 +139,11 @@ def training_obstacles(plan: Plan) -> list[str]:
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
             "features the trainer does not exchange among them: plan with levels of context 1"
         )
-    if plan.has_shared_packs and plan.model.images is not None:
+    if plan.has_shared_packs and plan.model.images is not None and plan.beside is not None:
         obstacles.append(
-            f"ranks share packs of a level, and {plan.model.name} takes images at their native "
-            "resolution, which the trainer does not divide: plan with levels of context 1"
+            f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of "
+            "images at their native resolution, whose features are not exchanged among them: plan "
+            "with --encoder pipeline, or levels of context 1"
         )
     return obstacles
 
@@ -277,17 +284,15 @@ def _check_partition(plan: Plan) -> str:
             f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}"
             f"{of_chunks}; the two must be equal; correct parallel.pipeline or {_ANEW}"
         )
-    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
-        raise UserError(
-            f"the plan's schedule is {plan.schedule.name}, and plans are checked and trained in "
-            f"1f1b; {_ANEW}"
-        )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)
     _check_recomputed_in_lockstep(plan)
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
-    return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
+    held = f"{plan.parallel.pipeline} stages"
+    if chunks > 1:
+        held += f" of {chunks} chunks"
+    return f"{held} hold {what} of {plan.model.name} once, in order"
 
 
 def _check_settings(plan: Plan) -> list[str]:
@@ -333,7 +338,7 @@ def _check_costs(
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
         cost = job.cost_of_all(plan.pack_levels)
-        memories = stage_memories(cost, plan.stages_at_levels, workload)
+        memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
     else:
         anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]

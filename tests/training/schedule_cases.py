@@ -52,6 +52,7 @@ class Recorder(torch.nn.Module):
         super().__init__()
         self.plan, self.rank, self.chunk = plan, rank, 0
         self.weight = torch.nn.Parameter(torch.ones(()))
+        self.deferred = None
         self.events, self._numbers = [], defaultdict(count)
 
     @property

@@ -11,12 +11,7 @@ from schedule_cases import (
 )
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step import schedule
-from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import (
-    Operation,
-    Pass,
-    Schedule,
     forward_only,
     one_forward_one_backward,
 )
@@ -97,20 +92,3 @@ def test_a_step_takes_no_more_than_its_own_micro_batches():
     stream = MicroBatchStream(batches=coming, shapes=[batch.shape for batch in BATCHES[:2]])
     assert [stream.take(number) for number in range(len(stream))] == BATCHES[:2]
     assert list(coming) == BATCHES[2:]
-
-
-def test_backwards_in_two_parts_are_refused(monkeypatch):
-    """Prevents: weights that are updated by half of their gradient."""
-    in_two_parts = Schedule(
-        name="in two parts", chunks=1, micro_batches=1, is_prefix_closed=False,
-        operations=(
-            tuple(
-                Operation(kind, 0)
-                for kind in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
-            ),
-        ),
-    )  # fmt: skip
-    graph = OperationGraph.of(in_two_parts)
-    monkeypatch.setattr(schedule, "operation_graph", lambda *arguments: graph)
-    with pytest.raises(ValueError, match="the trainer runs whole ones"):
-        events_of(monkeypatch, plan_of(1), 0)
