@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from chunk_cases import with_chunks
 from data_parallel_cases import encoding_stream
 from data_parallel_encoder_cases import encoder_gradients
 from megatron.core import parallel_state
@@ -55,6 +56,7 @@ class Case:
     text_only: bool = False
     experts: bool = False
     beside: DataParallelEncoders | None = None
+    chunks: int = 1
 
 
 def encoders_beside(pipelines: int, sharded: int = 1) -> DataParallelEncoders:
@@ -93,6 +95,16 @@ CASES = {
         cuts=(5,),
         tied=True,
         recompute=({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
+    ),
+    # Ranks that share some packs have other numbers of packs.
+    "pp2-of-two-chunks-dp2": Case(
+        ((2, CutRule.COST, GATHER), (2, CutRule.ZIGZAG, HEADS)),
+        {"data": 2},
+        cuts=(2, 5, 6),
+        tied=True,
+        recompute=({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
+        drop_path=0.3,
+        chunks=2,
     ),
     "pp2-dp2-vision": Case(
         ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
@@ -172,7 +184,8 @@ def plan_of(case) -> Plan:
     )
     plan = toy_plan(model, stages_of(of_stages, *case.cuts), **case.sizes)
     changes = {"frozen": case.frozen, "adapters": case.adapters, "beside": case.beside}
-    return plan.model_copy(update={"levels": levels, **changes})
+    plan = plan.model_copy(update={"levels": levels, **changes})
+    return plan if case.chunks == 1 else with_chunks(plan, case.chunks)
 
 
 def whole_packs(plan, number, drop_path):

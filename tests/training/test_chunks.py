@@ -13,6 +13,11 @@ from pipeline_cases import (
 from ranks import run_ranks
 from toy import toy_model
 
+from omnibal.job.check import training_obstacles
+from omnibal.job.plan import PlannedLevel
+from omnibal.model.limits import Caps
+from omnibal.pipeline.schedules import PipelineSchedule
+
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(2, 2), (2, 3), (4, 2)])
 def test_interleaved_chunks_equal_one_process(pipeline, chunks):
@@ -42,3 +47,16 @@ def test_two_pipelines_of_chunks_equal_one_process():
     results, _, weights = single_process(model, STEPS)
     assert_same_results(ranks, results)
     assert_same_weights(ranks, weights)
+
+
+def test_schedules_that_sharing_ranks_run_in_other_orders_are_refused():
+    """Prevents: ranks that wait for each other in packs that they share, where one has more packs
+    and so runs the shared ones in another order."""
+    plan = chunk_plan(toy_model(), 2, 2, name="zb-v", data=2)
+    level = PlannedLevel(caps=Caps.of(tiles=9, tokens=400), context=2, recompute=((),) * 4)
+    shared = plan.model_copy(update={"levels": (level,)})
+    [_, obstacle] = training_obstacles(shared)
+    assert "run the shared ones in other orders" in obstacle
+    of_rule = {"schedule": PipelineSchedule(name="interleaved", chunks=2)}
+    assert len(training_obstacles(shared.model_copy(update=of_rule))) == 1
+    assert len(training_obstacles(plan)) == 1

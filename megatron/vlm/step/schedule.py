@@ -87,8 +87,9 @@ class _Mail:
         self.links, self.operations = links, graph.schedule.operations[links.rank]
         self._plan, self._shapes = plan, batches.shapes
         cuts = range(links.last_part)
-        trained = frozenset(cut for cut in cuts if plan.trained_towers(cut))
-        step = step_messages(graph, trained)
+        self.trained = {cut: towers for cut in cuts if (towers := plan.trained_towers(cut))}
+        """Towers of which gradients come back over a cut, of cuts that have any."""
+        step = step_messages(graph, frozenset(self.trained))
         self._staying: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
         self._inboxes: dict[tuple[int, Content], Inbox] = {}
         self._outboxes: dict[tuple[int, Content], Outbox] = {}
@@ -106,7 +107,7 @@ class _Mail:
         shapes = boundary_shapes(self._plan, message.cut, self._shapes[message.micro_batch])
         if content is Content.ACTIVATIONS:
             return shapes
-        trained = self._plan.trained_towers(message.cut)
+        trained = self.trained[message.cut]
         return {name: shape for name, shape in shapes.items() if name in trained}
 
     def take(
@@ -169,7 +170,7 @@ class _StageRun:
         self.feature_gradients = None if features is None else features.outbox()
         trains_features = frozenset() if features is None else features.trained
         self.trained_inputs = [
-            (plan.trained_towers(part - 1) if part else trains_features)
+            (mail.trained.get(part - 1, frozenset()) if part else trains_features)
             if self.last_backwards
             else frozenset()
             for part in self.links.parts
@@ -192,6 +193,7 @@ class _StageRun:
         for position, (operation, after) in enumerate(following):
             if operation.kind is Pass.BACKWARD_WEIGHT:
                 self._backward_weight(operation, position)
+                self.mail.launched(position)
             elif operation.kind is not Pass.FORWARD:
                 is_last = self.last_backwards[operation.chunk] == position
                 if is_last and before_last_backward is not None:
@@ -268,7 +270,7 @@ class _StageRun:
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
         kept = self.kept.pop((operation.chunk, micro_batch))
         gradients: ByTower = {}
-        if part < self.links.last_part and self.plan.trained_towers(part):
+        if part in self.mail.trained:
             self.clock.switch(Phase.WAIT)
             gradients = self.mail.take(Content.GRADIENTS, part + 1, part, micro_batch, position)
         trained = [name for name, output in kept.outputs.items() if output.requires_grad]
