@@ -116,13 +116,18 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
-            model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, its stages have several chunks, ranks share its packs,
+            the trainer cannot build its model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
+    if planned.plan.schedule.chunks > 1:
+        raise UserError(
+            f"{plan_directory}: has {planned.plan.schedule.chunks} chunks of the model a stage, "
+            "and a replay runs stages of one: give a plan of `omnibal plan --schedule 1f1b`"
+        )
     if planned.plan.has_shared_packs:
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
