@@ -1,0 +1,167 @@
+"""The search for the parts of a schedule, beside all cuts and the simulator of one plan."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
+from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
+from omnibal.pipeline.interleaved import Needed, most_bytes, needed_bytes
+from omnibal.pipeline.operation_graph import operation_graph
+from omnibal.pipeline.part_memory import PartMemory
+from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import PerStepCosts, trained_parameters, workload_times
+from omnibal.pipeline.stage_memory import unit_bytes
+from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
+from omnibal.pipeline.workload import Workload
+
+TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
+
+
+def equal_steps(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
+    """Two steps of equally many micro-batches on every rank."""
+    step, dp_rank, slot = (each.ravel() for each in np.indices((2, ranks, micro_batches)))
+    features = random_features(rng, len(step))
+    return Workload(
+        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
+    )
+
+
+def merged_costs(cost: CostModel, parts: tuple[Stage, ...], stages: int) -> PerStepCosts:
+    """What is done once a step by stages that hold every `stages`-th part."""
+    of_parts = trained_parameters(cost, parts)
+    ends = np.array([[part.holds(unit) for unit in ("language embed", "head")] for part in parts])
+    held = ends.reshape(-1, stages, 2).any(axis=0)
+    apart = ends.all(axis=1).reshape(-1, stages).any(axis=0)
+    both = held.all(axis=1)
+    tied = cost.tied_trained_parameters
+    parameters = of_parts.reshape(-1, stages).sum(axis=0) - tied * (both & ~apart)
+    return PerStepCosts(
+        reduction_ms=cost.reduction_ms(parameters, 0 * parameters),
+        gather_ms=cost.gather_ms(parameters, 0 * parameters),
+        buckets=np.append(
+            max(np.ceil(parameters[0] / cost.bucket_parameters), 1), np.ones(stages - 1)
+        ),
+        overlaps=bool(np.isfinite(cost.bucket_parameters)),
+        tied_ms=cost.tied_exchange_ms * (held.any(axis=1) & ~both),
+        update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, 0 * parameters),
+    )
+
+
+def predicted_ms(cost: CostModel, parts: tuple[Stage, ...], stages: int, packs: Workload) -> float:
+    """Mean step, by the simulator of one plan."""
+    times, once = workload_times(cost, (parts,), packs), merged_costs(cost, parts, stages)
+    chunks = len(parts) // stages
+    schedule = PipelineSchedule(name="interleaved", chunks=chunks)
+    return float(predict_steps(times, packs, once, schedule.rule, chunks).step_ms.mean())
+
+
+def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
+    """Every way to cut a model into parts with a layer each."""
+    units = len(unit_names(model))
+    every = (stages_from_cuts(model, cuts) for cuts in combinations(range(1, units), parts - 1))
+    return [parts for parts in every if all(part.layer_count for part in parts)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_a_cap_the_best_of_all_cuts_is_found(seed: int) -> None:
+    """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(3, 6), random_cost(rng)
+    packs = equal_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
+    found = search_parts(cost, model, packs, 2, np.inf, TWO_CHUNKS)
+    assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, 2, packs))
+    best_ms = min(predicted_ms(cost, parts, 2, packs) for parts in all_cuts(model, 4))
+    assert found.step_ms == pytest.approx(best_ms)
+    assert found.lower_bound_ms <= best_ms
+
+
+def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
+    """Prevents: bounds or moves that leave out the best stages, with ranks of unequal numbers."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(4, 8), random_cost(rng)
+        packs = equal_steps(rng, 6, 2)
+        packs = packs.rows(np.flatnonzero((packs.slot < 5) | (packs.dp_rank == 0)))
+        peak = PartMemory.of_stages(cost, packs, ONE_FORWARD_ONE_BACKWARD, 3, np.inf)
+        assert len(peak) == 3
+        exact = search_stages(cost, model, packs, 3, 1e12)
+        found = search_parts(cost, model, packs, 3, 1e12, ONE_FORWARD_ONE_BACKWARD)
+        assert found.step_ms == pytest.approx(exact.step_ms)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikePacks:
+    """Peaks of stages on micro-batches that are all as the first."""
+
+    cost: CostModel
+    packs: Workload
+    known: dict[Stage, tuple[Needed, float]] = field(default_factory=dict)
+
+    def of_part(self, part: Stage) -> tuple[Needed, float]:
+        """What a part needs of a micro-batch, and its state in bytes."""
+        if part not in self.known:
+            counts = unit_counts(self.cost.kinds, part)
+            states = [unit_bytes(self.cost, unit) for unit in self.cost.units.values()]
+            need = needed_bytes(self.cost, part, self.packs.features[0])
+            self.known[part] = need, float(counts @ np.array(states))
+        return self.known[part]
+
+    def peak_bytes(self, parts: Sequence[Stage]) -> float:
+        """Peak of the fuller of two stages of two parts."""
+        graph = operation_graph(TWO_CHUNKS.rule, 2, 2, int(self.packs.slot.max()) + 1)
+        peaks = []
+        for stage in range(2):
+            needs, states = zip(*map(self.of_part, parts[stage::2]), strict=True)
+            peaks.append(most_bytes(graph, stage, needs) + sum(states))
+        return max(peaks)
+
+
+def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
+    """Parts with every choice of what they recompute, the earliest layers of each kind."""
+    layers = layer_kinds(cost.kinds)
+    every = []
+    for part in parts:
+        counts = unit_counts(cost.kinds, part)[layers].tolist()
+        every.append([*product(*(range(count + 1) for count in counts))])
+    cuts = np.cumsum([part.size for part in parts])[:-1].tolist()
+    model = small_model(2, 3)
+    return (stages_from_cuts(model, cuts, numbers) for numbers in product(*every))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) -> None:
+    """Prevents: parts over the cap, and recomputation that costs more than it must."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(2, 3), random_cost(rng)
+    packs = equal_steps(rng, 4)
+    packs.features[:] = packs.features[0]
+    alike = AlikePacks(cost, packs)
+    options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
+    peaks = np.array([alike.peak_bytes(each) for each in options])
+    cap_bytes = float(np.quantile(peaks, 0.2))
+    fitting = (each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes)
+    best_ms = min(predicted_ms(cost, each, 2, packs) for each in fitting)
+    found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
+    assert alike.peak_bytes(found.stages) <= cap_bytes * (1 + 1e-9)
+    assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
+
+
+def test_the_bound_is_below_every_cut() -> None:
+    """Prevents: a proof of what is not so."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(2, 4), random_cost(rng)
+        packs = equal_steps(rng, int(rng.integers(1, 6)))
+        bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
+        steps = [predicted_ms(cost, parts, 2, packs) for parts in all_cuts(model, 4)]
+        assert 0 < bound_ms <= min(steps)
