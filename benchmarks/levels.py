@@ -49,7 +49,7 @@ from megatron.vlm.measure.profiler import OPTIMIZATION, ProfileOptions, Profiler
 from megatron.vlm.measure.profiler import Round as ProfilerRound
 from megatron.vlm.measure.rates import measure_rates
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.cost.profile import Measured, Profile

@@ -39,7 +39,7 @@ from megatron.vlm.measure.profiler import (
     random_batch,
 )
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.cost.model import pack_features
 from omnibal.cost.profile import Measured, Profile

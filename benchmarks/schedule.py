@@ -49,7 +49,8 @@ from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import Replicated
-from megatron.vlm.step.schedule import PipelineLinks, run_forward_backward
+from megatron.vlm.step.links import PipelineLinks
+from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -186,7 +187,7 @@ def relaying(trainer: Trainer) -> Trainer:
     relay = Relay(trainer.plan, trainer.links.rank)
     model = DistributedDataParallel(trainer.stage.config, trainer.model.ddp_config, relay)
     assert isinstance(trainer.data_parallel, Replicated), "stages are whole"
-    return replace(trainer, data_parallel=replace(trainer.data_parallel, model=model))
+    return replace(trainer, data_parallel=replace(trainer.data_parallel, models=[model]))
 
 
 class StockStage(torch.nn.Module):
@@ -261,7 +262,7 @@ def run_ours(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[torch.Tens
     clock = PhaseClock()
     clock.switch(Phase.WAIT)
     losses = run_forward_backward(
-        trainer.plan, trainer.model, trainer.links, MicroBatchStream.of(batches), clock
+        trainer.plan, trainer.models, trainer.links, MicroBatchStream.of(batches), clock
     )
     clock.stop()
     return losses

@@ -26,6 +26,7 @@ def random_times(packs: int, rng: np.random.Generator) -> StageTimes:
     return StageTimes(
         forward_ms=forward_ms,
         backward_ms=2 * forward_ms,
+        weight_ms=forward_ms,
         recompute_ms=0 * forward_ms,
         forward_link_ms=link_ms,
         backward_link_ms=link_ms,

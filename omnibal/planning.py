@@ -17,7 +17,7 @@ from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
-from omnibal.job.planner import PlanRequest, PlanResult, make_plan
+from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level, are_plain
 from omnibal.model.limits import (
@@ -554,7 +554,7 @@ class _Search:
     def _make_plan(self, request: PlanRequest) -> PlanResult:
         """Make the plan, or raise an error that says what would fit."""
         try:
-            return make_plan(request)
+            return make_ordered_plan(request)
         except DoesNotFit as error:
             shared = _shared(request)
             if shared is None:
@@ -642,7 +642,7 @@ def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
 def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | DoesNotFit]:
     number, request = task
     try:
-        return number, make_plan(request)
+        return number, make_ordered_plan(request)
     except DoesNotFit as error:
         return number, error
 

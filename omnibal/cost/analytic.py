@@ -75,6 +75,7 @@ from omnibal.cost.links import (
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
+from omnibal.cost.weight_part import late_bytes, late_parameters, late_products
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
@@ -528,6 +529,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
     has_backward = one.has_backward
+    late = late_products(one.kind, counts, trained=one.trained)
     kept_bytes = counts.kept_bytes(trained=one.trained)
     # Products of measured times may be slower for being smaller.
     padding_ms = np.maximum(
@@ -546,6 +548,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
+        weight_ms=_weight_ms(device, one, late),
         recompute_ms=forward_ms if has_backward else nothing,
         collective_ms=np.stack(
             [_collective_ms(device, one.counts), _back_collective_ms(device, one)]
@@ -557,6 +560,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         output_bytes=counts.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
+        late_bytes=late_bytes(device, one.kind, counts, late),
         passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
         shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),
         parameters=counts.parameters,
@@ -564,6 +568,19 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         expert_parameters=counts.expert_parameters,
         weight_copy_bytes=weight_copy_bytes(device, counts.products),
     )
+
+
+def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.ndarray:
+    """Time of the second part of a unit's backward, [features]: products at their shapes, a kernel
+    each, and what adds their gradients to those of earlier micro-batches."""
+    nothing = 0 * one.counts.moved_bytes
+    products_ms = (_product_ms(device, each, "weight_gradient") for each in late)
+    # Products of measured times have added them up.
+    accumulates = device.product_times is not None and device.product_times.accumulates
+    added = 0.0 if accumulates else min(late_parameters(late), one.counts.parameters)
+    added_ms = added * 2 * device.gradient_bytes / device.streamed_bytes_per_ms
+    once_ms = added_ms + len(late) * device.kernel_ms
+    return np.sum([_fixed(once_ms, nothing), *products_ms], axis=0)
 
 
 def _collective_ms(device: Device, counts: Counts) -> np.ndarray:

@@ -34,6 +34,9 @@ class UnitCost:
     """Forward time, [features]."""
     backward_ms: np.ndarray
     """Backward time without recomputation, [features]; 0 where nothing up to here is trained."""
+    weight_ms: np.ndarray
+    """Part of the backward time that gives gradients of weights, which a schedule may put off
+    (`omnibal.cost.weight_part`), [features]; 0 where the unit is frozen."""
     recompute_ms: np.ndarray
     """Time that recomputing the unit adds to the backward, [features]; it may be less than another
     forward, as caches are warm, and is 0 where there is no backward."""
@@ -56,6 +59,9 @@ class UnitCost:
     transient_bytes: np.ndarray
     """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
     largest of the moments counts. Where the unit has no backward, while it runs forward."""
+    late_bytes: np.ndarray
+    """Inputs of linears, gradients of their outputs, which a micro-batch keeps until that part has
+    run, and what one product works with besides, [3, features]."""
     passing_bytes: np.ndarray
     """What it holds while its micro-batch runs forward through the units that have no backward,
     [features]; 0 where it has one."""

@@ -355,7 +355,7 @@ def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostMod
 
     def shared_out(name: str, unit: UnitCost) -> UnitCost:
         after, before = counted.units[name], alone.units[name]
-        names = ("forward_ms", "backward_ms", "recompute_ms", "activation_bytes")
+        names = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms", "activation_bytes")
         changed: dict[str, Any] = {
             each: np.maximum(getattr(unit, each) + getattr(after, each) - getattr(before, each), 0)
             for each in names
@@ -459,6 +459,9 @@ def _fitted_unit(
     features, _ = _series(profile, kind.measured_name, "forward_ms", cost.features)
     forward_share = _share(features, counted.forward_ms, trained.forward_ms)
     backward_share = _share(features, counted.backward_ms, trained.backward_ms)
+    backward_ms = backward_share * fitted["backward_ms"]
+    # Not measured apart, so as large a part as by counting.
+    weight_share = _share(features, counted.weight_ms, counted.backward_ms)
     recompute_ms = forward_share * fitted.get("recompute_ms", fitted["forward_ms"])
     activation_bytes = counted.activation_bytes
     if "activation_bytes" in fitted:
@@ -470,7 +473,8 @@ def _fitted_unit(
     return replace(
         counted,
         forward_ms=forward_share * fitted["forward_ms"],
-        backward_ms=backward_share * fitted["backward_ms"],
+        backward_ms=backward_ms,
+        weight_ms=weight_share * backward_ms,
         recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
         collective_ms=np.zeros((2, len(cost.features))),
         padding_ms=np.zeros((2, len(cost.features))),

@@ -223,6 +223,11 @@ class Plan(Frozen):
         place, size = self.schedule.placement, self.parallel.pipeline
         return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
 
+    def units_of(self, stage: int) -> Stage:
+        """All units that a stage of the pipeline holds, of its parts in model order."""
+        parts = (self.stages[part] for part in self.parts_of(stage))
+        return Stage(units=tuple(span for part in parts for span in part.units))
+
     @property
     def pipeline_model(self) -> ModelConfig:
         """The part of the model that the stages are cut from: without data-parallel encoders."""

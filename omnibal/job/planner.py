@@ -22,6 +22,7 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
+from omnibal.pipeline.slot_order import in_slots, ordered_slots, waits_at_the_end
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
@@ -169,6 +170,35 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         search=search,
         cost_source=job.cost_source,
     )
+
+
+def make_ordered_plan(request: PlanRequest) -> PlanResult:
+    """Plan a job on its data, as `make_plan` does, with every rank's micro-batches of a step in the
+    order that is found best on the planned stages (`omnibal.pipeline.slot_order`).
+
+    Plans for other trainers and of given methods keep the order in which packs were dealt, and so
+    do ranks that wait for each other within a step.
+
+    Raises:
+        UserError: a sample exceeds the caps, or no partition fits into memory.
+    """
+    result = make_plan(request)
+    if result.data is None or not request.is_joint or request.job.trainer.name is not None:
+        return result
+    packs, lengths = result.data
+    plan, levels = result.plan, request.data.levels
+    job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
+    workload = job.workload(packs, lengths, levels)
+    if not waits_at_the_end(workload):
+        return result
+    slot = ordered_slots(
+        job.cost_of_all(levels), plan.stages_at_levels, workload, job.memory_cap_gib * GIB
+    )
+    packs = in_slots(packs, slot)
+    data = request.data.described(packs, job)
+    prediction = prediction_of(plan, job, packs, job.workload(packs, lengths, levels))
+    changed = plan.model_copy(update={"data": data, "prediction": prediction})
+    return replace(result, plan=changed, data=(packs, lengths))
 
 
 def prediction_of(

@@ -12,7 +12,7 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import OperationGraph, held_in_passes, operation_graph
-from omnibal.pipeline.schedules import interleaved
+from omnibal.pipeline.schedules import PipelineSchedule, interleaved
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
@@ -45,8 +45,9 @@ def predict_interleaved(
         workload: steps of a multiple of as many micro-batches as there are stages.
     """
     count, chunks = len(stages), len(parts) // len(stages)
-    times, once = workload_times(cost, (parts,), workload), per_step_costs(cost, stages)
-    simulated = predict_steps(times, workload, once, interleaved, chunks)
+    schedule = PipelineSchedule(name="interleaved", chunks=chunks)
+    times, once = workload_times(cost, (parts,), workload), per_step_costs(cost, parts, schedule)
+    simulated = predict_steps(times, workload, once, schedule)
     graph = operation_graph(interleaved, count, chunks, int(workload.slot.max()) + 1)
     largest = features_of(workload, cost).max(axis=0)
     needs = [needed_bytes(replace(cost, library_buffers=()), part, largest) for part in parts]

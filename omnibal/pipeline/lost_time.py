@@ -12,6 +12,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
@@ -24,7 +25,11 @@ from omnibal.pipeline.workload import Workload
 
 
 def lost_time(
-    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step_ms: float
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    step_ms: float,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
     """Time that the mean step of the workload loses to each cause, in ms.
 
@@ -32,7 +37,8 @@ def lost_time(
         step_ms: of the mean step, as `predict_steps` gives it for the same workload.
     """
     times = causes_of(cost, stages_at, workload)
-    return lost_time_of(times, workload, per_step_costs(cost, stages_at[0]), step_ms)
+    once = per_step_costs(cost, stages_at[0], schedule)
+    return lost_time_of(times, workload, once, step_ms, schedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -76,7 +82,11 @@ def causes_of(
 
 
 def lost_time_of(
-    causes: CauseTimes, workload: Workload, once: PerStepCosts, step_ms: float
+    causes: CauseTimes,
+    workload: Workload,
+    once: PerStepCosts,
+    step_ms: float,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
     """`lost_time` of times that need not be a cost model's."""
     steps_of_all = len(np.unique(workload.step))
@@ -84,7 +94,7 @@ def lost_time_of(
     if workload.lockstep_ranks > 1:
         causes = causes.rows(workload.is_needed)
         workload = replace(workload.rows(workload.is_needed), lockstep_ranks=1)
-        loose_ms = float(predict_steps(causes.all, workload, once).step_ms.mean())
+        loose_ms = float(predict_steps(causes.all, workload, once, schedule).step_ms.mean())
     alone = workload.each_rank_alone()
     update, nothing = once.without_exchange(), once.nothing()
     bare = _without_links(causes.silent)
@@ -103,10 +113,10 @@ def lost_time_of(
         (replace(_evened_out(times), waits_ms=needed), nothing),
     )
     ranks = steps_of_all * workload.data_parallel_size
-    left = [loose_ms] + [_mean_of_ranks_ms(*step, alone, ranks) for step in steps]
+    left = [loose_ms] + [_mean_of_ranks_ms(*step, schedule, alone, ranks) for step in steps]
     # Unequal stages can suit few micro-batches better than equal ones, and then cost nothing.
     left[-1] = min(left[-2:])
-    work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum())
+    work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum()) * schedule.chunks
     work_ms += 0.0 if needed is None else float(needed.sum())
     left.append(work_ms / ranks)
     lost = [before - after for before, after in pairwise(left)]
@@ -125,10 +135,14 @@ def lost_time_of(
 
 
 def _mean_of_ranks_ms(
-    times: StageTimes, once: PerStepCosts, workload: Workload, ranks: int
+    times: StageTimes,
+    once: PerStepCosts,
+    schedule: PipelineSchedule,
+    workload: Workload,
+    ranks: int,
 ) -> float:
     """Mean time of `ranks` single-rank steps, including those without a micro-batch, in ms."""
-    simulated = predict_steps(times, workload, once)
+    simulated = predict_steps(times, workload, once, schedule)
     idle = ranks - len(simulated.step_ms)
     idle_ms = once.exchange_ms.max() + once.update_ms.max()
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
@@ -162,10 +176,12 @@ def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
 
     def bare(unit: UnitCost) -> UnitCost:
         forward_ms, backward_ms, again_ms = np.sum([cause(unit) for cause in causes], axis=0)
+        rest_ms = unit.backward_ms - backward_ms
         return replace(
             unit,
             forward_ms=unit.forward_ms - forward_ms,
-            backward_ms=unit.backward_ms - backward_ms,
+            backward_ms=rest_ms,
+            weight_ms=np.minimum(unit.weight_ms, rest_ms),
             recompute_ms=np.maximum(unit.recompute_ms - again_ms, 0),
         )
 
@@ -194,4 +210,9 @@ def _evened_out(times: StageTimes) -> StageTimes:
     def even(values: np.ndarray) -> np.ndarray:
         return np.broadcast_to(values.mean(axis=1, keepdims=True), values.shape)
 
-    return replace(times, forward_ms=even(times.forward_ms), backward_ms=even(times.backward_ms))
+    return replace(
+        times,
+        forward_ms=even(times.forward_ms),
+        backward_ms=even(times.backward_ms),
+        weight_ms=even(times.weight_ms),
+    )

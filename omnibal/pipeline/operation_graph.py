@@ -11,11 +11,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward_one_backward
+from omnibal.pipeline.schedules import (
+    Pass,
+    PipelineSchedule,
+    Schedule,
+    ScheduleRule,
+    one_forward_one_backward,
+)
 
 _KINDS = len(Pass)
-_KEPT_GRAPHS = 8
-"""Number of operation graphs cached, as one job uses the same schedules repeatedly."""
+_KEPT_GRAPHS = 64
+"""Number of operation graphs cached, as one job uses the same schedules repeatedly: one for every
+number of micro-batches that a rank may have in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -111,8 +118,13 @@ def operation_graph(
     return OperationGraph.of(rule(stages, chunks, micro_batches))
 
 
+def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) -> OperationGraph:
+    """The operations of a plan's schedule."""
+    return operation_graph(schedule.rule, stages, schedule.chunks, micro_batches)
+
+
 def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
-    """The operations of the schedule that plans are made for and trained by, which is 1F1B."""
+    """The operations of 1F1B, which plans have that name no other schedule."""
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 

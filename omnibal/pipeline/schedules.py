@@ -12,7 +12,7 @@ stage before waits for, and later of its weights (Qi et al. 2023, arXiv 2401.102
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final, Literal
 
@@ -271,8 +271,17 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Evaluation: the forward passes of every micro-batch in order, and no backward."""
-    order = [Operation(Pass.FORWARD, i, c) for i in range(micro_batches) for c in range(chunks)]
+    """Evaluation: the forward passes of every micro-batch, and no backward.
+
+    Micro-batches go through the chunks in groups of as many as there are stages, so that a stage
+    has other ones to run while one is in the stages between two of its chunks.
+    """
+    order = [
+        Operation(Pass.FORWARD, i, chunk)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for i in range(first, min(first + stages, micro_batches))
+    ]
     return Schedule(
         name="forward only",
         chunks=chunks,
@@ -280,6 +289,17 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
         operations=(tuple(order),) * stages,
         is_prefix_closed=True,
     )
+
+
+def _forward_only_back_and_forth(stages: int, chunks: int, micro_batches: int) -> Schedule:
+    return replace(forward_only(stages, chunks, micro_batches), placement=Placement.V)
+
+
+FORWARD_ONLY: Mapping[Placement, ScheduleRule] = {
+    Placement.LOOP: forward_only,
+    Placement.V: _forward_only_back_and_forth,
+}
+"""Evaluation with chunks on stages as the placement says."""
 
 
 ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
@@ -297,13 +317,19 @@ class _Named:
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)
     """Numbers of chunks that a stage may have."""
+    passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
+    """Kinds of passes of a micro-batch, in order."""
 
+
+_TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 
 _NAMED: Mapping[ScheduleName, _Named] = {
     "1f1b": _Named(rule=one_forward_one_backward),
     "interleaved": _Named(rule=interleaved, chunks=range(2, MAX_CHUNKS + 1)),
-    "zb-h1": _Named(rule=zero_bubble_h1),
-    "zb-v": _Named(rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3)),
+    "zb-h1": _Named(rule=zero_bubble_h1, passes=_TWO_PARTS),
+    "zb-v": _Named(
+        rule=zero_bubble_v, placement=Placement.V, chunks=range(2, 3), passes=_TWO_PARTS
+    ),
 }
 
 
@@ -333,6 +359,24 @@ class PipelineSchedule(Frozen):
     def placement(self) -> Placement:
         """Rule by which stages hold the parts of the model."""
         return _NAMED[self.name].placement
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """Kinds of passes that it has."""
+        return _NAMED[self.name].passes
+
+    @property
+    def last_pass(self) -> Pass:
+        """The kind of pass by which a stage is done with a micro-batch."""
+        return self.passes[-1]
+
+    def parts_of(self, parts: int) -> list[list[int]]:
+        """Indices of the chunks of every stage among all parts of the model. [stages][chunks]"""
+        stages, place = parts // self.chunks, self.placement
+        return [
+            [place.part(stage, chunk, stages) for chunk in range(self.chunks)]
+            for stage in range(stages)
+        ]
 
 
 ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()

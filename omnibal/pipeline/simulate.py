@@ -21,11 +21,15 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
-    operation_graph,
     planned_graph,
-    require_prefix_closed,
+    schedule_graph,
 )
-from omnibal.pipeline.schedules import Pass, Schedule, ScheduleRule, one_forward_one_backward
+from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
+    Pass,
+    PipelineSchedule,
+    Schedule,
+)
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
@@ -56,6 +60,21 @@ class Timeline:
     """Time that the stage is idle, the rest of the step, [p]."""
     step_ms: np.ndarray
     """End of the last stage to finish, a scalar."""
+
+    @classmethod
+    def empty(cls, schedule: Schedule, steps: int) -> "Timeline":
+        """So many steps in which nothing runs yet."""
+        kinds = {one.kind for operations in schedule.operations for one in operations}
+        shape = steps, schedule.micro_batches, schedule.parts
+        return cls(
+            schedule=schedule,
+            start_ms={kind: np.zeros(shape) for kind in sorted(kinds)},
+            end_ms={kind: np.zeros(shape) for kind in sorted(kinds)},
+            finish_ms=np.zeros((steps, schedule.stages)),
+            busy_ms=np.zeros((steps, schedule.stages)),
+            wait_ms=np.zeros((steps, schedule.stages)),
+            step_ms=np.zeros(steps),
+        )
 
     def of_step(self, step: int) -> "Timeline":
         """One step of a batched timeline."""
@@ -157,25 +176,18 @@ def simulate_schedule(
         duration_ms: [steps, m, k] of every kind of pass that the schedule has.
         forward_link_ms: [steps, m, k - 1]; entry i is from part i to i + 1.
         backward_link_ms: [steps, m, k - 1]; entry i is from part i + 1 to i.
-        counts: [steps]; micro-batches from `counts` on do not exist. They take no time and wait
-            for nothing, which is exact where the schedule of fewer micro-batches runs in the same
-            order.
+        counts: [steps]; micro-batches from `counts` on do not exist and are left out of the list,
+            which is not the schedule of fewer unless it is prefix-closed.
         ready_ms: when each stage may begin, [steps, p]; None for all at 0.
         context: steps that compute a micro-batch together, [steps, m]: an aligned block of so many
             rows, which all say the same; None for 1.
         lockstep: rows that have equally many micro-batches and run some parts in lockstep; None for
             none.
-
-    Raises:
-        ValueError: some steps have fewer micro-batches than the schedule, and it is another one
-            for fewer.
     """
     schedule, kinds = graph.schedule, graph.kinds
     steps, micro_batches = len(counts), schedule.micro_batches
     real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
     padded = not real.all()
-    if padded:
-        require_prefix_closed(schedule)
     # Steps last, so that every operation below is on one contiguous vector of them.
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
@@ -325,8 +337,7 @@ def predict_steps(
     times: StageTimes,
     workload: Workload,
     once: PerStepCosts,
-    rule: ScheduleRule = one_forward_one_backward,
-    chunks: int = 1,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
     """Simulate the steps of a workload; numbers between them that do not occur are left out.
 
@@ -334,31 +345,21 @@ def predict_steps(
     norm then needs all stages, so the update starts everywhere at once.
 
     Args:
-        times: of every row of the workload, on every chunk of every stage.
+        times: of every row of the workload, on every part of the model.
         once: what is exchanged and updated.
-        rule: of the schedule; of one that does not shorten, steps have equally many micro-batches.
-        chunks: of every stage.
     """
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
-    at_once = max(_CHUNK_ENTRIES // (ranks * (int(workload.slot.max()) + 1) * stages), 1)
+    entries = ranks * (int(workload.slot.max()) + 1) * stages * schedule.chunks
+    at_once = max(_CHUNK_ENTRIES // entries, 1)
     finish_ms, busy_ms = np.empty((2, steps, stages))
     for first in range(0, steps, at_once):
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
-        rows = _Rows.of(times, workload, packs, step_index[packs] - first)
-        graph = operation_graph(rule, stages, chunks, rows.forward_ms.shape[1])
-        if chunks == 1:
-            ready_ms = once.first_wait_ms(rows.first_forward_ms)
-            timeline = rows.simulated(graph, ready_ms)
-            exposed_ms = once.exposed_ms(rows.last_backward_ms)
-        else:
-            by_chunk = (-1, chunks, stages)
-            first_start_ms = rows.simulated(graph).start_ms[Pass.FORWARD].min(axis=1)
-            ready_ms = once.first_waits_ms(first_start_ms.reshape(by_chunk))
-            timeline = rows.simulated(graph, ready_ms)
-            last_end_ms = timeline.end_ms[Pass.BACKWARD].max(axis=1)
-            exposed_ms = once.chunks_exposed_ms(last_end_ms.reshape(by_chunk))
+        rows = _Rows.of(times, workload, packs, step_index[packs] - first, schedule)
+        ready_ms = rows.first_waits_ms(once)
+        timeline = rows.simulated(ready_ms)
+        exposed_ms = rows.exposed_ms(once, timeline)
         reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
@@ -371,38 +372,43 @@ def predict_steps(
     )
 
 
-def simulate_ranks(times: StageTimes, workload: Workload) -> Timeline:
+def simulate_ranks(
+    times: StageTimes,
+    workload: Workload,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+) -> Timeline:
     """Simulate one step of all data-parallel ranks, without what they exchange. [ranks, ...]
 
     Micro-batches that a rank does not have take no time. Data-parallel encoders have run
     before its first forward; what they do after the last backward is left out.
 
     Args:
-        times: of every row of the workload.
+        times: of every row of the workload, on every part of the model.
         workload: a single step.
     """
-    alone = replace(times, waits_ms=None)
-    rows = _Rows.of(alone, workload, slice(None), np.zeros(len(workload), np.int64))
-    graph = planned_graph(times.forward_ms.shape[1], rows.forward_ms.shape[1])
+    alone, one_step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
+    rows = _Rows.of(alone, workload, slice(None), one_step, schedule)
     if times.waits_ms is None:
-        return rows.simulated(graph)
+        return rows.simulated()
     before_ms = np.zeros((len(rows.counts), 1))
     np.add.at(before_ms[:, 0], workload.dp_rank, times.waits_ms[:, 0])
-    return rows.simulated(graph, np.repeat(before_ms, times.forward_ms.shape[1], axis=1))
+    return rows.simulated(np.repeat(before_ms, rows.stages, axis=1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
     """What is simulated side by side: every rank of a step, and the next step's after them."""
 
-    forward_ms: np.ndarray
-    """[rows, m, p], and the backward time likewise."""
-    backward_ms: np.ndarray
+    schedule: PipelineSchedule
+    pass_ms: Mapping[Pass, np.ndarray]
+    """Time of every kind of pass that the schedule has, [rows, m, k]."""
     forward_link_ms: np.ndarray
-    """[rows, m, p - 1], and the next likewise."""
+    """[rows, m, k - 1], and the next likewise."""
     backward_link_ms: np.ndarray
     counts: np.ndarray
     """Micro-batches of every row."""
+    ranks: int
+    """Rows of a step."""
     context: np.ndarray | None
     """Rows that share each micro-batch, [rows, m]; None where none is shared."""
     lockstep: Lockstep | None
@@ -412,7 +418,14 @@ class _Rows:
     encoders, [rows, 2]; None where there are none."""
 
     @classmethod
-    def of(cls, times: StageTimes, workload: Workload, chosen: slice, step: np.ndarray) -> "_Rows":
+    def of(
+        cls,
+        times: StageTimes,
+        workload: Workload,
+        chosen: slice,
+        step: np.ndarray,
+        schedule: PipelineSchedule,
+    ) -> "_Rows":
         """Arrange chosen micro-batches, of which the last is of the last step.
 
         Args:
@@ -421,56 +434,131 @@ class _Rows:
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
         shape = (int(step[-1]) + 1) * ranks, int(workload.slot.max()) + 1
-        forward_ms, backward_ms = times.forward_ms[chosen], times.backward_ms[chosen]
+        pass_ms = {kind: times.pass_ms(kind)[chosen] for kind in schedule.passes}
         waits_ms = None
         if times.waits_ms is not None:
             before_ms, after_ms = times.waits_ms[chosen].T
             waits_ms = np.stack(
                 [np.bincount(row, each, shape[0]) for each in (before_ms, after_ms)], axis=1
             )
-            first = np.arange(forward_ms.shape[1]) == 0
-            forward_ms = forward_ms + before_ms[:, None] * first
-            backward_ms = backward_ms + after_ms[:, None] * first
+            first = np.arange(times.forward_ms.shape[1]) == 0
+            pass_ms[Pass.FORWARD] = pass_ms[Pass.FORWARD] + before_ms[:, None] * first
+            last = schedule.last_pass
+            pass_ms[last] = pass_ms[last] + after_ms[:, None] * first
         return cls(
-            forward_ms=_padded(forward_ms, row, slot, shape),
-            backward_ms=_padded(backward_ms, row, slot, shape),
+            schedule=schedule,
+            pass_ms={kind: _padded(ms, row, slot, shape) for kind, ms in pass_ms.items()},
             forward_link_ms=_padded(times.forward_link_ms[chosen], row, slot, shape),
             backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
             counts=np.bincount(row, minlength=shape[0]),
+            ranks=ranks,
             context=_contexts(workload.context[chosen], row, slot, shape),
             lockstep=_lockstep(times, workload),
             waits_ms=waits_ms,
         )
 
     @property
-    def first_forward_ms(self) -> np.ndarray:
-        """Time that each row's first forward takes, with those that run it too. [rows, k]"""
-        return self._taken(self.forward_ms)[:, 0]
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
+
+    def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
+        """Wait of every row's stages for new weights, before their first forward. [rows, p]"""
+        if self.schedule.chunks == 1:
+            return once.first_wait_ms(self._taken(Pass.FORWARD)[:, 0])
+        start_ms = self.simulated().start_ms[Pass.FORWARD]
+        first_ms = np.where(self._is_real, start_ms, np.inf).min(axis=1)
+        return once.first_waits_ms(np.where(np.isfinite(first_ms), first_ms, 0)[:, self._chunks])
+
+    def exposed_ms(self, once: PerStepCosts, timeline: Timeline) -> np.ndarray:
+        """Time of every row's stages from the end of what they compute to that of the exchange of
+        gradients. [rows, p]"""
+        last = self.schedule.last_pass
+        if self.schedule.chunks == 1:
+            slot = np.maximum(self.counts - 1, 0)
+            return once.exposed_ms(self._taken(last)[np.arange(len(slot)), slot])
+        end_ms = np.where(self._is_real, timeline.end_ms[last], 0).max(axis=1)
+        return once.chunks_exposed_ms(end_ms[:, self._chunks])
 
     @property
-    def last_backward_ms(self) -> np.ndarray:
-        """Time that each row's last backward takes, with those that run it too. [rows, k]"""
-        last = np.maximum(self.counts - 1, 0)
-        return self._taken(self.backward_ms)[np.arange(len(last)), last]
+    def _is_real(self) -> np.ndarray:
+        """Whether a row has a micro-batch, bool [rows, m, 1]."""
+        return (np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None])[..., None]
 
-    def _taken(self, alone_ms: np.ndarray) -> np.ndarray:
-        """Time that passes [rows, m, k] take, given how long each row's own part of them is."""
-        duration = np.moveaxis(alone_ms, 0, -1)
+    @property
+    def _chunks(self) -> np.ndarray:
+        """The part of the model that is each chunk of each stage, [chunks, p]."""
+        return np.array(self.schedule.parts_of(self.stages * self.schedule.chunks)).T
+
+    def _taken(self, kind: Pass) -> np.ndarray:
+        """Time that passes of a kind take with the rows that run them too. [rows, m, k]"""
+        duration = np.moveaxis(self.pass_ms[kind], 0, -1)
         blocks = _blocks_of_parts(self.context, self.lockstep, duration.shape)
         return np.moveaxis(_taken(duration, blocks), -1, 0)
 
-    def simulated(self, graph: OperationGraph, ready_ms: np.ndarray | None = None) -> Timeline:
-        """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p]."""
+    def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
+        """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p].
+
+        Rows that share micro-batches or run in lockstep do so by one list, that of the rank of
+        their step that has most; others by that of their own micro-batches.
+        """
+        most = self.forward_link_ms.shape[1]
+        graph = schedule_graph(self.schedule, self.stages, most)
+        listed = np.maximum(self.counts, 1)
+        if self.context is not None or self.lockstep is not None:
+            listed = np.repeat(listed.reshape(-1, self.ranks).max(axis=1), self.ranks)
+        if graph.schedule.is_prefix_closed or (listed == most).all():
+            return self._by_list(graph, np.arange(len(listed)), ready_ms)
+        groups = {count: np.flatnonzero(listed == count) for count in np.unique(listed).tolist()}
+        return _put_together(
+            graph.schedule,
+            {
+                count: self._by_list(
+                    schedule_graph(self.schedule, self.stages, count), rows, ready_ms
+                )
+                for count, rows in groups.items()
+            },
+            groups,
+        )
+
+    def _by_list(
+        self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None
+    ) -> Timeline:
+        """Simulate some rows by a list that has all of their micro-batches."""
+        listed = np.s_[rows, : graph.schedule.micro_batches]
         return simulate_schedule(
             graph,
-            {Pass.FORWARD: self.forward_ms, Pass.BACKWARD: self.backward_ms},
-            self.forward_link_ms,
-            self.backward_link_ms,
-            self.counts,
-            ready_ms,
-            self.context,
+            {kind: ms[listed] for kind, ms in self.pass_ms.items()},
+            self.forward_link_ms[listed],
+            self.backward_link_ms[listed],
+            self.counts[rows],
+            None if ready_ms is None else ready_ms[rows],
+            None if self.context is None else self.context[listed],
             self.lockstep,
         )
+
+
+def _put_together(
+    schedule: Schedule, timelines: Mapping[int, Timeline], groups: Mapping[int, np.ndarray]
+) -> Timeline:
+    """One timeline of rows that were simulated by number of micro-batches; missing ones are at 0.
+
+    Args:
+        schedule: of the most micro-batches.
+        groups: rows of every timeline.
+    """
+    rows = sum(map(len, groups.values()))
+    whole = Timeline.empty(schedule, rows)
+    for count, timeline in timelines.items():
+        chosen = groups[count]
+        for kind in timeline.start_ms:
+            whole.start_ms[kind][chosen, :count] = timeline.start_ms[kind]
+            whole.end_ms[kind][chosen, :count] = timeline.end_ms[kind]
+        whole.finish_ms[chosen] = timeline.finish_ms
+        whole.busy_ms[chosen] = timeline.busy_ms
+        whole.wait_ms[chosen] = timeline.wait_ms
+        whole.step_ms[chosen] = timeline.step_ms
+    return whole
 
 
 def _lockstep(times: StageTimes, workload: Workload) -> Lockstep | None:

@@ -14,6 +14,7 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import ENCODER_WAITS_MS, unit_names
 from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import (
     holds_both_ends,
@@ -27,12 +28,17 @@ from omnibal.pipeline.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageTimes:
-    """Times of every pack (micro-batch) on every stage, in ms."""
+    """Times of every pack (micro-batch) on every stage, in ms.
+
+    Where stages hold several chunks of the model, it is of every part in place of every stage.
+    """
 
     forward_ms: np.ndarray
     """Forward time, [packs, stages]."""
     backward_ms: np.ndarray
     """Backward time, recomputation included, [packs, stages]."""
+    weight_ms: np.ndarray
+    """Part of the backward time that gives gradients of weights, [packs, stages]."""
     recompute_ms: np.ndarray
     """Part of the backward time that recomputes, [packs, stages]."""
     forward_link_ms: np.ndarray
@@ -52,11 +58,25 @@ class StageTimes:
             self,
             forward_ms=self.forward_ms[picked],
             backward_ms=self.backward_ms[picked],
+            weight_ms=self.weight_ms[picked],
             recompute_ms=self.recompute_ms[picked],
             forward_link_ms=self.forward_link_ms[picked],
             backward_link_ms=self.backward_link_ms[picked],
             waits_ms=None if self.waits_ms is None else self.waits_ms[picked],
         )
+
+    def pass_ms(self, kind: Pass) -> np.ndarray:
+        """Time of a kind of pass, [packs, stages]. Both parts of a backward take as long as it
+        does whole, and what recomputes is of the first."""
+        match kind:
+            case Pass.FORWARD:
+                return self.forward_ms
+            case Pass.BACKWARD:
+                return self.backward_ms
+            case Pass.BACKWARD_INPUT:
+                return self.backward_ms - self.weight_ms
+            case Pass.BACKWARD_WEIGHT:
+                return self.weight_ms
 
 
 def workload_times(
@@ -89,6 +109,7 @@ def _times(
     features, waits_ms = _without_waits(cost, features)
     held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
     forward = np.stack([unit.forward_ms for unit in units])
+    weight = np.stack([unit.weight_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
     last = [cost.units[last_unit(kinds, stage)] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
@@ -98,6 +119,7 @@ def _times(
     return StageTimes(
         forward_ms=features @ (held @ forward).T,
         backward_ms=features @ (held @ backward).T + recompute_ms,
+        weight_ms=features @ (held @ weight).T,
         recompute_ms=recompute_ms,
         forward_link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ forward_bytes.T),
         backward_link_ms=cost.link_latency_ms * returns
@@ -137,18 +159,32 @@ def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.nd
     return features @ np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
 
 
-def trained_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
-    """Parameters of one device of every stage that are updated. [stages]"""
+def held_units(
+    cost: CostModel,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+) -> np.ndarray:
+    """Number of units of each kind that every stage holds, in all of its chunks. [stages, kinds]
+
+    Args:
+        stages: parts of the model, which the schedule places on stages.
+    """
+    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
+    return np.stack([counts[parts].sum(axis=0) for parts in schedule.parts_of(len(stages))])
+
+
+def trained_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
+    """Parameters of one device of stages of these units [stages, kinds] that are updated.
+    [stages]"""
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
-    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
-    return counts @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, counts)
+    return held @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, held)
 
 
-def trained_expert_parameters(cost: CostModel, stages: Sequence[Stage]) -> np.ndarray:
-    """Parameters of experts of one device of every stage that are updated. [stages]"""
+def trained_expert_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
+    """Parameters of experts of one device of stages of these units [stages, kinds] that are
+    updated. [stages]"""
     per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
-    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
-    return counts @ np.array(per_unit, np.float64)
+    return held @ np.array(per_unit, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -231,19 +267,27 @@ class PerStepCosts:
         return replace(self.without_exchange(), update_ms=np.zeros_like(self.update_ms))
 
 
-def per_step_costs(cost: CostModel, stages: Sequence[Stage]) -> PerStepCosts:
-    """Exchange with data-parallel ranks and weight update of every stage."""
-    parameters = trained_parameters(cost, stages)
-    of_experts = trained_expert_parameters(cost, stages)
-    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
-    buckets = np.ones(len(stages))
+def per_step_costs(
+    cost: CostModel,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+) -> PerStepCosts:
+    """Exchange with data-parallel ranks and weight update of every stage.
+
+    Args:
+        stages: parts of the model, which the schedule places on stages.
+    """
+    held = held_units(cost, stages, schedule)
+    parameters = trained_parameters(cost, held)
+    of_experts = trained_expert_parameters(cost, held)
+    buckets = np.ones(len(held))
     buckets[0] = bucket_counts(cost, parameters[0])
     return PerStepCosts(
         reduction_ms=cost.reduction_ms(parameters, of_experts),
         gather_ms=cost.gather_ms(parameters, of_experts),
         buckets=buckets,
         overlaps=math.isfinite(cost.bucket_parameters),
-        tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
+        tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, held),
         update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, of_experts),
     )
 

@@ -25,7 +25,7 @@ from paper import (
 )
 
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
-from omnibal.pipeline.stage_cost import stage_times, trained_parameters
+from omnibal.pipeline.stage_cost import held_units, stage_times, trained_parameters
 from omnibal.pipeline.unit_runs import last_unit
 
 MIB = 1024**2
@@ -55,7 +55,8 @@ def main() -> None:
         if method is PartitionMethod.LAYER:
             sent_of_layers = sent_mib
         reference = sent_of_layers if method is PartitionMethod.BMP else sent_of_parameters
-        held = trained_parameters(job.cost, stages) * job.job.parallel.tensor / 1e9
+        of_stages = trained_parameters(job.cost, held_units(job.cost, stages))
+        held = of_stages * job.job.parallel.tensor / 1e9
         predicted_days = job.gpu_days(stages, data.isf)
         rows.append(
             [

@@ -93,6 +93,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         return UnitCost(
             forward_ms=forward_ms,
             backward_ms=backward_ms,
+            weight_ms=backward_ms * np.linspace(0.2, 0.5, len(features)),
             recompute_ms=0.7 * forward_ms + 0.1 * forward_ms[::-1],
             collective_ms=0.1 * np.stack([forward_ms, backward_ms]),
             padding_ms=np.zeros((2, len(features))),
@@ -102,6 +103,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
             transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
+            late_bytes=np.outer((0.3, 0.6, 0.2), boundary_bytes + output_bytes),
             passing_bytes=np.zeros(len(features)),
             shared_bytes=rng.uniform(0, 1e6, len(features)),
             parameters=parameters,

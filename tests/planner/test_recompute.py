@@ -117,6 +117,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
     return UnitCost(
         forward_ms=np.array([0.0, 0, 1, 0, 0]),
         backward_ms=np.array([0.0, 0, 2, 0, 0]),
+        weight_ms=np.array([0.0, 0, 1, 0, 0]),
         recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
         collective_ms=np.zeros((2, 5)),
         padding_ms=np.zeros((2, 5)),
@@ -126,6 +127,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         output_bytes=boundary,
         output_gradient_bytes=boundary,
         transient_bytes=np.stack([transient, transient / 2]),
+        late_bytes=np.zeros((3, 5)),
         passing_bytes=np.zeros(5),
         shared_bytes=np.zeros(5),
         parameters=parameters,

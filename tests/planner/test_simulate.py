@@ -181,6 +181,7 @@ def test_a_step_waits_for_the_slowest_rank_then_reduces_and_updates(
     times = StageTimes(
         forward_ms=forward,
         backward_ms=backward,
+        weight_ms=backward / 3,
         recompute_ms=0 * forward,
         forward_link_ms=link,
         backward_link_ms=back_link,

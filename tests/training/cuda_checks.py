@@ -17,7 +17,7 @@ from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.model.attention import attend_by_segment
 from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.run.launch import Launch, initialize_distributed
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.job.plan import Plan
 from omnibal.model.config import load_cluster, load_model

@@ -164,7 +164,7 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
 def encoder_gradients(encoders):
     """Gradients of the encoders by global name. Of whole ones each rank has only its share of the
     summed gradients; now all have all."""
-    model = None if encoders.data_parallel is None else encoders.data_parallel.model
+    model = None if encoders.data_parallel is None else encoders.data_parallel.models[0]
     group = dist.group.WORLD
     for buffer in () if model is None or encoders.sharded is not None else model.buffers:
         for bucket in buffer.buckets:

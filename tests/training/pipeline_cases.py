@@ -18,6 +18,15 @@ STEPS = [
 ]
 
 
+def named_parameters(trainer):
+    """The parameters of all chunks of a stage, by global name."""
+    return {
+        global_parameter_name(stage, name): parameter
+        for stage in trainer.chunks
+        for name, parameter in stage.named_parameters()
+    }
+
+
 def train_steps(links, plan, steps, data_size=1, new_samples=True):
     """Losses, grad norms, each step's gradients and the final weights, by global name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
@@ -26,21 +35,14 @@ def train_steps(links, plan, steps, data_size=1, new_samples=True):
         seed = 100 * number if new_samples else 0
         batches = [toy_batch(plan.model, pack, seed=seed + i) for i, pack in enumerate(step)]
         own = batches[parallel_state.get_data_parallel_rank() :: data_size]
-        before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+        before = {name: p.detach().clone() for name, p in named_parameters(trainer).items()}
         result = train_step(trainer, MicroBatchStream.of(own))
         trainer.wait_for_weights()
         results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gradients.append(
-            {
-                global_parameter_name(trainer.stage, name): parameter.main_grad.clone()
-                for name, parameter in trainer.stage.named_parameters()
-            }
-        )
-        assert any(not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters())
-    weights = {
-        global_parameter_name(trainer.stage, name): parameter.detach().clone()
-        for name, parameter in trainer.stage.named_parameters()
-    }
+        own = named_parameters(trainer).items()
+        gradients.append({name: parameter.main_grad.clone() for name, parameter in own})
+        assert any(not torch.equal(before[name], parameter) for name, parameter in own)
+    weights = {name: p.detach().clone() for name, p in named_parameters(trainer).items()}
     return results, gradients, weights
 
 

@@ -292,7 +292,7 @@ def gradients(links, plan, batch):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
     trainer.model.zero_grad_buffer()
     batches = MicroBatchStream.of([batch])
-    losses = run_forward_backward(plan, trainer.model, links, batches, PhaseClock())
+    losses = run_forward_backward(plan, trainer.models, links, batches, PhaseClock())
     grads = {name: p.main_grad.clone() for name, p in trainer.stage.named_parameters()}
     return torch.stack(losses).sum().item(), grads
 

@@ -108,11 +108,12 @@ def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
         parallel_state.initialize_model_parallel(
             sizes.tensor, sizes.pipeline, create_gloo_process_groups=False
         )
-        arguments = (plan.model, plan.stages, sizes, plan.precision)
+        stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
+        arguments = (plan.model, stage, sizes, plan.precision)
         with FakeTensorMode():
             yield VLMStage(
                 plan.model,
-                plan.stages[parallel_state.get_pipeline_model_parallel_rank()],
+                stage,
                 encoder_transformer_configs(*arguments),
                 language_transformer_config(*arguments),
             )

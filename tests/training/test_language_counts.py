@@ -19,7 +19,7 @@ from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.model.experts import MixtureOfExperts
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
 from omnibal.cost.attention_counts import CHUNK

@@ -134,7 +134,7 @@ def evaluated(links, plan):
     for is_training in (True, False):
         stage.train(is_training)
         batches = MicroBatchStream.of(list(packs_of(plan.model, 0, STEPS[0])))
-        losses = run_forward(plan, trainer.model, links, batches)
+        losses = run_forward(plan, trainer.models, links, batches)
         found.append([loss.item() for loss in losses])
     return found
 

@@ -21,8 +21,8 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.schedule import create_pipeline_links
-from megatron.vlm.step.train import _tied_group, build_trainer, train_step
+from megatron.vlm.step.links import create_pipeline_links
+from megatron.vlm.step.train import _tied_copies, build_trainer, train_step
 from omnibal.model.parallel import Parallel
 
 pytestmark = pytest.mark.quick
@@ -54,8 +54,8 @@ def group_timeouts(links):
     model = toy_model()
     language = model.language.model_copy(update={"tied_head": True})
     model = model.model_copy(update={"language": language})
-    tied = _tied_group(toy_plan(model, stages_of(model, 10)))
-    groups = (again.activations, again.gradients, tied, dist.group.WORLD)
+    tied = _tied_copies(toy_plan(model, stages_of(model, 10)), again)
+    groups = (again.activations, again.gradients, tied.group, dist.group.WORLD)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
 
 

@@ -11,9 +11,10 @@ from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.stage import boundary_shapes
-from megatron.vlm.step import schedule
+from megatron.vlm.step import links, schedule
 from megatron.vlm.step.clock import PhaseClock
-from megatron.vlm.step.schedule import PipelineLinks, run_forward, run_forward_backward
+from megatron.vlm.step.links import PipelineLinks
+from megatron.vlm.step.schedule import run_forward, run_forward_backward
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import (
     Operation,
@@ -86,21 +87,20 @@ def events_of(monkeypatch, size, rank, training=True, frozen=()):
     """Of one step of a stage, in order."""
     plan = toy_plan(MODEL, stages_of(MODEL, *CUTS[size])).model_copy(update={"frozen": frozen})
     recorder = Recorder(plan, rank)
-    monkeypatch.setattr(schedule.dist, "irecv", recorder.irecv)
-    monkeypatch.setattr(schedule.dist, "isend", recorder.isend)
+    monkeypatch.setattr(links.dist, "irecv", recorder.irecv)
+    monkeypatch.setattr(links.dist, "isend", recorder.isend)
     # Not torch's engine: see conftest.
     monkeypatch.setattr(
         schedule, "run_backward", lambda outputs: recorder.note("launch", "backward")
     )
-    links = PipelineLinks(
-        rank=rank, size=size, previous_rank=rank - 1, next_rank=rank + 1,
-        activations="activations", gradients="gradients",
-    )  # fmt: skip
+    own = PipelineLinks(
+        rank=rank, ranks=range(size), activations="activations", gradients="gradients"
+    )
     batches = MicroBatchStream.of(BATCHES)
     if training:
-        run_forward_backward(plan, recorder, links, batches, PhaseClock())
+        run_forward_backward(plan, [recorder], own, batches, PhaseClock())
     else:
-        run_forward(plan, recorder, links, batches)
+        run_forward(plan, [recorder], own, batches)
     return recorder.events
 
 
@@ -226,14 +226,18 @@ def test_a_step_takes_no_more_than_its_own_micro_batches():
     assert list(coming) == BATCHES[2:]
 
 
-def test_schedules_that_the_trainer_cannot_run_are_refused(monkeypatch):
-    """Prevents: a stage that mixes up what its neighbours send in another order."""
-    out_of_order = Schedule(
-        name="all forwards first, last one first", chunks=1, micro_batches=2,
-        is_prefix_closed=False,
-        operations=((Operation(Pass.FORWARD, 1), Operation(Pass.FORWARD, 0)),),
+def test_backwards_in_two_parts_are_refused(monkeypatch):
+    """Prevents: weights that are updated by half of their gradient."""
+    in_two_parts = Schedule(
+        name="in two parts", chunks=1, micro_batches=1, is_prefix_closed=False,
+        operations=(
+            tuple(
+                Operation(kind, 0)
+                for kind in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
+            ),
+        ),
     )  # fmt: skip
-    graph = OperationGraph.of(out_of_order)
-    monkeypatch.setattr(schedule, "planned_graph", lambda stages, micro_batches: graph)
-    with pytest.raises(ValueError, match="the search and the trainer need a schedule of one chunk"):
+    graph = OperationGraph.of(in_two_parts)
+    monkeypatch.setattr(schedule, "operation_graph", lambda *arguments: graph)
+    with pytest.raises(ValueError, match="the trainer runs whole ones"):
         events_of(monkeypatch, 1, 0)

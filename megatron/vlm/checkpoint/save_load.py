@@ -82,7 +82,7 @@ class CheckpointWriter:
         directory: of the run; all ranks must see the same.
         options: the optimizer's settings, which a resumed run must share.
         keep_last: how many checkpoints are kept; None keeps all.
-        stages: everything that this rank holds of the model: its stage, and data-parallel
+        stages: everything that this rank holds of the model: its chunks, and data-parallel
             encoders.
         optimizers: of each of them; None of one of which nothing is trained.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written

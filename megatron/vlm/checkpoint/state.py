@@ -19,8 +19,6 @@ from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.sharded_weights import MainRange, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
 
-_STAGES = ("stage", "encoders")
-"""Names of what a rank holds, none of which is in the files."""
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
 """What is stored of every parameter in float32: the weights and Adam's moments."""
 _STORED = "optimizer.state.{}.{}"
@@ -63,16 +61,13 @@ def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None])
     """State of a rank.
 
     Args:
-        stages: everything that it holds of the model: its stage, and data-parallel encoders.
-        optimizers: of each of them; None of one of which nothing is trained, and where weights
-            alone are loaded.
+        stages: everything that it holds of the model: its chunks, and data-parallel encoders.
+        optimizers: of each of them, which chunks share; None of one of which nothing is trained,
+            and where weights alone are loaded.
     """
-    return _JoinedState(
-        {
-            name: _state_of_stage(stage, optimizer)
-            for name, stage, optimizer in zip(_STAGES, stages, optimizers, strict=False)
-        }
-    )
+    pairs = zip(stages, optimizers, strict=True)
+    # The names are not in the files.
+    return _JoinedState({f"{i}": _state_of_stage(*each) for i, each in enumerate(pairs)})
 
 
 def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> State:
@@ -111,7 +106,8 @@ class _JoinedState:
 
 
 class _WholeState:
-    """State of a stage that a rank holds whole, and of its part of core's distributed optimizer."""
+    """State of a stage that a rank holds whole, and of its part of core's distributed optimizer,
+    which may be of other stages too."""
 
     def __init__(self, stage: VLMStage, optimizer: ChainedOptimizer | None) -> None:
         self._stage = stage
@@ -162,7 +158,8 @@ class _WholeState:
         for optimizer, of_buffer in zip(optimizer_of, ranges, strict=True):
             [buckets] = of_buffer.values()
             of_parameters = (item for one in buckets for item in one["param_map"].items())
-            for parameter, own in of_parameters:
+            of_stage = (item for item in of_parameters if item[0] in described)
+            for parameter, own in of_stage:
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
                 entry, place = described[parameter], own["param"]
                 for kind in _KINDS:
@@ -195,7 +192,8 @@ def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOp
 
 
 class _PartState:
-    """State of a rank's parts of a stage, which other data-parallel ranks have the rest of."""
+    """State of a rank's parts of a stage, which other data-parallel ranks have the rest of, and of
+    their optimizer, which may be of other stages too."""
 
     def __init__(
         self, stage: VLMStage, weights: ShardedWeights, optimizer: PartOptimizer | None
@@ -266,7 +264,7 @@ class _PartState:
     def _optimizer_blocks(self) -> Iterator[ShardedTensor]:
         assert self._optimizer is not None
         described = _by_parameter(self._entries())
-        for one in self._optimizer.ranges:
+        for one in (each for each in self._optimizer.ranges if each.own.parameter in described):
             entry, copy = described[one.own.parameter], one.flat.groups.copies.rank()
             state = self._optimizer.inner.state[one.main]
             for kind in _KINDS:

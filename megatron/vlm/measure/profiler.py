@@ -56,7 +56,7 @@ from megatron.vlm.model.stage import ByTower, VLMStage, items_of
 from megatron.vlm.model.vision import IMAGE_CHANNELS
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import elapsed_ms, moment
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import (
     OptimizationOptions,
     SeenBatches,

@@ -35,7 +35,8 @@ from megatron.vlm.measure.profiler import (
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
-from megatron.vlm.step.schedule import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
+from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
+from megatron.vlm.step.messages import Channel, Message
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -62,9 +63,9 @@ class _RandomInbox(Inbox):
         self._waits_ms = iter(waits_ms)
         super().__init__(*of_inbox)
 
-    def take(self) -> dict[str, torch.Tensor]:
+    def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
         time.sleep(next(self._waits_ms) / 1e3)
-        return super().take()
+        return super().take(cut, micro_batch, position)
 
     def _begin(self, tensor: torch.Tensor) -> None:
         # Random, as uninitialized memory may hold denormal numbers, on which a CPU is much slower.
@@ -81,14 +82,15 @@ class StandInLinks(PipelineLinks):
 
     def inbox(
         self,
+        channel: Channel,
+        messages: Sequence[Message],
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
-        source_rank: int,
-        group: dist.ProcessGroup,
     ) -> Inbox:
         """Make an inbox whose tensors come from no neighbour, each after its wait."""
+        group = self.group(channel)
         waits_ms = self.waits_ms.get(group, [0.0] * len(shapes))
-        return _RandomInbox(waits_ms, shapes, dtype, source_rank, group)
+        return _RandomInbox(waits_ms, messages, shapes, dtype, self.ranks[channel.source], group)
 
 
 @contextmanager

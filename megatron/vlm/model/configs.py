@@ -1,14 +1,15 @@
 """Megatron-core's transformer configurations of all towers, made from a model description.
 
-Each tower gets its own configuration with its own pipeline layout, so that core numbers layers (and
-names them in checkpoints) over the whole model wherever a stage begins.
+Each tower of a part of the model gets its own configuration with its own layout, so that core
+numbers layers (and names them in checkpoints) over the whole model wherever the part begins, and
+whichever stage holds it.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
@@ -26,15 +27,15 @@ def parameter_dtype(precision: Precision) -> torch.dtype:
 
 
 def encoder_transformer_configs(
-    model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
+    model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> dict[str, TransformerConfig]:
-    """The layers of every encoder, spread over the stages as the plan says.
+    """The layers of every encoder, of which a part of the model begins where its stage says.
 
     Heads are padded to a multiple of the tensor-parallel size. Sequences are never divided: a
     tile's positions are an odd number, and an image's any multiple of a cell's.
     """
     return {
-        name: _encoder_config(name, tower, stages, parallel, precision)
+        name: _encoder_config(name, tower, stage, parallel, precision)
         for name, tower in model.encoders.items()
     }
 
@@ -42,7 +43,7 @@ def encoder_transformer_configs(
 def _encoder_config(
     name: str,
     tower: EncoderLayers,
-    stages: Sequence[Stage],
+    stage: Stage,
     parallel: Parallel,
     precision: Precision,
 ) -> TransformerConfig:
@@ -59,15 +60,15 @@ def _encoder_config(
         add_bias_linear=True,
         gated_linear_unit=is_gated,
         activation_func=F.silu if is_gated else F.gelu,
-        pipeline_model_parallel_layout=_layout([len(stage.layers(name)) for stage in stages]),
+        pipeline_model_parallel_layout=_Layout(tower.layers, stage.layers(name)),
         **_common(parallel, precision),
     )
 
 
 def language_transformer_config(
-    model: ModelConfig, stages: Sequence[Stage], parallel: Parallel, precision: Precision
+    model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
-    """The language model's layers, spread over the stages as the plan says."""
+    """The language model's layers, of which a part of the model begins where its stage says."""
     language = model.language
     return TransformerConfig(
         num_layers=language.layers,
@@ -84,7 +85,7 @@ def language_transformer_config(
         gated_linear_unit=True,
         sequence_parallel=parallel.sequence_parallel,
         activation_func=F.silu,
-        pipeline_model_parallel_layout=_layout([len(stage.layers("language")) for stage in stages]),
+        pipeline_model_parallel_layout=_Layout(language.layers, stage.layers("language")),
         **_expert_settings(language, parallel),
         **_fp8_settings(precision),
         **_common(parallel, precision),
@@ -121,11 +122,19 @@ def _fp8_settings(precision: Precision) -> dict[str, Any]:
     return {"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe}
 
 
-def _layout(layers_per_stage: list[int]) -> list[list[str]]:
-    layout = [["decoder"] * layers for layers in layers_per_stage]
-    layout[0] = ["embedding", *layout[0]]
-    layout[-1] = [*layout[-1], "loss"]
-    return layout
+class _Layout(PipelineParallelLayerLayout):
+    """Where the layers of a tower that a part of the model holds are in the tower.
+
+    Core would ask which rank it runs on, and knows no placement of parts but its own.
+    """
+
+    def __init__(self, layers: int, held: range) -> None:
+        super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
+        self._held = held
+
+    def get_layer_offset(self, *_: Any, **__: Any) -> int:
+        """Layers of the tower before those held (core's name)."""
+        return self._held.start
 
 
 def _common(parallel: Parallel, precision: Precision) -> dict:

@@ -25,7 +25,7 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
     A head that is tied to the token embedding has its name.
     """
-    if name == "head.weight" and stage.share_embeddings_and_output_weights:
+    if name == "head.weight" and stage.holds_tied_copy:
         return TIED_NAME
     match = _LAYER_NAME.match(name)
     if match is None:

@@ -1,4 +1,5 @@
-"""One pipeline stage of a language model with any encoders: any contiguous run of its units.
+"""One part of a language model with any encoders, which a pipeline stage holds: any contiguous run
+of its units.
 
 Shapes: V positions of an item (a tile or a clip), B items of an encoder, H its hidden size, K its
 tokens, over all items, S packed tokens, E language hidden size, W vocabulary, L loss positions,
@@ -6,7 +7,7 @@ A answers. Over tensor-parallel ranks, W is padded and divided; with sequence pa
 between the language embed and the head. Of a pack that data-parallel ranks share, all are one
 rank's, and M are its image tokens, whose features other ranks may make.
 
-Between stages go tensors by tower: of every encoder that is done its features [K, E], of the one
+Between parts go tensors by tower: of every encoder that is done its features [K, E], of the one
 that a cut divides its hidden states [V, B, H], and after the language embed those of the language
 model, [S, 1, E]. Deepstack features [K, E] go with them, each by its own name, from the encoder's
 layer that they are of to the language layer that takes them.
@@ -60,7 +61,7 @@ from omnibal.model.units import (
     unit_kinds,
 )
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.unit_runs import encoders_stage, stages_from_cuts
+from omnibal.pipeline.unit_runs import encoders_stage
 
 ByTower = Mapping[str, torch.Tensor]
 """Tensors by the name of an encoder, or "language", or of deepstack features."""
@@ -92,9 +93,10 @@ class VLMStage(MegatronModule):
         self.tp_group = self.groups.tp
         self.model_config = model
         self.drop_path_rate = drop_path_rate
+        self.holds_tied_copy = _holds_tied_copy(model, stage)
         # Core asks these of every model when it reduces gradients of shared embeddings, which is
-        # of copies in two stages only.
-        self.share_embeddings_and_output_weights = _holds_tied_copy(model, stage)
+        # not left to it: it knows copies on the first and the last stage only.
+        self.share_embeddings_and_output_weights = False
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         parts = layer_parts(provider)
         language = model.language
@@ -179,7 +181,7 @@ class VLMStage(MegatronModule):
     def _describe_tied_weight(self) -> None:
         """Give the matrix that is embedding and head core's attributes of how it is shared."""
         weight: Any = self.shared_embedding_or_output_weight()
-        if self.share_embeddings_and_output_weights:
+        if self.holds_tied_copy:
             # A bucket of its own: data-parallel ranks then divide both copies alike.
             weight.shared_embedding = True
             # The gradient's norm counts the embedding's copy only.
@@ -193,6 +195,11 @@ class VLMStage(MegatronModule):
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
+
+    @property
+    def tied_copy(self) -> torch.nn.Parameter | None:
+        """The matrix, where another part of the model has a copy of it too."""
+        return self.shared_embedding_or_output_weight() if self.holds_tied_copy else None
 
     def set_input_tensor(self, input_tensor: ByTower | None) -> None:
         """Set what the previous stage sent for the next `forward` (core's name)."""
@@ -413,7 +420,7 @@ class VLMStage(MegatronModule):
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
-        if self.share_embeddings_and_output_weights and self.head is not None:
+        if self.holds_tied_copy and self.head is not None:
             # One more replica of the embedding, which the embedding's stage saves.
             copy_of_embedding = state[f"{prefix}head.weight"]
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
@@ -472,16 +479,17 @@ def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
 
 def build_stage(
     plan: Plan,
-    pipeline_rank: int,
+    part: int,
     drop_path_rate: float = 0.0,
     provider: Provider = "local",
     context_groups: ContextGroups | None = None,
 ) -> VLMStage:
-    """Build the stage of a pipeline rank on this device; its weights are not yet initialized.
+    """Build a part of the model on this device; its weights are not yet initialized.
 
     Megatron's parallel state must be initialized with the plan's sizes.
 
     Args:
+        part: index into the plan's stages; where each has one part, the pipeline's stage.
         provider: of the layers' linears and attention.
         context_groups: from `create_context_groups`; without, no packs are shared.
 
@@ -491,16 +499,16 @@ def build_stage(
     check_precision(plan.precision, provider)
     check_adapters(plan.adapters, provider)
     prefer_flash_attention_3()
-    arguments = (plan.pipeline_model, plan.stages, plan.parallel, plan.precision)
+    arguments = (plan.pipeline_model, plan.stages[part], plan.parallel, plan.precision)
     stage = VLMStage(
         plan.pipeline_model,
-        plan.stages[pipeline_rank],
+        plan.stages[part],
         encoder_transformer_configs(*arguments),
         language_transformer_config(*arguments),
         drop_path_rate,
         provider,
     )
-    at_levels = [stages[pipeline_rank] for stages in plan.stages_at_levels]
+    at_levels = [stages[part] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan)
     return stage.to(current_device())
@@ -514,10 +522,11 @@ def build_encoders(
     Args:
         groups: of a whole copy on every rank.
     """
-    arguments = (plan.model, stages_from_cuts(plan.model, ()), Parallel(pipeline=1), plan.precision)
+    units = encoders_stage(plan.model)
+    arguments = (plan.model, units, Parallel(pipeline=1), plan.precision)
     stage = VLMStage(
         plan.model,
-        encoders_stage(plan.model),
+        units,
         encoder_transformer_configs(*arguments),
         language_transformer_config(*arguments),
         drop_path_rate,
@@ -528,7 +537,7 @@ def build_encoders(
 
 
 def tied_copies(plan: Plan) -> tuple[int, ...]:
-    """The two stages that each hold a copy of the tied matrix; empty where no copies are needed."""
+    """The two parts that each hold a copy of the tied matrix; empty where no copies are needed."""
     stages = enumerate(plan.stages)
     return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
 
@@ -606,7 +615,7 @@ def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
 
 
 def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors sent from stage `cut` to stage `cut + 1` for a micro-batch, by name in
+    """Shapes of the tensors sent from part `cut` to part `cut + 1` for a micro-batch, by name in
     the order of `tensor_names`.
 
     Of hidden states of the language model, with sequence parallelism, it is each rank's part;

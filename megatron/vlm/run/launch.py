@@ -14,7 +14,7 @@ from megatron.vlm.backend import (
     has_cuda,
     prepare_megatron_core,
 )
-from megatron.vlm.step.schedule import PipelineLinks, create_pipeline_links
+from megatron.vlm.step.links import PipelineLinks, create_pipeline_links
 from omnibal.base.errors import UserError
 from omnibal.model.parallel import Parallel
 

@@ -22,7 +22,7 @@ from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
 from megatron.vlm.step.clock import Phase
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
 from omnibal.base.errors import UserError

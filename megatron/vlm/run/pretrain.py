@@ -63,6 +63,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.units import feature_names
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.reading import too_few_loaders
+from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 _log = logging.getLogger(__name__)
@@ -247,7 +248,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     job = run.planned.job
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
     shares = _encoder_shares(run)
-    dataset = _dataset(run, trainer.links.rank, sharing, shares, range(first_step, last_step))
+    dataset = _dataset(run, trainer.units, sharing, shares, range(first_step, last_step))
     batches = load_batches(dataset, arguments.num_workers, current_device())
     with closing(batches), StopSignal() as stop:
         loop = TrainingLoop(
@@ -296,7 +297,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
 
 
 def _dataset(
-    run: Run, stage: int, sharing: Sharing, shares: EncoderShares | None, steps: range
+    run: Run, units: Stage, sharing: Sharing, shares: EncoderShares | None, steps: range
 ) -> PackDataset | EncodingDataset:
     """What this rank reads in some steps, as its stage and data-parallel encoders need it."""
     read = partial(
@@ -308,7 +309,7 @@ def _dataset(
         options=run.arguments.samples,
         sharing=sharing,
     )
-    texts = read(stage=run.plan.stages[stage])
+    texts = read(stage=units)
     if shares is None:
         return texts
     items = read(stage=encoders_stage(run.plan.model))
@@ -395,7 +396,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     packs = pack_validation(reader, evaluation.eval_samples, longest, run.plan.parallel.data)
     if packs.left_out:
         _log.info(f"validation leaves out {packs.left_out} held-out samples that exceed a cap")
-    stage, rank = trainer.forward_stage, parallel_state.get_data_parallel_rank()
+    stage, rank = trainer.forward_units, parallel_state.get_data_parallel_rank()
     dataset = packs.dataset(reader, stage, rank, arguments.samples)
     shapes, workers = packs.shapes(rank), arguments.num_workers
     return Validation(

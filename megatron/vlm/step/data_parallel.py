@@ -4,7 +4,7 @@ A trainer asks the one or the other the same questions, in the order of a step.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,8 +20,13 @@ from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
-RunMicroBatches = Callable[[Callable[[], None] | None], list[torch.Tensor]]
-"""Function that runs a step's micro-batches; calls what it is given before the last backward."""
+RunMicroBatches = Callable[[Callable[[int], None] | None], list[torch.Tensor]]
+"""Function that runs a step's micro-batches; calls what it is given before the last backward of
+every chunk of the model that the stage holds."""
+
+
+PassKind = Literal["forward", "backward", "both"]
+"""Forward, backward, or a forward and its backward at once."""
 
 
 class DataParallel(Protocol):
@@ -32,14 +37,14 @@ class DataParallel(Protocol):
         """The optimizer of what is trained."""
 
     @property
-    def model(self) -> Any:
-        """The stage as micro-batches run it; itself it is its `module`."""
+    def models(self) -> Sequence[Any]:
+        """The stage's chunks as micro-batches run them; each itself is its `module`."""
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
 
-    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
-        """Have weights ready for a forward, a backward, or a forward and its backward at once."""
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
+        """Have a chunk's weights ready for a forward, a backward, or both at once."""
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run a step's micro-batches, and begin to sum their gradients over ranks."""
@@ -75,33 +80,58 @@ class DataParallel(Protocol):
         """State of the optimizer, with the weights that it updates."""
 
 
+@dataclass(frozen=True, slots=True)
+class TiedCopies:
+    """The two copies of a tied matrix, in parts of the model that may be on two stages or one."""
+
+    group: dist.ProcessGroup | None
+    """Ranks of the two stages; None where this one holds both."""
+
+    def sum(self, held: Sequence[torch.Tensor]) -> None:
+        """Give each copy the sum of both gradients; collective over the group.
+
+        Args:
+            held: gradients of the copies held here; empty where the matrix is frozen.
+        """
+        if self.group is not None:
+            for gradient in held:
+                dist.all_reduce(gradient, group=self.group)
+        elif held:
+            one, other = held
+            one += other
+            other.copy_(one)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicated:
     """Whole weights and gradients on every rank, and the optimizer's state divided: core's
     DistributedDataParallel and distributed optimizer."""
 
-    model: DistributedDataParallel
+    models: Sequence[DistributedDataParallel]
     optimizer: ChainedOptimizer
-    reduction_groups: ProcessGroupCollection | None
-    """Process groups of the gradient reduction where they are not core's: of a stage that holds one
-    of two tied copies, and of encoders."""
+    reduction_groups: ProcessGroupCollection | None = None
+    """Process groups of the gradient reduction where they are not core's, as of encoders."""
+    tied: TiedCopies | None = None
+    """The copies of a tied matrix that the stage holds one or both of; None where it has none."""
     overlap: DataParallelOverlap | None
     """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
 
     def zero_gradients(self) -> None:
         """Zero core's buffers of gradients."""
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
         """Nothing: a unit waits for its weights by itself."""
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run micro-batches; gradients are summed in the last backward, where ranks may."""
+        """Run micro-batches; gradients are summed in a chunk's last backward, where ranks may."""
         if self.overlap is None:
             return run(None)
+        may_overlap = _may_overlap(batches, len(self.models))
         with self.overlap.reducing():
-            return run(self.overlap.before_last_backward if _may_overlap(batches) else None)
+            return run(self.overlap.before_last_backward if may_overlap else None)
 
     def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run forwards alone."""
@@ -109,8 +139,13 @@ class Replicated:
 
     def finish_gradients(self, factor: float) -> None:
         """Wait for the sums, also of tied copies and over tensor-parallel ranks; multiply them."""
-        finalize_model_grads([self.model], pg_collection=self.reduction_groups)
-        self.model.scale_gradients(factor)
+        finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
+        if self.tied is not None:
+            copies = (model.module.tied_copy for model in self.models)
+            held: list[Any] = [one for one in copies if one is not None and one.requires_grad]
+            self.tied.sum([one.main_grad for one in held])
+        for model in self.models:
+            model.scale_gradients(factor)
 
     def grad_norm(self) -> float:
         """Norm of all ranks' gradients; not finite where any of them is not.
@@ -147,11 +182,12 @@ class Replicated:
 
     def weights(self) -> Iterator[torch.Tensor]:
         """All of them, whole: those that are trained lie in core's buffers."""
-        yield from self.model.module.parameters()
+        for model in self.models:
+            yield from model.module.parameters()
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Core's buffers of them."""
-        yield from (buffer.grad_data for buffer in self.model.buffers)
+        yield from (buffer.grad_data for model in self.models for buffer in model.buffers)
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         """The parts of weights in float32 and the moments."""
@@ -164,36 +200,45 @@ class Replicated:
 class Sharded:
     """Parts of weights, gradients and optimizer state on every rank."""
 
-    model: ShardedStage
+    models: Sequence[ShardedStage]
     optimizer: ShardedAdam
-    tied: dist.ProcessGroup | None = None
-    """The two ranks that hold the same part of a tied matrix of two stages; None where there is
-    none here."""
+    tied: TiedCopies | None = None
+    """The copies of a tied matrix that the stage holds one or both of, of which this rank has a
+    part; None where it has none."""
 
     def zero_gradients(self) -> None:
         """Zero this rank's part."""
-        self.model.zero_gradients()
+        for model in self.models:
+            model.zero_gradients()
 
-    def begin_pass(self, kind: Literal["forward", "backward", "both"]) -> None:
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:
         """Begin the exchanges of a pass; those of the last one end."""
-        self.model.begin_pass(forward=kind != "backward", backward=kind != "forward")
+        self._finish_passes()
+        self.models[chunk].begin_pass(forward=kind != "backward", backward=kind != "forward")
+
+    def _finish_passes(self) -> None:
+        for model in self.models:
+            model.finish_pass()
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run micro-batches, each of which sums its gradients over the ranks that divide them."""
         results = run(None)
-        self.model.finish_pass()
+        self._finish_passes()
         return results
 
     def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run forwards alone."""
         results = run()
-        self.model.finish_pass()
+        self._finish_passes()
         return results
 
     def finish_gradients(self, factor: float) -> None:
         """Sum over copies of the same part, also on another stage, and over tensor-parallel ranks;
         multiply all."""
-        self.model.sum_over_copies(self.tied)
+        for model in self.models:
+            model.sum_over_copies()
+        if self.tied is not None:
+            self.tied.sum([own_Q for model in self.models for own_Q in model.tied_gradients()])
         self.optimizer.sum_over_tensor_ranks()
         self.optimizer.scale_gradients(factor)
 
@@ -216,11 +261,12 @@ class Sharded:
 
     def weights(self) -> Iterator[torch.Tensor]:
         """This rank's parts."""
-        yield from (flat.own_Q for flat in self.model.weights.flats)
+        yield from (flat.own_Q for model in self.models for flat in model.weights.flats)
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Gradients of this rank's parts."""
-        yield from (gradients.own_Q for gradients in self.model.gradients.values())
+        for model in self.models:
+            yield from (gradients.own_Q for gradients in model.gradients.values())
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         """The parts in float32 and their moments."""
@@ -236,11 +282,13 @@ def _state_tensors(
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def _may_overlap(batches: MicroBatchStream) -> bool:
-    """Whether gradients may be reduced while the last micro-batch's backward runs.
+def _may_overlap(batches: MicroBatchStream, chunks: int) -> bool:
+    """Whether gradients may be reduced while the last backwards run.
 
     All ranks must begin the exchanges of a shared pack and the reductions in one order. They do
     where none exchanges in its last backward, and where all do, at the same places. A rank whose
     last pack is shared while another, which may share it, has one more to come, reduces after it.
+    Where a stage holds several chunks, backwards of the others come after a chunk's last.
     """
-    return batches.rows_are_full or not batches.shapes or batches.shapes[-1].context == 1
+    last = batches.shapes if chunks > 1 else batches.shapes[-1:]
+    return batches.rows_are_full or all(shape.context == 1 for shape in last)

@@ -51,7 +51,7 @@ class Encoders:
     @property
     def sharded(self) -> ShardedStage | None:
         """Their exchanges, where ranks divide their weights."""
-        model = None if self.data_parallel is None else self.data_parallel.model
+        model = None if self.data_parallel is None else self.data_parallel.models[0]
         return model if isinstance(model, ShardedStage) else None
 
     @contextmanager
@@ -119,12 +119,12 @@ class StepFeatures:
         self._gradients_QE: torch.Tensor | None = rows_RE.new_zeros((rows, rows_RE.shape[1]))
 
     def inbox(self) -> "FeatureInbox":
-        """Features of one micro-batch after the other."""
+        """Features of the micro-batches."""
         assert self._rows_RE is not None, "before the gradients are taken"
         return FeatureInbox(self._rows_RE, self._slices, self._made)
 
     def outbox(self) -> "FeatureOutbox | None":
-        """Where the gradients of one micro-batch after the other go; None without any."""
+        """Where the gradients of the micro-batches go; None without any."""
         assert self._gradients_QE is not None, "before the gradients are taken"
         if not self.trained:
             return None
@@ -140,41 +140,35 @@ class StepFeatures:
 
 
 class FeatureInbox:
-    """What stands where a later stage has the inbox of its neighbour's messages."""
+    """What stands where a later part has the inbox of its neighbour's messages."""
 
     def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
-        self._rows_RE, self._slices, self._made = rows_RE, iter(slices), made
+        self._rows_RE, self._slices, self._made = rows_RE, slices, made
 
-    def take(self) -> dict[str, torch.Tensor]:
-        """The next micro-batch's features by encoder, and its deepstack features by name."""
+    def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        """A micro-batch's features by encoder, and its deepstack features by name."""
         found = dict[str, torch.Tensor]()
-        for name, own in next(self._slices).items():
+        for name, own in self._slices[micro_batch].items():
             names = self._made[name]
             parts = _parts(self._rows_RE[own], len(names))
             found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
         return found
 
-    def run_ahead(self) -> None:
-        """All are here."""
-
 
 class FeatureOutbox:
-    """What stands where a later stage has the outbox of its neighbour's gradients."""
+    """What stands where a later part has the outbox of its neighbour's gradients."""
 
     def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
-        self._gradients_QE, self._slices, self._made = gradients_QE, iter(slices), made
+        self._gradients_QE, self._slices, self._made = gradients_QE, slices, made
 
-    def put(self, message: Mapping[str, torch.Tensor]) -> None:
-        """Take the next micro-batch's gradients; those of features without any stay 0."""
-        for name, own in next(self._slices).items():
+    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
+        """Take a micro-batch's gradients; those of features without any stay 0."""
+        for name, own in self._slices[micro_batch].items():
             names = self._made[name]
             parts = _parts(self._gradients_QE[own], len(names))
             for each, part in zip(names, parts, strict=True):
                 if each in message:
                     part.copy_(message[each])
-
-    def flush(self) -> None:
-        """Nothing is on its way."""
 
 
 @dataclass(frozen=True, slots=True)

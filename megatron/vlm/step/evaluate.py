@@ -20,7 +20,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.native_images import asked_fields, shown_cells
 from megatron.vlm.inputs.reader import Prompt, SampleReader
-from megatron.vlm.step.schedule import PipelineLinks
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
@@ -138,11 +138,11 @@ def _answer(
     """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
     media = _Media()
     samples = {question.sample for group in wave for question in group}
-    if trainer.forward_stage.holds("vision embed") and reader.model.images is not None:
+    if trainer.forward_units.holds("vision embed") and reader.model.images is not None:
         media.patches.update({one: reader.patches(one, reader.shown(one)) for one in samples})
-    elif trainer.forward_stage.holds("vision embed"):
+    elif trainer.forward_units.holds("vision embed"):
         media.pixels.update({sample: reader.pixels([sample]) for sample in samples})
-    if trainer.forward_stage.holds("audio embed"):
+    if trainer.forward_units.holds("audio embed"):
         media.frames.update({sample: reader.frames([sample]) for sample in samples})
     active = wave
     for _ in range(max_new_tokens):
@@ -218,7 +218,7 @@ def _broadcast_from_last(
     next_ids = torch.zeros(answers, dtype=torch.int64, device=current_device())
     if links.is_last:
         next_ids = torch.cat(outputs)
-    last_rank = dist.get_process_group_ranks(links.activations)[-1]
+    last_rank = links.ranks[links.stage_of(links.last_part)]
     dist.broadcast(next_ids, last_rank, group=links.activations)
     return next_ids.tolist()
 

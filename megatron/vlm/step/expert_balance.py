@@ -3,6 +3,8 @@
 Shapes: L language layers of the whole model, E experts of a layer, P expert-parallel ranks.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -13,16 +15,19 @@ from omnibal.job.runlog import ExpertBalance
 from omnibal.model.parallel import Parallel
 
 
-def take_expert_balance(stage: VLMStage, parallel: Parallel) -> ExpertBalance | None:
+def take_expert_balance(chunks: Sequence[VLMStage], parallel: Parallel) -> ExpertBalance | None:
     """Balance of all micro-batches since it was taken last, padding left out; collective over all
     ranks. None where no layer has experts.
+
+    Args:
+        chunks: of this rank's stage.
     """
-    language = stage.model_config.language
+    language = chunks[0].model_config.language
     experts = language.kinds[0].experts
     if experts is None:
         return None
     counts_LE = torch.zeros((language.layers, experts.experts), device=current_device())
-    for router in routers(stage):
+    for router in (router for stage in chunks for router in routers(stage)):
         assert router.layer_number is not None
         counts_LE[router.layer_number - 1] = router.tokens_of_experts_E
         router.tokens_of_experts_E.zero_()

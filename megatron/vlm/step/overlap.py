@@ -5,13 +5,13 @@ each by itself, without waiting. When, it leaves to the order in which gradients
 weights are used, which ranks with other packs do not share: a pack without images takes other
 ways through a stage, and a rank may have no pack at all. Collectives that ranks begin in
 different orders take each other's data. So the buckets are begun here, in one order on every
-rank: of the gradients, a bucket when all up to it are ready, in the last backward of the step; of
-the weights, all of them after the update, first those that the forward needs first. Each layer, and
-each other unit, waits for its weights before its forward.
+rank: of the gradients, a bucket when all up to it are ready, in the last backward of each chunk of
+the model that the stage holds; of the weights, all of them after the update, first those that the
+forward needs first. Each layer, and each other unit, waits for its weights before its forward.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -24,17 +24,23 @@ class DataParallelOverlap:
     """Exchanges of one stage's gradients and weights with its data-parallel ranks.
 
     Args:
-        model: made with `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`, on
-            weights that are the same on every data-parallel rank.
+        models: the stage's chunks, in model order, made with `overlap_grad_reduce`,
+            `overlap_param_gather` and `align_param_gather`, on weights that are the same on every
+            data-parallel rank.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = model
+    def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
+        self._models = models
         # From the model's end, as their gradients become ready: core orders those of experts,
         # which other ranks exchange, by themselves.
-        place = {parameter: place for place, parameter in enumerate(model.module.parameters())}
+        parameters = (parameter for model in models for parameter in model.module.parameters())
+        place = {parameter: place for place, parameter in enumerate(parameters)}
         self._buckets = sorted(
-            [*model.bucket_groups, *model.expert_parallel_bucket_groups],
+            (
+                bucket
+                for model in models
+                for bucket in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
+            ),
             key=lambda bucket: -min(place[parameter] for parameter in bucket.params),
         )
         self._bucket_of = {
@@ -44,13 +50,15 @@ class DataParallelOverlap:
         }
         self._missing: list[set[torch.nn.Parameter]] = []
         self._begun = 0
-        self._is_last = False
-        trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
-        # On core's own nodes: behind its hook, which adds the gradient to the bucket.
-        for parameter, node in zip(trained, model.grad_accs, strict=True):
-            node.register_hook(partial(self._on_gradient, parameter))
-        for unit in _units(model.module):
-            unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
+        self._in_last = set[int]()
+        """Chunks whose last backward has begun."""
+        for chunk, model in enumerate(models):
+            trained = [one for one in model.module.parameters() if one.requires_grad]
+            # On core's own nodes: behind its hook, which adds the gradient to the bucket.
+            for parameter, node in zip(trained, model.grad_accs, strict=True):
+                node.register_hook(partial(self._on_gradient, chunk, parameter))
+            for unit in _units(model.module):
+                unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
         self._mark_gathered()
 
     @contextmanager
@@ -60,19 +68,21 @@ class DataParallelOverlap:
         Core's own count of ready gradients stays off.
         """
         self._missing = [set(bucket.params) for bucket in self._buckets]
-        self._begun, self._is_last = 0, False
-        with self._model.no_sync():
+        self._begun = 0
+        with ExitStack() as without_sums:
+            for model in self._models:
+                without_sums.enter_context(model.no_sync())
             yield
-        self._is_last = False
+        self._in_last.clear()
         # On a rank without micro-batches, all; where a pack leaves out parameters, what it left.
         self._begin_up_to(len(self._buckets))
 
-    def before_last_backward(self) -> None:
-        """From here on a gradient is ready when it has been added to its bucket."""
-        self._is_last = True
+    def before_last_backward(self, chunk: int) -> None:
+        """From here on a gradient of a chunk is ready when it has been added to its bucket."""
+        self._in_last.add(chunk)
 
-    def _on_gradient(self, parameter: torch.nn.Parameter, *_: object) -> None:
-        if not self._is_last:
+    def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:
+        if chunk not in self._in_last:
             return
         number = self._bucket_of[parameter]
         assert number >= self._begun, "a gradient comes after its bucket's reduction has begun"
@@ -89,7 +99,8 @@ class DataParallelOverlap:
 
     def finish_reduction(self) -> None:
         """Wait for the reductions of a step whose gradients nobody will use."""
-        self._model.finish_grad_sync()
+        for model in self._models:
+            model.finish_grad_sync()
         self._mark_gathered()
 
     def begin_gather(self, changed: bool) -> None:

@@ -234,17 +234,15 @@ class ShardedStage(torch.nn.Module):
         for gradients in self.gradients.values():
             gradients.own_Q.zero_()
 
-    def sum_over_copies(self, tied: dist.ProcessGroup | None) -> None:
-        """Sum the gradients of a step over the ranks that hold copies of the same part.
-
-        Args:
-            tied: ranks of the two stages that hold a tied matrix, on these.
-        """
+    def sum_over_copies(self) -> None:
+        """Sum the gradients of a step over the ranks that hold copies of the same part."""
         for flat, gradients in self.gradients.items():
             if flat.groups.copies.size() > 1:
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
-            if tied is not None and flat.is_tied:
-                dist.all_reduce(gradients.own_Q, group=tied)
+
+    def tied_gradients(self) -> list[torch.Tensor]:
+        """This rank's part of the gradient of a tied matrix's copy, if the stage has one."""
+        return [one.own_Q for flat, one in self.gradients.items() if flat.is_tied]
 
     def finish_pass(self) -> None:
         """Join in the exchanges of the pass that this rank has not come to; all weights go."""

@@ -37,16 +37,12 @@ from megatron.vlm.model.sharded_units import divide_weights
 from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
-from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded
+from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded, TiedCopies
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep, StepFeatures
 from megatron.vlm.step.expert_balance import take_expert_balance
+from megatron.vlm.step.links import PipelineLinks, all_pipelines
 from megatron.vlm.step.overlap import DataParallelOverlap
-from megatron.vlm.step.schedule import (
-    PipelineLinks,
-    all_pipelines,
-    run_forward,
-    run_forward_backward,
-)
+from megatron.vlm.step.schedule import run_forward, run_forward_backward
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 from omnibal.job.plan import Plan
@@ -88,38 +84,49 @@ class Trainer:
     plan: Plan
     links: PipelineLinks
     options: OptimizationOptions
-    stage: VLMStage
+    chunks: tuple[VLMStage, ...]
+    """The parts of the model that the stage holds, in model order."""
     data_parallel: DataParallel
     scheduler: OptimizerParamScheduler
     encoders: Encoders | None = None
     """Data-parallel encoders; None where they are units of the stages."""
 
     @property
+    def models(self) -> Sequence[Any]:
+        """The chunks as micro-batches run them."""
+        return self.data_parallel.models
+
+    @property
+    def stage(self) -> VLMStage:
+        """The stage, where it is one part of the model."""
+        [stage] = self.chunks
+        return stage
+
+    @property
     def model(self) -> Any:
-        """The stage as micro-batches run it."""
-        return self.data_parallel.model
+        """The stage as micro-batches run it, where it is one part of the model."""
+        [model] = self.models
+        return model
 
     @property
     def stages(self) -> tuple[VLMStage, ...]:
-        """Everything that this rank holds of the model: its stage, and data-parallel encoders."""
-        return (self.stage,) if self.encoders is None else (self.stage, self.encoders.stage)
+        """Everything that this rank holds of the model: chunks, and data-parallel encoders."""
+        return self.chunks if self.encoders is None else (*self.chunks, self.encoders.stage)
 
     @property
     def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
         """The optimizer of each of `stages`; None of encoders that are frozen and whole."""
-        return tuple(None if held is None else held.optimizer for held in self._held_stages)
-
-    @property
-    def _held_stages(self) -> tuple[DataParallel | None, ...]:
-        """How ranks hold each of `stages`."""
+        of_chunks = (self.data_parallel.optimizer,) * len(self.chunks)
         if self.encoders is None:
-            return (self.data_parallel,)
-        return self.data_parallel, self.encoders.data_parallel
+            return of_chunks
+        held = self.encoders.data_parallel
+        return (*of_chunks, None if held is None else held.optimizer)
 
     @property
     def held(self) -> list[DataParallel]:
         """How ranks hold everything that may be trained."""
-        return [held for held in self._held_stages if held is not None]
+        encoders = None if self.encoders is None else self.encoders.data_parallel
+        return [held for held in (self.data_parallel, encoders) if held is not None]
 
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
@@ -129,13 +136,15 @@ class Trainer:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Run forwards alone meanwhile, with the encoders' weights whole; collective."""
-        self.model.eval()
+        for model in self.models:
+            model.eval()
         if self.encoders is None:
             yield
         else:
             with self.encoders.whole(encodes=self.links.is_first):
                 yield
-        self.model.train()
+        for model in self.models:
+            model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
@@ -158,7 +167,7 @@ class Trainer:
         """Run the pipeline's forwards and backwards, and begin to reduce the gradients.
 
         Args:
-            features: of data-parallel encoders, on the first stage.
+            features: of data-parallel encoders, on the first part's stage.
 
         Returns:
             As `run_forward_backward`.
@@ -167,7 +176,7 @@ class Trainer:
         run = partial(
             run_forward_backward,
             self.plan,
-            self.model,
+            self.models,
             self.links,
             batches,
             clock,
@@ -177,12 +186,16 @@ class Trainer:
         return self.data_parallel.run(run, batches)
 
     @property
-    def forward_stage(self) -> Stage:
+    def units(self) -> Stage:
+        """Units of all chunks, by which this rank reads micro-batches."""
+        return self.plan.units_of(self.links.rank)
+
+    @property
+    def forward_units(self) -> Stage:
         """Units that `run_forward` runs on this rank, by which it reads micro-batches."""
-        stage = self.plan.stages[self.links.rank]
         if self.encoders is None or not self.links.is_first:
-            return stage
-        return Stage(units=(*encoders_stage(self.plan.model).units, *stage.units))
+            return self.units
+        return Stage(units=(*encoders_stage(self.plan.model).units, *self.units.units))
 
     def joining(
         self, batches: MicroBatchStream, slots: int, *, answers: bool = False
@@ -206,15 +219,16 @@ class Trainer:
             return number
         group = parallel_state.get_expert_model_parallel_group()
         if parallel.sharded > parallel.routing_ranks:
-            assert self.stage.sharded is not None
-            group = self.stage.sharded.units[0].flats[0].groups.shards
+            weights = self.chunks[0].sharded
+            assert weights is not None
+            group = weights.units[0].flats[0].groups.shards
         most = torch.tensor(number, device=current_device())
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
         return int(most)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run forwards alone, as for held-out data; data-parallel encoders run on its first
-        stage, each rank's for itself.
+        """Run forwards alone, as for held-out data; data-parallel encoders run where the first part
+        is, each rank's for itself.
 
         Returns:
             As `run_forward` of the schedule.
@@ -223,13 +237,14 @@ class Trainer:
         encode = None if self.encoders is None else self.encoders.encode
         held = self.data_parallel
         run = partial(
-            run_forward, self.plan, self.model, self.links, batches, encode, held.begin_pass
+            run_forward, self.plan, self.models, self.links, batches, encode, held.begin_pass
         )
         return held.run_forward(run)
 
     def _let_go_of_fp8_weights(self) -> None:
         """Have linears in FP8 quantise their weights anew, which an update may have changed."""
-        self.model.module.set_is_first_microbatch()
+        for stage in self.chunks:
+            stage.set_is_first_microbatch()
 
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
@@ -273,23 +288,30 @@ def build_trainer(
     """Build this rank's stage with its initial weights; collective over all ranks.
 
     Args:
+        links: of the ranks' stages, whatever the plan's schedule.
         steps: of the whole run, over which the learning rate is scheduled.
         provider: of the layers' linears and attention.
     """
+    links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     is_sharded = plan.parallel.sharded > 1
     with without_matrices() if is_sharded else nullcontext():
-        stage = build_stage(plan, links.rank, options.drop_path_rate, provider, groups)
+        chunks = tuple(
+            build_stage(plan, part, options.drop_path_rate, provider, groups)
+            for part in links.parts
+        )
     exchange = _data_parallel_config(plan.parallel)
     settings = _optimizer_config(plan, options, exchange)
+    tied = _tied_copies(plan, links)
     data_parallel: DataParallel
     if is_sharded:
-        shards, fed = create_shard_groups(plan.parallel), plan.trained_towers(links.rank - 1)
-        data_parallel = _sharded(stage, settings, seed, shards, fed, _tied_group(plan))
+        fed = [plan.trained_towers(part - 1) for part in links.parts]
+        shards = create_shard_groups(plan.parallel)
+        data_parallel = _sharded(chunks, settings, seed, shards, fed, tied)
     else:
-        initialize_parameters(stage, seed)
-        groups_of_tied = _reduction_groups(_tied_group(plan))
-        data_parallel = _replicated(stage, settings, exchange, groups_of_tied)
+        for stage in chunks:
+            initialize_parameters(stage, seed)
+        data_parallel = _replicated(chunks, settings, exchange, tied=tied)
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
     of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
@@ -309,7 +331,7 @@ def build_trainer(
         plan=plan,
         links=links,
         options=options,
-        stage=stage,
+        chunks=chunks,
         data_parallel=data_parallel,
         scheduler=scheduler,
         encoders=encoders,
@@ -329,49 +351,56 @@ class _Scheduled:
 
 
 def _replicated(
-    stage: VLMStage,
+    chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
     exchange: DistributedDataParallelConfig,
-    reduction_groups: ProcessGroupCollection | None,
     groups: ProcessGroupCollection | None = None,
+    tied: TiedCopies | None = None,
 ) -> Replicated:
-    """Hold a stage whole.
+    """Hold the chunks of a stage whole.
 
     Args:
-        reduction_groups: of its gradients, where they are not core's.
         groups: all that core asks for, where they are not its own.
+        tied: copies of a tied matrix.
     """
-    model = DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
+    models = [
+        DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
+        for stage in chunks
+    ]
     optimizer = get_megatron_optimizer(
-        settings, [model], use_gloo_process_groups=False, pg_collection=groups
+        settings, models, use_gloo_process_groups=False, pg_collection=groups
     )
     _update_in_one_kernel(optimizer)
     return Replicated(
-        model=model,
+        models=models,
         optimizer=optimizer,
-        reduction_groups=reduction_groups,
-        overlap=DataParallelOverlap(model) if exchange.overlap_param_gather else None,
+        reduction_groups=groups,
+        tied=tied,
+        overlap=DataParallelOverlap(models) if exchange.overlap_param_gather else None,
     )
 
 
 def _sharded(
-    stage: VLMStage,
+    chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
     seed: int,
     shards: tuple[ShardGroups, ShardGroups],
-    fed: Collection[str] = (),
-    tied: dist.ProcessGroup | None = None,
+    fed: Sequence[Collection[str]],
+    tied: TiedCopies | None = None,
 ) -> Sharded:
-    """Give a stage that was built without matrices its first weights, divided.
+    """Give the chunks of a stage, built without matrices, their first weights, divided.
 
     Args:
         shards: ranks that divide all but experts, and experts.
-        fed: towers of which what comes into the stage wants a gradient.
-        tied: ranks that hold copies of a tied matrix.
+        fed: of every chunk, towers of which what comes into it wants a gradient.
+        tied: copies of a tied matrix.
     """
-    divide_weights(stage, *shards, first_values(stage, seed), fed)
-    assert stage.sharded is not None
-    model = ShardedStage(stage, stage.sharded)
+    models = []
+    for stage, wanted in zip(chunks, fed, strict=True):
+        divide_weights(stage, *shards, first_values(stage, seed), wanted)
+        assert stage.sharded is not None
+        models.append(ShardedStage(stage, stage.sharded))
+    gradients = {flat: own for model in models for flat, own in model.gradients.items()}
     of_groups = {
         "lr": settings.lr,
         "betas": (settings.adam_beta1, settings.adam_beta2),
@@ -384,8 +413,8 @@ def _sharded(
         "is_decoupled_lr": False,
         "default_config": True,
     }
-    optimizer = ShardedAdam(model.gradients, stage.tp_group, of_groups)
-    return Sharded(model=model, optimizer=optimizer, tied=tied)
+    optimizer = ShardedAdam(gradients, chunks[0].tp_group, of_groups)
+    return Sharded(models=models, optimizer=optimizer, tied=tied)
 
 
 def _build_encoders(
@@ -406,7 +435,7 @@ def _build_encoders(
     held: DataParallel | None = None
     if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded(stage, settings, seed, (shards, shards))
+        held = _sharded([stage], settings, seed, (shards, shards), [()])
     else:
         initialize_parameters(stage, seed)
     if trained and not is_sharded:
@@ -414,7 +443,7 @@ def _build_encoders(
         exchange = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
-        held = _replicated(stage, settings, exchange, groups, groups)
+        held = _replicated([stage], settings, exchange, groups)
     return Encoders(
         stage=stage,
         data_parallel=held,
@@ -478,31 +507,18 @@ def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
                 settings.update(fused=True, foreach=False)
 
 
-def _tied_group(plan: Plan) -> dist.ProcessGroup | None:
-    """Make the group of this pipeline's ranks that hold copies of a tied matrix; collective over
-    all ranks. None where there are none, or this is none of them."""
-    copies = tied_copies(plan)
-    if not copies:
+def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
+    """The copies of a tied matrix, with the group of this pipeline's ranks that hold them;
+    collective over all ranks. None where there are none, or this stage holds none of them."""
+    stages = [links.stage_of(part) for part in tied_copies(plan)]
+    if len(set(stages)) == 1:
+        return TiedCopies(None) if links.rank in stages else None
+    if not stages:
         return None
-    holders = [[ranks[stage] for stage in copies] for ranks in all_pipelines()]
+    # Core's own group of embeddings joins the first and the last stage, wherever these are.
+    holders = [[ranks[stage] for stage in stages] for ranks in all_pipelines()]
     own, _ = dist.new_subgroups_by_enumeration(holders, timeout=COLLECTIVE_TIMEOUT)
-    return own
-
-
-def _reduction_groups(tied: dist.ProcessGroup | None) -> ProcessGroupCollection | None:
-    """Core's groups for reducing gradients, with one of the two stages that hold a tied matrix.
-
-    Core's own group of embeddings joins the first and the last stage, wherever the embedding is.
-    """
-    if tied is None:
-        return None
-    return ProcessGroupCollection(
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        dp_cp=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        embd=tied,
-        pos_embd=None,
-    )
+    return None if own is None else TiedCopies(own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -580,7 +596,7 @@ def train_step(
         skipped=grad_norm is None,
         replaced_samples=int(sums.replaced_samples),
         stop_requested=sums.stop_requests > 0,
-        experts=take_expert_balance(trainer.stage, trainer.plan.parallel),
+        experts=take_expert_balance(trainer.chunks, trainer.plan.parallel),
         intervals=clock.stop(),
     )
 

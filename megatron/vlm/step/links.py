@@ -1,0 +1,259 @@
+"""A stage's place in its pipeline, and how it sends tensors to other stages and receives theirs.
+
+All shapes are planned, so that only values are sent. `messages.py` says what comes when.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
+from megatron.vlm.model.stage import ByTower
+from megatron.vlm.step.messages import Channel, Content, Message
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+
+MessageShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a message's tensors by tower, in the order in which they are sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineLinks:
+    """This stage's place in the pipeline, the parts of the model that it holds, and its channels.
+
+    Activations and gradients use separate process groups, and so do, where stages hold several
+    parts, those that go the other way. Within one group every pair of stages sends in one direction
+    only, so that under NCCL, where a pair has one queue in a group, no message waits behind another
+    channel's.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    """Global ranks of all stages."""
+    activations: dist.ProcessGroup
+    """Group of activations that go to a later stage."""
+    gradients: dist.ProcessGroup
+    """Group of gradients that go to an earlier stage."""
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    """The schedule whose parts of the model the stages hold."""
+    other_way: Sequence[dist.ProcessGroup] = ()
+    """Groups of activations that go to an earlier stage and of gradients that go to a later one;
+    none where a stage holds one part."""
+
+    @property
+    def size(self) -> int:
+        """Number of stages."""
+        return len(self.ranks)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts of the model that this stage holds, one for each chunk."""
+        chunks, placement = self.schedule.chunks, self.schedule.placement
+        return tuple(placement.part(self.rank, chunk, self.size) for chunk in range(chunks))
+
+    @property
+    def last_part(self) -> int:
+        """The model's last part."""
+        return self.size * self.schedule.chunks - 1
+
+    def stage_of(self, part: int) -> int:
+        """The stage that holds a part of the model."""
+        return self.schedule.placement.stage_of(part, self.size)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage holds the model's first part."""
+        return 0 in self.parts
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds the model's last part."""
+        return self.last_part in self.parts
+
+    def group(self, channel: Channel) -> dist.ProcessGroup:
+        """The process group of a channel."""
+        if channel.content is Content.ACTIVATIONS:
+            return self.activations if channel.source < channel.target else self.other_way[0]
+        return self.gradients if channel.source > channel.target else self.other_way[1]
+
+    def inbox(
+        self,
+        channel: Channel,
+        messages: Sequence[Message],
+        shapes: Sequence[MessageShapes],
+        dtype: torch.dtype,
+    ) -> "Inbox":
+        """Make an inbox for the messages of a channel to this stage during a step."""
+        return Inbox(messages, shapes, dtype, self.ranks[channel.source], self.group(channel))
+
+    def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":
+        """Make an outbox for a channel from this stage."""
+        return Outbox(self.ranks[channel.target], self.group(channel), waits=waits)
+
+    def for_schedule(self, schedule: PipelineSchedule) -> Self:
+        """The links of a schedule's parts, connected; collective over all ranks."""
+        if schedule.chunks == 1:
+            return replace(self, schedule=schedule)
+        links = replace(self, schedule=schedule, other_way=_new_groups())
+        connected = set(_channels(self))
+        _connect(links, (one for one in _channels(links) if one not in connected))
+        return links
+
+
+def all_pipelines() -> list[list[int]]:
+    """The ranks of every pipeline, in stage order; Megatron numbers ranks stage by stage."""
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    pipelines = dist.get_world_size() // size
+    return [list(range(first, pipelines * size, pipelines)) for first in range(pipelines)]
+
+
+def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
+    """Create this stage's links, after `initialize_model_parallel`; collective over all ranks."""
+    activations, gradients = _new_groups()
+    links = kind(
+        rank=parallel_state.get_pipeline_model_parallel_rank(),
+        ranks=dist.get_process_group_ranks(activations),
+        activations=activations,
+        gradients=gradients,
+    )
+    _connect(links, _channels(links))
+    return links
+
+
+def _new_groups() -> list[dist.ProcessGroup]:
+    """Two new groups of this pipeline's ranks; collective over all ranks."""
+    own: list[dist.ProcessGroup] = []
+    for ranks in all_pipelines():
+        # Every rank takes part in creating every group, in the same order.
+        groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for _ in range(2)]
+        if dist.get_rank() in ranks:
+            own = groups
+    assert own, "this rank is in no pipeline"
+    return own
+
+
+def _channels(links: PipelineLinks) -> list[Channel]:
+    """All channels of the pipeline, each once, in the order of the cuts."""
+    stages = [links.stage_of(part) for part in range(links.last_part + 1)]
+    channels = [
+        channel
+        for before, after in pairwise(stages)
+        for channel in (
+            Channel(before, after, Content.ACTIVATIONS),
+            Channel(after, before, Content.GRADIENTS),
+        )
+        if before != after
+    ]
+    return list(dict.fromkeys(channels))
+
+
+def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
+    """Send one number over every channel, one after another.
+
+    NCCL builds a pair's communicator inside its first transfer and holds the host until the peer
+    enters the same one. In training, neighbours begin with different connections: the one posts a
+    receive of gradients, the other of activations, and each would wait for the other.
+    """
+    token = torch.zeros(1, device=current_device())
+    for channel in channels:
+        group = links.group(channel)
+        if links.rank == channel.source:
+            dist.send(token, links.ranks[channel.target], group=group)
+        elif links.rank == channel.target:
+            dist.recv(token, links.ranks[channel.source], group=group)
+
+
+class Inbox:
+    """Messages of known shapes on one channel, in the order in which they are sent.
+
+    Each is asked for when it is taken, or ahead of that, when the one before it has come and the
+    operation is launched that it may be asked for after.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        shapes: Sequence[MessageShapes],
+        dtype: torch.dtype,
+        source_rank: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._messages = list(zip(messages, shapes, strict=True))[::-1]
+        self._dtype = dtype
+        self._source_rank = source_rank
+        self._group = group
+        self._coming: tuple[Message, dict[str, torch.Tensor], list[dist.Work | None]] | None = None
+        self._here: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
+
+    def _ask(self) -> None:
+        message, shapes = self._messages.pop()
+        tensors = {
+            name: torch.empty(shape, dtype=self._dtype, device=current_device())
+            for name, shape in shapes.items()
+        }
+        self._coming = message, tensors, [self._begin(t) for t in tensors.values() if t.numel()]
+
+    def _begin(self, tensor: torch.Tensor) -> dist.Work | None:
+        return dist.irecv(tensor, self._source_rank, group=self._group)
+
+    def launched(self, position: int) -> None:
+        """Ask for what is next, if it may be asked for after the launch of the stage's operation at
+        this position in its list."""
+        if self._coming is None and self._messages:
+            after = self._messages[-1][0].after
+            if after is not None and after <= position:
+                self._ask()
+
+    def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
+        """Wait for a message; returns its tensors by tower.
+
+        Args:
+            position: of the operation, not launched yet, that needs it.
+        """
+        while (cut, micro_batch) not in self._here:
+            if self._coming is None:
+                self._ask()
+            assert self._coming is not None
+            message, tensors, works = self._coming
+            for work in works:
+                if work is not None:
+                    work.wait()
+            self._here[message.cut, message.micro_batch] = tensors
+            self._coming = None
+        self.launched(position - 1)
+        return self._here.pop((cut, micro_batch))
+
+
+class Outbox:
+    """Messages on one channel; each is kept until it has left.
+
+    Args:
+        waits: whether the next one waits until the one before it has left.
+    """
+
+    def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
+        self._target_rank = target_rank
+        self._group = group
+        self._waits = waits
+        self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
+
+    def put(self, message: ByTower) -> None:
+        """Start sending tensors in their order."""
+        if self._waits:
+            self.flush()
+        self._leaving = [one for one in self._leaving if not one[1].is_completed()]
+        for tensor in message.values():
+            if tensor.numel():
+                tensor = tensor.contiguous()
+                work = dist.isend(tensor, self._target_rank, group=self._group)
+                self._leaving.append((tensor, work))
+
+    def flush(self) -> None:
+        """Wait until everything has left."""
+        for _, work in self._leaving:
+            work.wait()
+        self._leaving.clear()

@@ -1,0 +1,251 @@
+"""Order of a rank's micro-batches within a step: what a pipeline of unequal ones waits for.
+
+While a pipeline fills and drains, stages wait for single micro-batches, and in between a long one
+holds up others on every stage. Which micro-batch runs in which slot changes neither what a step
+trains nor what other ranks run, so it is searched for last, on the stages as they are planned: from
+the order in which packs were dealt, micro-batches change places while the simulated step gets
+shorter. Ranks wait for the slowest at the step's end, so a rank is done when it is as fast as some
+rank's bound.
+
+Axes: r rows, each the micro-batches of one rank in one step; m micro-batches, p stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.simulate import simulate_schedule
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import StageTimes, workload_times
+from omnibal.pipeline.stage_memory import (
+    GIB,
+    bytes_in_passes,
+    fits_cap,
+    running_passes,
+    stage_memories,
+)
+from omnibal.pipeline.workload import Workload
+
+_MOST_WORK = 6e8
+"""Operations that are simulated in all: about ten seconds of one core. Of runs of so many steps
+that each has less than it needs, every rank tries fewer changes."""
+_MOST_CHANGES = 2_000
+"""Changes that are tried of a rank's order."""
+_IN_VAIN = 120
+"""Changes in vain, for each eight micro-batches, after which the search of a rank's order goes on
+from the best one with a few micro-batches exchanged."""
+_RESTARTS = 4
+"""Times in a row that it goes on so in vain, after which the order stays."""
+_ROWS_AT_ONCE = 4_096
+"""Rows searched side by side, whose times fit a cache."""
+_TOLERANCE = 1e-9
+"""Relative time by which an order must be shorter."""
+
+
+def ordered_slots(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    memory_cap_bytes: float,
+) -> np.ndarray:
+    """The slot of every row of a workload in which steps are as short as is found. int32 [rows]
+
+    Where a rank would need more than the memory cap in a step, its micro-batches there keep theirs.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: the stages with what they recompute at each level.
+        workload: of ranks that wait for each other only at a step's end (`waits_at_the_end`).
+        memory_cap_bytes: of one device, which the slots as they are keep to.
+    """
+    slot = searched_slots(workload_times(cost, stages_at, workload), workload)
+    ranks = workload.data_parallel_size
+    row = workload.step.astype(np.int64) * ranks + workload.dp_rank
+    order = np.lexsort((slot, row))
+    changed = replace(workload.rows(order), slot=slot[order])
+    fits = _rows_that_fit(cost, stages_at, workload, changed, memory_cap_bytes)
+    too_full = np.unique(row[order][~fits])
+    return np.where(np.isin(row, too_full), workload.slot, slot)
+
+
+def waits_at_the_end(workload: Workload) -> bool:
+    """Whether ranks wait for each other only at a step's end: none share packs or experts."""
+    return workload.lockstep_ranks == 1 and not workload.has_shared
+
+
+def in_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
+    """The packs in other slots of their ranks, `slot` [packs]."""
+    order = np.lexsort((slot, packs.dp_rank, packs.step))
+    return replace(packs.take(order), slot=slot[order].astype(np.int32))
+
+
+def searched_slots(times: StageTimes, workload: Workload) -> np.ndarray:
+    """The slot of every row of a workload whose ranks wait for each other only at a step's end, by
+    the times of its micro-batches. int32 [rows]
+    """
+    _, step = np.unique(workload.step, return_inverse=True)
+    row = step * workload.data_parallel_size + workload.dp_rank
+    _, first, row, counts = np.unique(
+        row, return_index=True, return_inverse=True, return_counts=True
+    )
+    step_of_row = step[first]
+    slot = workload.slot.copy()
+    operations = 2 * len(step) * times.forward_ms.shape[1]
+    changes = int(min(_MOST_WORK // max(operations, 1), _MOST_CHANGES))
+    for begin in range(0, len(counts), _ROWS_AT_ONCE):
+        # Ranks of a step that is cut in two are searched apart, which costs some changes.
+        end = min(begin + _ROWS_AT_ONCE, len(counts))
+        held = slice(*np.searchsorted(row, [begin, end]))
+        rows = _Rows.of(times, row[held] - begin, slot[held], counts[begin:end], held)
+        order = _search(rows, step_of_row[begin:end], changes)
+        # Of every row, the micro-batch in slot k was in slot order[row, k].
+        place = np.empty_like(order)
+        np.put_along_axis(place, order, np.arange(order.shape[1])[None].repeat(len(order), 0), 1)
+        slot[held] = place[row[held] - begin, slot[held]]
+    return slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Times of rows: forward and backward [r, m, p] and of their links [r, m, p - 1]; `counts` [r]
+    of micro-batches."""
+
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    forward_link_ms: np.ndarray
+    backward_link_ms: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(
+        cls, times: StageTimes, row: np.ndarray, slot: np.ndarray, counts: np.ndarray, held: slice
+    ) -> "_Rows":
+        def padded(values: np.ndarray) -> np.ndarray:
+            table = np.zeros((len(counts), int(counts.max()), values.shape[1]))
+            table[row, slot] = values[held]
+            return table
+
+        return cls(
+            padded(times.forward_ms),
+            padded(times.backward_ms),
+            padded(times.forward_link_ms),
+            padded(times.backward_link_ms),
+            counts,
+        )
+
+    def finish_ms(self, chosen: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """End of chosen rows' last passes, in these orders [chosen, m] of their micro-batches."""
+        rows, places = chosen[:, None], order
+        graph = planned_graph(self.forward_ms.shape[2], order.shape[1])
+        return simulate_schedule(
+            graph,
+            {
+                Pass.FORWARD: self.forward_ms[rows, places],
+                Pass.BACKWARD: self.backward_ms[rows, places],
+            },
+            self.forward_link_ms[rows, places],
+            self.backward_link_ms[rows, places],
+            self.counts[chosen],
+        ).step_ms
+
+    def bound_ms(self) -> np.ndarray:
+        """Time that no order is below: of every stage its work, the quickest way to it and the
+        quickest back. [r]"""
+        exists = np.arange(self.forward_ms.shape[1]) < self.counts[:, None]
+
+        def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
+            to_stage = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
+            return np.where(exists[..., None], to_stage, np.inf).min(axis=1)
+
+        work = (self.forward_ms + self.backward_ms).sum(axis=1)
+        work[:, 1:] += quickest(self.forward_ms, self.forward_link_ms)
+        work[:, 1:] += quickest(self.backward_ms, self.backward_link_ms)
+        return work.max(axis=1)
+
+
+def _search(rows: _Rows, step: np.ndarray, changes: int) -> np.ndarray:
+    """Micro-batches of every row in the order that is found, [r, m].
+
+    Args:
+        step: of every row, ascending.
+        changes: that are tried of a row at most.
+    """
+    r, m = len(rows.counts), rows.forward_ms.shape[1]
+    best = np.arange(m)[None].repeat(r, axis=0)
+    best_ms = rows.finish_ms(np.arange(r), best)
+    order, order_ms = best.copy(), best_ms.copy()
+    _, step = np.unique(step, return_inverse=True)
+    of_step = np.zeros(int(step[-1]) + 1)
+    np.maximum.at(of_step, step, rows.bound_ms())
+    goal_ms = of_step[step] * (1 + _TOLERANCE)
+    in_vain, starts = np.zeros((2, r), np.int64)
+    patience = np.ceil(_IN_VAIN * rows.counts / 8)
+    rng = np.random.default_rng(0)
+    for number in range(changes):
+        active = np.flatnonzero((best_ms > goal_ms) & (starts <= _RESTARTS) & (rows.counts > 1))
+        if not len(active):
+            break
+        again = in_vain[active] > patience[active]
+        base = np.where(again[:, None], best[active], order[active])
+        for change in (_swapped, _moved, _swapped) if again.any() else ():
+            changed = change(base, *rng.integers(0, rows.counts[active], (2, len(active))))
+            base = np.where(again[:, None], changed, base)
+        one, other = rng.integers(0, rows.counts[active], (2, len(active)))
+        changed = (_swapped if number % 2 else _moved)(base, one, other)
+        found_ms = rows.finish_ms(active, changed)
+        is_shorter = found_ms < order_ms[active] * (1 - _TOLERANCE)
+        taken = active[is_shorter | again]
+        order[taken] = changed[is_shorter | again]
+        order_ms[taken] = found_ms[is_shorter | again]
+        is_best = order_ms[active] < best_ms[active] * (1 - _TOLERANCE)
+        better = active[is_best]
+        best[better], best_ms[better] = order[better], order_ms[better]
+        in_vain[active] = np.where(is_shorter | again, 0, in_vain[active] + 1)
+        starts[active] = np.where(is_best, 0, starts[active] + again)
+    return best
+
+
+def _swapped(order: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Orders [r, m] in which the micro-batches at two places [r] each have changed places."""
+    rows, changed = np.arange(len(order)), order.copy()
+    changed[rows, one], changed[rows, other] = order[rows, other], order[rows, one]
+    return changed
+
+
+def _moved(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
+    """Orders [r, m] in which the micro-batch at one place [r] has moved to another."""
+    rows, place = np.arange(len(order)), np.arange(order.shape[1], dtype=float)
+    key = place[None].repeat(len(order), axis=0)
+    key[rows, one] = to + np.where(to > one, 0.5, -0.5)
+    return np.take_along_axis(order, np.argsort(key, axis=1, kind="stable"), axis=1)
+
+
+def _rows_that_fit(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    changed: Workload,
+    memory_cap_bytes: float,
+) -> np.ndarray:
+    """Whether every row of a changed workload fits, with all passes of its micro-batch, bool
+    [rows], given that all of the workload do."""
+    stages, fits = len(stages_at[0]), np.ones(len(changed), bool)
+    peaks = stage_memories(cost, stages_at, workload)
+    for stage, peak in enumerate(peaks):
+        stage_at = [at_level[stage] for at_level in stages_at]
+
+        def needs(of: Workload, stage: int = stage, stage_at: Sequence[Stage] = stage_at) -> Any:
+            passes = running_passes(features_of(of, cost), of.slot, stages, stage)
+            return bytes_in_passes(cost, passes, stage_at)[0]
+
+        room_bytes = max(memory_cap_bytes - peak.peak_gib * GIB, 0)
+        most = needs(workload).max() + room_bytes
+        fits &= fits_cap(needs(changed), most).reshape(2, -1).all(axis=0)
+    return fits
