@@ -111,14 +111,7 @@ class PartProblem:
     @property
     def held(self) -> np.ndarray:
         """Parts of every stage, [p, chunks]."""
-        place = self.schedule.placement
-        chunks = range(self.schedule.chunks)
-        return np.array(
-            [
-                [place.part(stage, each, self.stages) for each in chunks]
-                for stage in range(self.stages)
-            ]
-        )
+        return np.array(self.schedule.parts_of(self.parts))
 
 
 def search_parts(
@@ -349,11 +342,13 @@ def _terms(
     table, layout = problem.runs, problem.simulator.steps.layout
     terms = table.terms[runs]
     again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
+    weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
     counts = table.counts[runs][:, problem.held].sum(axis=2)
     return (
         PartTerms(
             forward=terms[..., layout.forward],
             backward=terms[..., layout.backward] + recomputed @ again,
+            weight=table.counts[runs] @ weight,
             send=terms[..., layout.send],
             receive=terms[..., layout.receive],
         ),

@@ -30,6 +30,8 @@ class PartTerms:
     forward: np.ndarray
     backward: np.ndarray
     """Whole backwards, recomputation included."""
+    weight: np.ndarray
+    """Part of the backwards that gives gradients of weights."""
     send: np.ndarray
     """Link from a part to the next one."""
     receive: np.ndarray
@@ -43,13 +45,22 @@ class PartTerms:
         return PartTerms(
             forward=self.forward[chosen],
             backward=self.backward[chosen],
+            weight=self.weight[chosen],
             send=self.send[chosen],
             receive=self.receive[chosen],
         )
 
     def of_pass(self, kind: Pass) -> np.ndarray:
-        """Coefficients of a kind of pass."""
-        return self.forward if kind == Pass.FORWARD else self.backward
+        """Coefficients of a kind of pass; both parts of a backward are the whole of it."""
+        match kind:
+            case Pass.FORWARD:
+                return self.forward
+            case Pass.BACKWARD:
+                return self.backward
+            case Pass.BACKWARD_INPUT:
+                return self.backward - self.weight
+            case Pass.BACKWARD_WEIGHT:
+                return self.weight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,7 +155,7 @@ class _Rows:
             np.moveaxis(of_pass @ features, 1, 0)
             for of_pass, features in (
                 (terms.forward, self.features[0]),
-                (terms.backward, self.features[-1]),
+                (terms.of_pass(max(self.graph.kinds)), self.features[-1]),
             )
         )
         wait_ms = np.maximum(each.gather_ms / each.buckets, each.gather_ms - first_ms * share)
@@ -197,7 +208,10 @@ class _Rows:
         start_ms = np.empty((count if operations else 0, len(terms), len(self.rows)))
         end_ms = np.empty((count, len(terms), len(self.rows)))
         free = list(ready_ms)
-        by_part = {kind: np.ascontiguousarray(terms.of_pass(kind).swapaxes(0, 1)) for kind in Pass}
+        by_part = {
+            kind: np.ascontiguousarray(terms.of_pass(kind).swapaxes(0, 1))
+            for kind in self.graph.kinds
+        }
         links = [np.ascontiguousarray(each.swapaxes(0, 1)) for each in (terms.send, terms.receive)]
         kinds, stages, parts = (each.tolist() for each in (graph.kind, graph.stage, graph.part))
         sources, micro_batches = graph.source.tolist(), graph.micro_batch.tolist()
@@ -215,7 +229,7 @@ class _Rows:
     def _last_end_ms(self, end_ms: np.ndarray) -> np.ndarray:
         """End of the last backward of every part. [k, C, R]"""
         graph = self.graph
-        ends = np.isin(graph.kind, (Pass.BACKWARD, Pass.BACKWARD_WEIGHT))
+        ends = graph.kind == max(graph.kinds)
         return np.stack(
             [
                 end_ms[np.flatnonzero(ends & (graph.part == part))].max(axis=0)
