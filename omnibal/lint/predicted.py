@@ -5,7 +5,7 @@ better ones are what the joint search finds within what the trainer can be told.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,10 +15,10 @@ from omnibal.job.plan import Plan
 from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
-from omnibal.pipeline.interleaved import InterleavedPrediction, predict_interleaved
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 
@@ -40,43 +40,35 @@ class Costed:
 
     stages: tuple[Stage, ...]
     prediction: Prediction
-    """Prediction by 1F1B, with all chunks of a stage in a row."""
+    """Prediction with the line's chunks; by 1F1B where a stage has one, or they cannot be
+    simulated."""
     flags: tuple[str, ...] = ()
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
-    interleaved: InterleavedPrediction | None = None
-    """Prediction of the line's chunks; None where a stage has one, or they cannot be simulated."""
     overheads: tuple[DeviceOverhead, ...]
     """Memory without tensors of a device of every stage."""
 
     @property
     def step_ms(self) -> float:
-        """Time of a step, chunks as the line has them."""
-        return self.prediction.step_ms if self.interleaved is None else self.interleaved.step_ms
+        """Time of a step."""
+        return self.prediction.step_ms
 
     @property
     def wait_fractions(self) -> list[float]:
         """Share of a step in which each stage idles. [stages]"""
-        if self.interleaved is not None:
-            return [float(share) for share in self.interleaved.wait_fraction]
         return [stage.wait_fraction for stage in self.prediction.stages]
 
     @property
     def bubble_fraction(self) -> float:
         """Share of device time that is idle."""
-        if self.interleaved is not None:
-            return float(self.interleaved.wait_fraction.mean())
         return self.prediction.bubble_fraction
 
     @property
     def memory(self) -> list[DeviceMemory]:
         """Most memory of a device of every stage."""
         memories = [stage.memory for stage in self.prediction.stages]
-        state = [each.weights_gib + each.gradients_gib + each.optimizer_gib for each in memories]
-        passes = [each.passes_gib for each in memories]
-        if self.interleaved is not None:
-            passes = [float(gib) for gib in self.interleaved.passes_gib]
         return [
-            each.memory(*both) for each, *both in zip(self.overheads, state, passes, strict=True)
+            each.memory(memory.state_gib, memory.passes_gib)
+            for each, memory in zip(self.overheads, memories, strict=True)
         ]
 
     @property
@@ -90,16 +82,29 @@ class Costed:
         return max(each.device_gib for each in self.memory)
 
 
-def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] = ()) -> Costed:
-    """Predict stages of a line's job on its micro-batches."""
-    job = launched.job
+def predicted(
+    launched: Launched,
+    stages: Sequence[Stage],
+    flags: Sequence[str] = (),
+    chunks: Sequence[Stage] = (),
+) -> Costed:
+    """Predict stages of a line's job on its micro-batches.
+
+    Args:
+        chunks: of all stages in model order, where these have several.
+    """
+    job, parts = launched.job, tuple(chunks or stages)
+    schedule = ONE_FORWARD_ONE_BACKWARD
+    if chunks:
+        schedule = PipelineSchedule(name="interleaved", chunks=len(chunks) // len(stages))
     prediction = predict(
         job.cost_of_all(launched.levels),
         job.pipeline_model,
         job.parallel,
-        (stages,),
+        (parts,),
         launched.packs,
         launched.workload,
+        schedule=schedule,
     )
     if not launched.has_samples:
         # One step of made-up samples says nothing about a dataset.
@@ -115,12 +120,7 @@ def predicted(launched: Launched, stages: Sequence[Stage], flags: Sequence[str] 
 
 def predicted_line(launched: Launched) -> Costed:
     """Predict the line's own stages, with their chunks where these can be simulated."""
-    line = predicted(launched, launched.stages)
-    if not launched.parts:
-        return line
-    cost = launched.job.cost_of_all(launched.levels)
-    found = predict_interleaved(cost, launched.parts, launched.stages, launched.workload)
-    return replace(line, interleaved=found)
+    return predicted(launched, launched.stages, chunks=launched.parts)
 
 
 def better_split(launched: Launched, line: Costed) -> Costed | None:

@@ -14,7 +14,7 @@ first forwards and last backwards that every stage must wait for.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
@@ -30,9 +30,12 @@ from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.part_memory import PartMemory
 from omnibal.pipeline.part_steps import PartSimulator, PartTerms, StageTerms
 from omnibal.pipeline.partition import SearchResult, sampled_steps
+from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, unit_bytes
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -42,6 +45,9 @@ _COMBINED = 6
 """Best moves of a round that are tried together."""
 _KICKS = 3
 """Random moves from the best cuts after which they are improved again."""
+_MOST_TIGHTENED = 4
+"""Times that the search is repeated with less memory where all passes need more than those that
+were looked at."""
 _TOLERANCE = 1e-9
 """Relative gain below which a candidate is no better."""
 
@@ -85,8 +91,6 @@ class PartProblem:
         rules: StageRules = FREE,
     ) -> "PartProblem":
         """Prepare the search; arguments are as of `search_parts`."""
-        if cost.levels > 1 or workload.has_shared or workload.lockstep_ranks > 1:
-            raise ValueError("parts are searched for packs of one level, and ranks that run alone")
         runs = possible_runs(cost, model, rules)
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
@@ -102,6 +106,15 @@ class PartProblem:
             simulator=PartSimulator.of(steps, schedule, stages, overlaps=overlaps),
             memories=PartMemory.of_stages(cost, workload, schedule, stages, memory_cap_bytes),
         )
+
+    def tightened(self, shares: np.ndarray) -> "PartProblem":
+        """The problem with so much of the cap of every stage that needs more than is counted here,
+        [p]."""
+        memories = [
+            replace(memory, cap_bytes=memory.cap_bytes * min(share, 1.0))
+            for memory, share in zip(self.memories, shares.tolist(), strict=True)
+        ]
+        return replace(self, memories=memories)
 
     @property
     def parts(self) -> int:
@@ -128,7 +141,7 @@ def search_parts(
     """The parts of least simulated step time that are found for a schedule.
 
     Args:
-        cost: of one level.
+        cost: of all levels of the workload; layers are recomputed alike at all of them.
         pipeline_size: stages, each of as many parts as the schedule has chunks.
         memory_cap_bytes: of one device.
         rules: of what parts may hold.
@@ -143,17 +156,33 @@ def search_parts(
     problem = PartProblem.of(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
-    search = _Search(problem=problem, work_left=effort * _MAX_WORK)
-    search.run()
-    if search.best is None:
-        raise _does_not_fit(problem)
-    parts = stages_of(problem, search.best)
-    bound_ms = least_work_ms(problem)
+    best, simulated = None, 0
+    for _ in range(_MOST_TIGHTENED):
+        search = _Search(problem=problem, work_left=effort * _MAX_WORK)
+        search.run(best)
+        simulated += search.simulated
+        best = search.best
+        if best is None:
+            raise _does_not_fit(problem, memory_cap_bytes)
+        stages_at = (stages_of(problem, best),) * cost.levels
+        memories = schedule_memories(cost, stages_at, workload, schedule)
+        peaks = np.array([memory.peak_gib for memory in memories]) * GIB
+        if fits_cap(peaks, memory_cap_bytes).all():
+            break
+        problem = problem.tightened(memory_cap_bytes / peaks)
+    else:
+        raise _does_not_fit(problem, memory_cap_bytes)
+    packs = sampled_steps(workload)
+    times, once = (
+        workload_times(cost, stages_at, packs),
+        per_step_costs(cost, stages_at[0], schedule),
+    )
+    step_ms = float(predict_steps(times, packs, once, schedule).step_ms.mean())
     return SearchResult(
-        stages_at=(parts,),
-        step_ms=search.best_ms,
-        lower_bound_ms=min(bound_ms, search.best_ms),
-        simulated=len(search.found_ms),
+        stages_at=stages_at,
+        step_ms=step_ms,
+        lower_bound_ms=min(least_work_ms(problem), step_ms),
+        simulated=simulated,
     )
 
 
@@ -218,13 +247,15 @@ class _Search:
     work_left: float
     best: Candidate | None = None
     best_ms: float = np.inf
+    simulated: int = 0
     found_ms: dict[Candidate, float] = field(default_factory=dict)
     """Step times of candidates; infinite where they do not fit, and a bound where that is above the
     best."""
 
-    def run(self) -> None:
-        """Improve from several cuts, then from random moves of the best, until the work is done."""
-        for start in self._starts():
+    def run(self, known: Candidate | None = None) -> None:
+        """Improve from several cuts, or from a good one that is known, then from random moves of
+        the best, until the work is done."""
+        for start in self._starts() if known is None else [known]:
             self._improve(start)
         rng = np.random.default_rng(0)
         while self.best is not None and self.work_left > 0:
@@ -328,6 +359,7 @@ class _Search:
             return
         picked = np.flatnonzero(may_win)
         step_ms = problem.simulator.step_ms(terms.some(picked), once.some(picked))
+        self.simulated += len(picked)
         self.work_left -= problem.simulator.operations * len(picked)
         for index, ms in zip(chosen[picked].tolist(), step_ms.tolist(), strict=True):
             self.found_ms[candidates[index]] = ms
@@ -397,8 +429,8 @@ def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
     return found
 
 
-def _does_not_fit(problem: PartProblem) -> DoesNotFit:
-    cap = problem.memories[0].cap_bytes / GIB
+def _does_not_fit(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
+    cap = cap_bytes / GIB
     return DoesNotFit(
         f"no cut of {problem.model.name} into {problem.parts} parts was found for schedule "
         f"{problem.schedule.name} that fits the memory cap of {cap:.2f} GiB per device",

@@ -128,22 +128,55 @@ def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 
+def listed_micro_batches(
+    graph: OperationGraph, counts: np.ndarray, step: np.ndarray, *, together: bool
+) -> np.ndarray:
+    """Micro-batches of the list that each rank goes by in each step, at least 1. [ranks]
+
+    Ranks that run together go by one list, that of the rank of their step that has most, and leave
+    out what they do not have; others by that of their own micro-batches, which where a schedule is
+    prefix-closed is the list of any more.
+
+    Args:
+        graph: of the most micro-batches that any has.
+        counts: every rank's micro-batches in every step, [ranks]; `step` likewise.
+        together: whether ranks share micro-batches or run in lockstep.
+    """
+    if graph.schedule.is_prefix_closed:
+        return np.full(len(counts), graph.schedule.micro_batches)
+    listed = np.maximum(counts, 1)
+    if together:
+        _, index = np.unique(step, return_inverse=True)
+        most = np.zeros(index.max() + 1, np.int64)
+        np.maximum.at(most, index, listed)
+        listed = most[index]
+    return listed
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldInPasses:
-    """Micro-batches that a stage holds during each of its forwards, and each backward that ends
-    one."""
+    """Micro-batches that a stage holds during each of its operations."""
 
+    kind: np.ndarray
+    """Kind of each (`Pass`), [passes]."""
+    chunk: np.ndarray
+    """Chunk that runs, [passes]."""
     micro_batch: np.ndarray
     """Micro-batch that runs, [passes]."""
-    is_forward: np.ndarray
-    """Whether the pass is a forward, [passes]."""
     held: np.ndarray
-    """The first micro-batch of each chunk that is held, the running one included, and the first
-    after it that is not, [passes, chunks, 2]."""
+    """The first micro-batch of each chunk of which its backward's needs are kept, the running one
+    included, and the first after it of which they are not, [passes, chunks, 2]."""
+    late: np.ndarray
+    """Likewise of which the first part of the backward has run and the second has not ended."""
+
+    @property
+    def is_forward(self) -> np.ndarray:
+        """Whether each is a forward, bool [passes]."""
+        return np.asarray(self.kind == Pass.FORWARD)
 
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
-    """What a stage holds pass by pass, in the order in which it runs them.
+    """What a stage holds operation by operation, in the order in which it runs them.
 
     A micro-batch is held from its forward to the end of its backward, of both parts if it has two.
 
@@ -151,24 +184,27 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
         ValueError: the held ones are not consecutive, since a chunk's passes are out of order.
     """
     schedule, own = graph.schedule, graph.of_stage(stage)
-    kind, micro_batch, part = graph.kind[own], graph.micro_batch[own], graph.part[own]
-    begins = kind == Pass.FORWARD
+    kind, micro_batch = graph.kind[own], graph.micro_batch[own]
+    chunk = graph.part[own] // schedule.stages
+    begins, every = kind == Pass.FORWARD, np.arange(len(own))
+    freed = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
     ends = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
-    passes = np.flatnonzero(begins | ends)
-    held = np.empty((len(passes), schedule.chunks, 2), np.int64)
-    for chunk in range(schedule.chunks):
-        of_chunk = part == schedule.part(stage, chunk)
-        begun, ended = np.flatnonzero(begins & of_chunk), np.flatnonzero(ends & of_chunk)
-        for own_passes in (begun, ended):
+    held, late = np.empty((2, len(own), schedule.chunks, 2), np.int64)
+    for number in range(schedule.chunks):
+        begun, let_go, ended = (
+            np.flatnonzero(each & (chunk == number)) for each in (begins, freed, ends)
+        )
+        for own_passes in (begun, let_go, ended):
             if not np.array_equal(micro_batch[own_passes], np.arange(schedule.micro_batches)):
                 raise ValueError(
-                    f"{schedule.name}: stage {stage} runs passes of chunk {chunk} out of order, or "
-                    "has no backward; memory is counted for schedules that hold consecutive "
+                    f"{schedule.name}: stage {stage} runs passes of chunk {number} out of order, "
+                    "or has no backward; memory is counted for schedules that hold consecutive "
                     "micro-batches"
                 )
-        held[:, chunk, 0] = np.searchsorted(ended, passes)
-        held[:, chunk, 1] = np.searchsorted(begun, passes, side="right")
-    return HeldInPasses(micro_batch=micro_batch[passes], is_forward=begins[passes], held=held)
+        held[:, number, 0] = late[:, number, 1] = np.searchsorted(let_go, every)
+        held[:, number, 1] = np.searchsorted(begun, every, side="right")
+        late[:, number, 0] = np.searchsorted(ended, every)
+    return HeldInPasses(kind=kind, chunk=chunk, micro_batch=micro_batch, held=held, late=late)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

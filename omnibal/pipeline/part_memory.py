@@ -1,7 +1,8 @@
 """Memory of a stage that holds several parts of the model, and what it recomputes so as to fit.
 
-A pass of one chunk needs what `omnibal.pipeline.stage_memory` counts for a stage of that chunk
-alone, and what the stage's other chunks keep of the micro-batches that they hold meanwhile.
+Memory is that of `omnibal.pipeline.schedule_memory`, of many contents of a stage at once: in the
+passes that are the heaviest for contents that are drawn, a chunk's own from the tables of
+`omnibal.pipeline.stage_memory`. What is found must be looked at in all passes.
 
 A stage of which not all fits recomputes layers in an order, the fewest that fit: by what a layer
 saves for the time that it costs, where an earlier chunk saves more, as it holds more micro-batches;
@@ -10,20 +11,22 @@ or by kind of layer or chunk first, in any order of the kinds, which the search 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import permutations
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import OperationGraph, held_in_passes
+from omnibal.pipeline.schedule_memory import ChunkPasses, schedule_passes
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.stage_memory import (
     LINKS,
     MemoryTable,
     RunningPasses,
+    cut_bytes,
     encoder_memory_of,
     fits_cap,
     memory_table,
@@ -33,35 +36,52 @@ from omnibal.pipeline.workload import Workload
 
 _DRAWN = 24
 """Contents of a stage, drawn at random, whose heaviest passes are looked at."""
-_PASSES_AT_ONCE = 50_000
-"""Passes of which the heaviest are looked for at a time: bounds memory."""
 _MOST_KINDS = 3
 """Kinds of layer of which all orders are tried; of more, model order and its reverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Passes:
-    """Passes of one chunk of a stage."""
+class _ChunkTable:
+    """The heaviest passes of one chunk of a stage, by what its chunks hold."""
 
-    own: np.ndarray
-    """Features of the micro-batch that runs, [passes, f]."""
-    held: np.ndarray
-    """Summed features of the micro-batches that every chunk holds, the running one included,
-    [passes, c, f]."""
+    running: MemoryTable
+    """Passes as if the stage held this chunk alone."""
+    besides: tuple[MemoryTable, ...]
+    """What every chunk keeps meanwhile."""
+    late_bytes: np.ndarray
+    """What a unit of each kind of each chunk keeps for gradients of weights, [passes, c, K]."""
+    product_bytes: np.ndarray
+    """What one product of a unit of each kind works with besides, [passes, K]."""
+
+    def bytes(self, chunk: int, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """What a stage needs in every pass, but for what units share. [n, passes]
+
+        Args:
+            chunk: whose passes these are.
+            counts: [n, c, K], and `recomputed` [n, c, levels * K].
+        """
+        own = counts[:, chunk]
+        needed = self.running.pass_bytes(own, recomputed[:, chunk])
+        needed = needed - self.running.room_bytes(own)[:, None]
+        needed = needed + ((own > 0)[:, None] * self.product_bytes).max(axis=-1)
+        needed = needed + np.einsum("nck,pck->np", counts, self.late_bytes)
+        for other, kept in enumerate(self.besides):
+            if other != chunk:
+                first = (counts[:, other] > 0).argmax(axis=-1)
+                needed = needed + kept.first_bytes.T[first]
+                needed += kept.activation_bytes(counts[:, other], recomputed[:, other])
+        return needed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartMemory:
     """Memory of one stage of a schedule, by what its chunks hold."""
 
-    running: tuple[MemoryTable, ...]
-    """Passes of every chunk, as if the stage held nothing else."""
-    besides: tuple[tuple[MemoryTable, ...], ...]
-    """What every chunk keeps in these passes."""
+    chunks: tuple[_ChunkTable, ...]
+    cut_bytes: np.ndarray
+    """Tensors of the cuts before and after a chunk that begins, or ends, with a unit, [2, K]."""
     orders: np.ndarray
     """Orders in which layers are recomputed, of places in [c * L], [orders, c * L]."""
-    buffers: MemoryTable
-    """What libraries keep of a stage, whatever its chunks."""
     cap_bytes: float
 
     @classmethod
@@ -74,72 +94,46 @@ class PartMemory:
         cap_bytes: float,
     ) -> "list[PartMemory]":
         """Memory of every stage in its heaviest passes of the run."""
-        return [
-            cls._of_stage(cost, workload, schedule, (stage, stages), cap_bytes)
-            for stage in range(stages)
-        ]
-
-    @classmethod
-    def _of_stage(
-        cls,
-        cost: CostModel,
-        workload: Workload,
-        schedule: PipelineSchedule,
-        place: tuple[int, int],
-        cap_bytes: float,
-    ) -> "PartMemory":
         features = features_of(workload, cost)
-        largest = features.max(axis=0)
-        # What libraries keep is counted of the whole stage.
-        bare = replace(cost, library_buffers=())
-        running, besides = [], []
-        most = np.zeros(schedule.chunks)
-        for chunk in range(schedule.chunks):
-            passes = _heaviest_passes(cost, workload, schedule, place, chunk)
-            most = np.maximum(most, (passes.held[..., 0]).max(axis=0))
-            links = np.ones((len(passes.own), len(LINKS)))
-            others = passes.held[:, chunk] - passes.own
-            own = RunningPasses(own=passes.own, others=others, links=links, largest=largest)
-            running.append(memory_table(bare, own, encoder_memory_of(workload)))
-            besides.append(
-                tuple(
-                    memory_table(
-                        bare,
-                        RunningPasses(
-                            own=np.zeros_like(others),
-                            others=passes.held[:, other],
-                            links=links,
-                            largest=largest,
-                        ),
-                    )
-                    for other in range(schedule.chunks)
+        cuts = cut_bytes(cost, features.max(axis=0))
+        ends = np.stack([cuts.came + cuts.back_to, cuts.sent + cuts.back])
+        drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
+        for stage in range(stages):
+            found: dict[tuple[int, Pass], _Heaviest] = {}
+            for each in schedule_passes(features, workload, schedule, stages, stage):
+                found.setdefault((each.chunk, each.kind), _Heaviest(drawn=drawn)).look_at(each)
+            passes = [each for heaviest in found.values() for _, each in heaviest.most]
+            by_chunk = [
+                [each for each in passes if each.chunk == c] for c in range(schedule.chunks)
+            ]
+            held = np.max([_micro_batches(cost, each.kept[0]) for each in passes], axis=0)
+            every.append(
+                cls(
+                    chunks=tuple(_chunk_table(cost, workload, each) for each in by_chunk),
+                    cut_bytes=ends,
+                    orders=_orders(cost, mean, held),
+                    cap_bytes=cap_bytes,
                 )
             )
-        return cls(
-            running=tuple(running),
-            besides=tuple(besides),
-            orders=_orders(cost, features.mean(axis=0), most),
-            buffers=memory_table(cost, own),
-            cap_bytes=cap_bytes,
-        )
+        return every
+
+    @property
+    def kinds(self) -> tuple[UnitKind, ...]:
+        """Kinds of unit."""
+        return self.chunks[0].running.kinds
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Peak of a device with these units, [n, c, K], of which so many are recomputed. [n]"""
-        first, whole = self.running[0], counts.sum(axis=1)
-        peaks = []
-        for chunk, (table, besides) in enumerate(zip(self.running, self.besides, strict=True)):
-            pass_bytes = table.pass_bytes(counts[:, chunk], recomputed[:, chunk])
-            for other, kept in enumerate(besides):
-                if other != chunk:
-                    pass_bytes = pass_bytes + kept.activation_bytes(
-                        counts[:, other], recomputed[:, other]
-                    )
-            peaks.append(pass_bytes)
+        """Peak of a device with these units, [n, c, K], of which so many are recomputed at every
+        level. [n]"""
+        first, whole = self.chunks[0].running, counts.sum(axis=1)
+        at_levels = np.tile(recomputed, first.levels)
+        passes = [table.bytes(chunk, counts, at_levels) for chunk, table in enumerate(self.chunks)]
+        begins = (counts > 0).argmax(axis=-1)
+        ends = counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
+        rooms = (self.cut_bytes[0][begins] + self.cut_bytes[1][ends]).sum(axis=1)
+        rooms += first.room_bytes(whole)
         state = whole @ first.state_bytes - first.tied_bytes * holds_both_ends(first.kinds, whole)
-        if len(self.buffers.buffer_bytes):
-            has = (whole > 0) @ self.buffers.has_buffer > 0
-            state = state + has @ self.buffers.buffer_bytes
-        return state + first.with_encoders(whole, np.concatenate(peaks, axis=-1))
+        return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
     def recomputed(self, counts: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The fewest layers in an order that make stages fit, and whether any do.
@@ -151,7 +145,7 @@ class PartMemory:
         Returns:
             [n, c, K] and [n].
         """
-        layers = layer_kinds(self.running[0].kinds)
+        layers = layer_kinds(self.kinds)
         held = counts[..., layers].reshape(len(counts), -1)
         order = self.orders[order]
         in_order = np.take_along_axis(held, order, axis=1)
@@ -203,76 +197,79 @@ def _orders(cost: CostModel, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
     return np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
 
 
-def _heaviest_passes(
-    cost: CostModel,
-    workload: Workload,
-    schedule: PipelineSchedule,
-    place: tuple[int, int],
-    chunk: int,
-) -> _Passes:
-    """Passes of a stage's chunk that are the heaviest for some of the contents that are drawn."""
-    drawn_held, drawn_own = _drawn(cost, schedule.chunks)
-    most = np.full(len(drawn_own), -np.inf)
-    best: list[_Passes | None] = [None] * len(drawn_own)
-    for passes in _every_pass(cost, workload, schedule, place, chunk):
-        held = passes.held.reshape(len(passes.own), -1)
-        needed = held @ drawn_held.T + passes.own @ drawn_own.T
-        for row in np.flatnonzero(needed.max(axis=0) > most):
-            at = int(needed[:, row].argmax())
-            most[row] = needed[at, row]
-            best[row] = _Passes(own=passes.own[[at]], held=passes.held[[at]])
-    found = [each for each in best if each is not None]
-    own = np.concatenate([each.own for each in found])
-    held = np.concatenate([each.held for each in found])
-    _, first = np.unique(
-        np.column_stack([own, held.reshape(len(own), -1)]), axis=0, return_index=True
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Heaviest:
+    """Passes that are the heaviest for contents of a stage that are drawn."""
+
+    drawn: np.ndarray
+    """Bytes of kept, late and running micro-batches, [drawn, c + c + 1, f]."""
+    most: list[tuple[float, ChunkPasses]] = field(default_factory=list)
+    """The most of every content so far, and the pass."""
+
+    def look_at(self, passes: ChunkPasses) -> None:
+        """Take those of more passes that are heavier."""
+        if not len(passes.own):
+            return
+        held = np.concatenate([passes.kept, passes.late, passes.own[:, None]], axis=1)
+        needed = self.drawn.reshape(len(self.drawn), -1) @ held.reshape(len(held), -1).T
+        found = []
+        for of_content in needed:
+            at = int(of_content.argmax())
+            each = passes.own[[at]], passes.kept[[at]], passes.late[[at]]
+            one = replace(passes, own=each[0], kept=each[1], late=each[2])
+            found.append((float(of_content[at]), one))
+        old = self.most or found
+        self.most = [max(pair, key=lambda each: each[0]) for pair in zip(old, found, strict=True)]
+
+
+def _micro_batches(cost: CostModel, features: np.ndarray) -> np.ndarray:
+    """Number of micro-batches in summed features [..., f], of all levels. [...]"""
+    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)
+
+
+def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:
+    """A table of passes of one chunk."""
+    own, kept, late = (
+        np.concatenate([getattr(each, name) for each in passes]) for name in ("own", "kept", "late")
     )
-    return _Passes(own=own[first], held=held[first])
+    kind = np.array([each.kind for each in passes])
+    # Passes that are the heaviest for several contents are counted once.
+    rows = np.column_stack([kind, own, kept.reshape(len(own), -1), late.reshape(len(own), -1)])
+    _, once = np.unique(rows, axis=0, return_index=True)
+    own, kept, late, kind = own[once], kept[once], late[once], kind[once]
+    is_weight, chunk = kind == Pass.BACKWARD_WEIGHT, passes[0].chunk
+    largest = features_of(workload, cost).max(axis=0)
+    links = np.zeros((len(own), len(LINKS)))
+    links[:, -1] = (kind != Pass.FORWARD) & ~is_weight  # the gradient that a backward begins with
+
+    def table(own: np.ndarray, others: np.ndarray) -> MemoryTable:
+        passes = RunningPasses(own=own, others=others, links=links, largest=largest)
+        return memory_table(cost, passes, encoder_memory_of(workload))
+
+    units = [*cost.units.values()]
+    for_weights = np.stack([each.late_bytes[:2].sum(axis=0) for each in units], axis=1)
+    product = np.stack([each.late_bytes[2] for each in units], axis=1)
+    # While the first part of a backward runs, what the second needs comes to be.
+    late[:, chunk] += own * ((kind == Pass.BACKWARD_INPUT) | is_weight)[:, None]
+    return _ChunkTable(
+        running=table(own * ~is_weight[:, None], kept[:, chunk]),
+        besides=tuple(table(0 * own, kept[:, each]) for each in range(kept.shape[1])),
+        late_bytes=late @ for_weights,
+        product_bytes=(own * is_weight[:, None]) @ product,
+    )
 
 
-def _drawn(cost: CostModel, chunks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of held and of running micro-batches in contents that are drawn at random.
-    [drawn, c * f] and [drawn, f]"""
+def _drawn(cost: CostModel, chunks: int) -> np.ndarray:
+    """Bytes of kept, late and running micro-batches in contents that are drawn at random.
+    [drawn, c + c + 1, f]"""
     rng, units = np.random.default_rng(0), [*cost.units.values()]
     kept = np.array([each.activation_bytes for each in units])
     inputs = np.array([each.boundary_bytes for each in units])
+    late = np.array([each.late_bytes[:2].sum(axis=0) for each in units])
     working = np.array([each.transient_bytes.max(axis=0) for each in units])
     layers = np.isin(np.arange(len(units)), layer_kinds(cost.kinds))
     number = rng.integers(0, 8, (_DRAWN, chunks, len(units))) * layers
     again = number * (rng.random((_DRAWN, 1, 1)) < 0.5)
-    held = (number - again) @ kept + again @ inputs
     own = working[rng.integers(0, len(units), _DRAWN)]
-    return held.reshape(_DRAWN, -1), own
-
-
-def _every_pass(
-    cost: CostModel,
-    workload: Workload,
-    schedule: PipelineSchedule,
-    place: tuple[int, int],
-    chunk: int,
-) -> Iterator[_Passes]:
-    """Passes of a stage's chunk in every step of every rank."""
-    stage, stages = place
-    features = features_of(workload, cost)
-    first = np.flatnonzero(workload.slot == 0)
-    lengths = np.diff(np.append(first, len(workload)))
-    for count in np.unique(lengths).tolist():
-        graph = OperationGraph.of(schedule.rule(stages, schedule.chunks, count))
-        held = held_in_passes(graph, stage)
-        own = graph.of_stage(stage)
-        kind = graph.kind[own]
-        is_pass = (kind == Pass.FORWARD) | (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_WEIGHT)
-        of_chunk = graph.part[own][is_pass] == graph.schedule.part(stage, chunk)
-        begun, ended = held.held[of_chunk, :, 0], held.held[of_chunk, :, 1]
-        rows = first[lengths == count]
-        at_once = max(_PASSES_AT_ONCE // len(begun), 1)
-        for start in range(0, len(rows), at_once):
-            some = rows[start : start + at_once, None] + np.arange(count)
-            of_rows = features[some]  # [rows, m, f]
-            total = np.concatenate([np.zeros_like(of_rows[:, :1]), of_rows.cumsum(axis=1)], axis=1)
-            sums = total[:, ended] - total[:, begun]
-            yield _Passes(
-                own=of_rows[:, held.micro_batch[of_chunk]].reshape(-1, features.shape[1]),
-                held=sums.reshape(-1, schedule.chunks, features.shape[1]),
-            )
+    held = (number - again) @ kept + again @ inputs
+    return np.concatenate([held, number @ late, own[:, None]], axis=1)

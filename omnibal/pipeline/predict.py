@@ -10,6 +10,8 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.reading import StageReading
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
@@ -18,7 +20,6 @@ from omnibal.pipeline.stage_cost import (
     per_step_costs,
     workload_times,
 )
-from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
@@ -34,12 +35,14 @@ def predict(
     packs: ScheduledPacks,
     all_steps: Workload,
     reading: StageReading | None = None,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
     """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+        stages_at: parts of the model, which the schedule places on stages, with what they recompute
+            at each level; of one level, `[stages]`.
         all_steps: workload of the packs.
         reading: what ranks read of them, where it was measured: a step lasts as long as that.
 
@@ -48,12 +51,14 @@ def predict(
     """
     for stages in stages_at:
         check_stages(model, stages)
-    memories = stage_memories(cost, stages_at, all_steps)
+    memories = schedule_memories(cost, stages_at, all_steps, schedule)
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
-    times, once = workload_times(cost, stages_at, workload), per_step_costs(cost, stages_at[0])
-    simulated = predict_steps(times, workload, once)
-    lost = lost_time(cost, stages_at, workload, float(simulated.step_ms.mean()))
-    exchange = _exchange(times, once, workload, float(simulated.step_ms.mean()))
+    times = workload_times(cost, stages_at, workload)
+    once = per_step_costs(cost, stages_at[0], schedule)
+    simulated = predict_steps(times, workload, once, schedule)
+    simulated_ms = float(simulated.step_ms.mean())
+    lost = lost_time(cost, stages_at, workload, simulated_ms, schedule)
+    exchange = _exchange(times, once, workload, simulated_ms, schedule)
     read = None
     if reading is not None:
         read, kept_up = reading.applied(workload, cost, simulated)
@@ -62,6 +67,7 @@ def predict(
     step_ms = float(simulated.step_ms.mean())
     wait_fraction = simulated.wait_fractions
     run_ms = step_ms * packs.steps
+    parts_of = schedule.parts_of(len(stages_at[0]))
     return Prediction(
         cost_source=cost.source,
         step_ms=step_ms,
@@ -72,12 +78,12 @@ def predict(
         exchange=exchange,
         stages=tuple(
             StagePrediction(
-                forward_ms=float(times.forward_ms[:, index].mean()),
-                backward_ms=float(times.backward_ms[:, index].mean()),
-                wait_fraction=float(wait_fraction[index]),
+                forward_ms=sum(float(times.forward_ms[:, part].mean()) for part in parts),
+                backward_ms=sum(float(times.backward_ms[:, part].mean()) for part in parts),
+                wait_fraction=float(waited),
                 memory=memory,
             )
-            for index, memory in enumerate(memories)
+            for parts, waited, memory in zip(parts_of, wait_fraction, memories, strict=True)
         ),
         beside=None if workload.encoding is None else workload.encoding.predicted,
         reading=read,
@@ -85,13 +91,17 @@ def predict(
 
 
 def _exchange(
-    times: StageTimes, once: PerStepCosts, workload: Workload, step_ms: float
+    times: StageTimes,
+    once: PerStepCosts,
+    workload: Workload,
+    step_ms: float,
+    schedule: PipelineSchedule,
 ) -> DataParallelExchange:
     encoding = workload.encoding
     unreduced = replace(times, waits_ms=None if encoding is None else encoding.waits.unreduced)
-    without_ms = predict_steps(unreduced, workload, once.without_exchange()).step_ms.mean()
+    bare = predict_steps(unreduced, workload, once.without_exchange(), schedule)
     of_encoders_ms = 0.0 if encoding is None else encoding.exchange_ms
     return DataParallelExchange(
         total_ms=float(once.exchange_ms.max()) + of_encoders_ms,
-        exposed_ms=step_ms - float(without_ms),
+        exposed_ms=step_ms - float(bare.step_ms.mean()),
     )

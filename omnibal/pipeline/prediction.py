@@ -107,7 +107,7 @@ class DataParallelExchange(Frozen):
 
 
 class StagePrediction(Frozen):
-    """Mean times per micro-batch over the planned packs, and memory."""
+    """Mean times per micro-batch over the planned packs, of all chunks of the stage, and memory."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat

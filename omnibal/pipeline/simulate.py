@@ -21,6 +21,7 @@ import numpy as np
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
+    listed_micro_batches,
     planned_graph,
     schedule_graph,
 )
@@ -409,6 +410,8 @@ class _Rows:
     """Micro-batches of every row."""
     ranks: int
     """Rows of a step."""
+    together: bool
+    """Whether the rows of a step go by one list of operations."""
     context: np.ndarray | None
     """Rows that share each micro-batch, [rows, m]; None where none is shared."""
     lockstep: Lockstep | None
@@ -452,6 +455,7 @@ class _Rows:
             backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
             counts=np.bincount(row, minlength=shape[0]),
             ranks=ranks,
+            together=workload.runs_together,
             context=_contexts(workload.context[chosen], row, slot, shape),
             lockstep=_lockstep(times, workload),
             waits_ms=waits_ms,
@@ -499,15 +503,13 @@ class _Rows:
     def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
         """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p].
 
-        Rows that share micro-batches or run in lockstep do so by one list, that of the rank of
-        their step that has most; others by that of their own micro-batches.
+        What list each goes by is in `omnibal.pipeline.operation_graph.listed_micro_batches`.
         """
         most = self.forward_link_ms.shape[1]
         graph = schedule_graph(self.schedule, self.stages, most)
-        listed = np.maximum(self.counts, 1)
-        if self.context is not None or self.lockstep is not None:
-            listed = np.repeat(listed.reshape(-1, self.ranks).max(axis=1), self.ranks)
-        if graph.schedule.is_prefix_closed or (listed == most).all():
+        step = np.arange(len(self.counts)) // self.ranks
+        listed = listed_micro_batches(graph, self.counts, step, together=self.together)
+        if (listed == most).all():
             return self._by_list(graph, np.arange(len(listed)), ready_ms)
         groups = {count: np.flatnonzero(listed == count) for count in np.unique(listed).tolist()}
         return _put_together(

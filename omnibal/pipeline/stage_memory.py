@@ -47,7 +47,6 @@ from omnibal.pipeline.unit_runs import (
 from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
-_EMBED_WORDS = "language embed"
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
@@ -112,7 +111,7 @@ def running_passes(
         slot: [packs]; slots count from 0 without gaps.
     """
     held = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
-    return _passes(features, _running_sums(features), slot, held)
+    return _passes(features, running_sums(features), slot, held)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -148,7 +147,7 @@ def _others_in_flight(pipeline_size: int, micro_batches: int) -> tuple[_OtherInF
     return tuple(held)
 
 
-def _running_sums(features: np.ndarray) -> np.ndarray:
+def running_sums(features: np.ndarray) -> np.ndarray:
     """Sum of each feature over the packs before each one and over all. [packs + 1, features]"""
     total = np.zeros((len(features) + 1, features.shape[1]))
     np.cumsum(features, axis=0, out=total[1:])
@@ -360,11 +359,15 @@ class MemoryTable:
         [..., passes]"""
         first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
         links = self.first_bytes.T[first] + self.last_bytes.T[last]
+        return links + self.room_bytes(counts)[..., None]
+
+    def room_bytes(self, counts: np.ndarray) -> np.ndarray:
+        """What the units of stages share through the run. [...]"""
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
         if len(self.buffer_bytes):
             shared = shared + ((counts > 0) @ self.has_buffer > 0) @ self.buffer_bytes
-        return links + shared[..., None]
+        return shared
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
         return np.tile(counts, self.levels)
@@ -501,7 +504,7 @@ def passes_of_stages(
     """
     features, slot = features_of(workload, cost), workload.slot
     others = _others_in_flight(pipeline_size, int(slot.max()) + 1)
-    total = _running_sums(features)
+    total = running_sums(features)
     distinct = {held.key: held for held in others}
     passes = {key: _passes(features, total, slot, held, chosen) for key, held in distinct.items()}
     return [passes[held.key] for held in others]
@@ -548,7 +551,7 @@ def heaviest_passes(
     """
     features, slot = features_of(workload, cost), workload.slot
     others = _others_in_flight(len(counts), int(slot.max()) + 1)
-    total = _running_sums(features)
+    total = running_sums(features)
     return [
         memory_table(
             cost,
@@ -653,11 +656,11 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
     # While a unit runs, those after it keep nothing.
     running = kept.cumsum(axis=2) + back
-    cuts = _cut_bytes(cost, largest)
+    cuts = cut_bytes(cost, largest)
     first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
     of_cuts = [cuts.came[first], cuts.back_to[first], cuts.sent[last], cuts.back[last]]
     gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
-    input_ = _unkept_input(cost)[first]
+    input_ = unkept_input(cost)[first]
     others, own, own_backward, links = [], [], [], []
     for kind, unit in enumerate(units):
         holds = counts[:, kind] > 0
@@ -729,7 +732,7 @@ def memory_table(
         expert_bytes=cost.expert_peer_bytes * cost.of_experts,
         has_backward=np.array([unit.has_backward for unit in units]),
         encoder_memory=encoder_memory,
-        tied_gradient_bytes=_tied_gradient_bytes(cost),
+        tied_gradient_bytes=tied_gradient_bytes(cost),
     )
 
 
@@ -743,16 +746,16 @@ def _link_bytes(
     what a stage holds, and a pass would have four micro-batches' features more.
     """
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
-    units, cuts = cost.units.values(), _cut_bytes(cost, passes.largest)
+    units, cuts = cost.units.values(), cut_bytes(cost, passes.largest)
     first_bytes = next_input * cuts.came + input_gradient * cuts.back_to
     return (
-        first_bytes + (passes.own + passes.others) @ _unkept_input(cost).T,
+        first_bytes + (passes.own + passes.others) @ unkept_input(cost).T,
         output * cuts.sent + next_gradient * cuts.back,
         own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
     )
 
 
-def _unkept_input(cost: CostModel) -> np.ndarray:
+def unkept_input(cost: CostModel) -> np.ndarray:
     """Input of a stage that begins with a unit of each kind, where the unit keeps none but the
     stage does for its gradient: projectors and the language embed. [kinds, features]"""
     units = [*cost.units.values()]
@@ -763,7 +766,7 @@ def _unkept_input(cost: CostModel) -> np.ndarray:
     return inputs
 
 
-def _tied_gradient_bytes(cost: CostModel) -> np.ndarray:
+def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
     """Gradients of the tied matrix, besides the one that its unit works with. [kinds]
 
     They are whole, however weights are divided.
@@ -789,7 +792,7 @@ class _CutBytes:
     """The gradient of that."""
 
 
-def _cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
+def cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
@@ -811,13 +814,6 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
     within every level. [passes, levels * kinds]"""
     blocks = zip(np.split(features, levels, axis=1), np.split(per_unit, levels), strict=True)
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
-
-
-def library_bytes(cost: CostModel, stage: Stage) -> float:
-    """What the trainer's libraries keep on a device of a stage."""
-    counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
-    held = {kind.name for kind, count in zip(cost.kinds, counts.tolist(), strict=True) if count}
-    return sum(buffer.bytes for buffer in cost.library_buffers if buffer.kinds & held)
 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
@@ -849,13 +845,13 @@ def stage_memories(
     """
     kinds, features = cost.kinds, features_of(workload, cost)
     others = _others_in_flight(len(stages_at[0]), int(workload.slot.max()) + 1)
-    total, memories = _running_sums(features), []
+    total, memories = running_sums(features), []
     for held, *at_levels in zip(others, *stages_at, strict=True):
         runs = unit_runs(kinds, at_levels)
         passes = _passes(features, total, workload.slot, held)
         heaviest = _heaviest(cost, passes, _of_stage(runs))
         table = memory_table(cost, heaviest, encoder_memory_of(workload))
-        memories.append(stage_memory(cost, at_levels[0], runs, table))
+        memories.append(stage_memory(cost, runs, table))
     return memories
 
 
@@ -871,25 +867,43 @@ def recomputed_at_levels(
     )
 
 
-def stage_memory(
-    cost: CostModel, stage: Stage, runs: Sequence[UnitRun], table: MemoryTable
-) -> StageMemory:
+def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -> StageMemory:
     """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
-    kinds = cost.kinds
-    counts, recomputed = counts_of_runs(len(kinds), runs)
+    counts, recomputed = counts_of_runs(len(cost.kinds), runs)
+    held_bytes = float(table.activation_bytes(counts, recomputed).max())
+    return memory_of_stage(
+        cost, counts, table, held_bytes=held_bytes, pass_bytes=table.stage_bytes(runs)
+    )
+
+
+def memory_of_stage(
+    cost: CostModel,
+    counts: np.ndarray,
+    table: MemoryTable,
+    *,
+    held_bytes: float,
+    pass_bytes: np.ndarray,
+) -> StageMemory:
+    """Memory of one device of a stage of so many units of each kind [kinds].
+
+    Args:
+        table: of any passes.
+        held_bytes: most activations of all micro-batches that are held.
+        pass_bytes: what the stage needs besides its state in every pass, [passes].
+    """
     held, of_held, copies = counts @ np.array(
         [
             (unit.parameters, unit.expert_parameters, unit.weight_copy_bytes)
             for unit in cost.units.values()
         ]
     )
-    held -= cost.tied_parameters * int(holds_both_ends(kinds, counts))
+    held -= cost.tied_parameters * int(holds_both_ends(cost.kinds, counts))
     weights_bytes = float(cost.weight_bytes(held, of_held) + copies)
     trained = float(trained_parameters(cost, counts[None])[0])
     of_experts = float(trained_expert_parameters(cost, counts[None])[0])
-    encoder_memory, embeds = table.encoder_memory, stage.holds(_EMBED_WORDS)
-    held_bytes = float(table.activation_bytes(counts, recomputed).max())
-    beside_bytes = float(table.with_encoders(counts, table.stage_bytes(runs)))
+    encoder_memory = table.encoder_memory
+    embeds = bool(counts[[kind.name for kind in cost.kinds].index(LANGUAGE_EMBED)])
+    beside_bytes = float(table.with_encoders(counts, pass_bytes))
     running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,

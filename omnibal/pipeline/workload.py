@@ -130,6 +130,11 @@ class Workload:
         return whole.rows(np.lexsort((slot, dp_rank, step)))
 
     @property
+    def runs_together(self) -> bool:
+        """Whether ranks share packs or run in lockstep, and so go by one list of operations."""
+        return self.has_shared or self.lockstep_ranks > 1
+
+    @property
     def is_needed(self) -> np.ndarray:
         """Whether the row would be there if no ranks shared out experts, [rows].
 

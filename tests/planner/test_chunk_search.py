@@ -1,7 +1,6 @@
 """The search for the parts of a schedule, beside all cuts and the simulator of one plan."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from itertools import combinations, product
 
 import numpy as np
@@ -12,14 +11,13 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
 from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
-from omnibal.pipeline.interleaved import Needed, most_bytes, needed_bytes
-from omnibal.pipeline.operation_graph import operation_graph
 from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
-from omnibal.pipeline.stage_memory import unit_bytes
+from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
@@ -99,31 +97,12 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
         assert found.step_ms == pytest.approx(exact.step_ms)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AlikePacks:
-    """Peaks of stages on micro-batches that are all as the first."""
-
-    cost: CostModel
-    packs: Workload
-    known: dict[Stage, tuple[Needed, float]] = field(default_factory=dict)
-
-    def of_part(self, part: Stage) -> tuple[Needed, float]:
-        """What a part needs of a micro-batch, and its state in bytes."""
-        if part not in self.known:
-            counts = unit_counts(self.cost.kinds, part)
-            states = [unit_bytes(self.cost, unit) for unit in self.cost.units.values()]
-            need = needed_bytes(self.cost, part, self.packs.features[0])
-            self.known[part] = need, float(counts @ np.array(states))
-        return self.known[part]
-
-    def peak_bytes(self, parts: Sequence[Stage]) -> float:
-        """Peak of the fuller of two stages of two parts."""
-        graph = operation_graph(TWO_CHUNKS.rule, 2, 2, int(self.packs.slot.max()) + 1)
-        peaks = []
-        for stage in range(2):
-            needs, states = zip(*map(self.of_part, parts[stage::2]), strict=True)
-            peaks.append(most_bytes(graph, stage, needs) + sum(states))
-        return max(peaks)
+def peak_bytes(
+    cost: CostModel, parts: tuple[Stage, ...], packs: Workload, schedule: PipelineSchedule
+) -> float:
+    """Peak of the fullest stage, as plans are checked by it."""
+    memories = schedule_memories(cost, [parts], packs, schedule)
+    return max(memory.peak_gib for memory in memories) * GIB
 
 
 def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
@@ -144,15 +123,13 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     rng = np.random.default_rng(seed)
     model, cost = small_model(2, 3), random_cost(rng)
     packs = equal_steps(rng, 4)
-    packs.features[:] = packs.features[0]
-    alike = AlikePacks(cost, packs)
     options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
-    peaks = np.array([alike.peak_bytes(each) for each in options])
+    peaks = np.array([peak_bytes(cost, each, packs, TWO_CHUNKS) for each in options])
     cap_bytes = float(np.quantile(peaks, 0.2))
     fitting = (each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes)
     best_ms = min(predicted_ms(cost, each, packs) for each in fitting)
     found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
-    assert alike.peak_bytes(found.stages) <= cap_bytes * (1 + 1e-9)
+    assert peak_bytes(cost, found.stages, packs, TWO_CHUNKS) <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
 
 

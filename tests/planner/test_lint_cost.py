@@ -307,8 +307,6 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
     line, model = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096", model_of("qwen2.5-72b")
     told = of_line(f"{line} -vp 4", model)
     plain, chunked = predicted_line(of_line(line, model)), predicted_line(told)
-    assert plain.interleaved is None and chunked.interleaved is not None
-    assert chunked.prediction == plain.prediction
     # Three quarters less of the time that stages wait for the first and the last micro-batch.
     idle = [each.step_ms * each.bubble_fraction for each in (plain, chunked)]
     assert 0.2 < idle[1] / idle[0] < 0.5

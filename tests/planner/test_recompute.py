@@ -152,7 +152,7 @@ def test_stage_memory_and_time_by_hand():
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
     others = passes_of(features, features[::-1])
-    memory = stage_memory(cost, stage, unit_runs(cost.kinds, [stage]), memory_table(cost, others))
+    memory = stage_memory(cost, unit_runs(cost.kinds, [stage]), memory_table(cost, others))
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
     np.testing.assert_allclose(memory.weights_gib * GIB, 2500 * 2)
@@ -174,9 +174,7 @@ def test_recomputed_layers_bring_back_their_activations_as_working_memory():
     features = np.array([[1.0, 0, 7, 0, 0]])
     stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
     alone = passes_of(features, 0 * features)
-    memory = stage_memory(
-        cost, stages[1], unit_runs(cost.kinds, [stages[1]]), memory_table(cost, alone)
-    )
+    memory = stage_memory(cost, unit_runs(cost.kinds, [stages[1]]), memory_table(cost, alone))
     np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
     np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
 

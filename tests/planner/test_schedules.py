@@ -5,13 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from plan_cases import job_spec
 
-from omnibal.job.plan_data import MockData
-from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
-from omnibal.pipeline.interleaved import most_bytes, needed_bytes
-from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     StageOrder,
@@ -20,7 +14,6 @@ from omnibal.pipeline.operation_graph import (
     planned_graph,
     require_prefix_closed,
 )
-from omnibal.pipeline.predict import predict
 from omnibal.pipeline.schedules import (
     Operation,
     Pass,
@@ -31,10 +24,7 @@ from omnibal.pipeline.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from omnibal.pipeline.simulate import predict_steps, simulate_schedule, waits_before
-from omnibal.pipeline.stage_cost import per_step_costs, workload_times
-from omnibal.pipeline.stage_memory import GIB
-from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.pipeline.simulate import simulate_schedule, waits_before
 
 pytestmark = pytest.mark.quick
 
@@ -201,7 +191,7 @@ def test_zero_bubble_holds_no_more_than_1f1b(rule):
     chunks = 1 + (rule is zero_bubble_v)
     for m, p in SIZES:
         for operations in rule(p, chunks, m).operations:
-            held = [len(each) for _, each in held_in_list(operations)]
+            held = [len(kept | late) for _, kept, late in held_in_list(operations)]
             assert max(held) <= p * chunks
 
 
@@ -217,37 +207,28 @@ def test_random_sizes_are_schedules():
             assert len(graph) == (2 + two_parts) * stages * chunks * micro_batches
 
 
-def test_one_chunk_interleaved_is_1f1b_in_time_and_memory():
-    """Prevents: a prediction of chunks that counts otherwise than that of plans."""
-    job = job_spec(parallel=Parallel(pipeline=3, data=2))
-    data = MockData(caps=Caps.of(tiles=3, tokens=700), micro_batches_per_step=6)
-    packs, lengths = data.schedule(job)
-    workload = job.workload(packs, lengths, data.levels)
-    stages = stages_from_cuts(job.model, (4, 8), [[2, 0], [1, 1], [0, 0]])
-    plain = predict(job.cost, job.model, job.parallel, (stages,), packs, workload)
-    times, once = workload_times(job.cost, (stages,), workload), per_step_costs(job.cost, stages)
-    assert predict_steps(times, workload, once).step_ms.mean() == plain.step_ms
-    passes = [s.memory.activations_gib + s.memory.transient_gib for s in plain.stages]
-    for stage, gib in enumerate(passes):
-        graph = operation_graph(one_forward_one_backward, 3, 1, 6)
-        largest = features_of(workload, job.cost).max(axis=0)
-        needs = [needed_bytes(job.cost, stages[stage], largest)]
-        # Links are there in every pass here, and in most there.
-        assert gib <= most_bytes(graph, stage, needs) / GIB < 1.1 * gib
+Held = set[tuple[int, int]]
+"""(chunk, micro-batch)."""
 
 
-def held_in_list(operations: Sequence[Operation]) -> list[tuple[int, set[tuple[int, int]]]]:
-    """Every pass but backwards of the input alone: the micro-batch that runs, and all (chunk,
-    micro-batch) that are held meanwhile, by walking the list."""
-    held: set[tuple[int, int]] = set()
+def held_in_list(operations: Sequence[Operation]) -> list[tuple[Operation, Held, Held]]:
+    """Every operation with all that is kept for its backward meanwhile, and all of which only
+    gradients of weights are to come, by walking the list."""
+    kept: Held = set()
+    late: Held = set()
     found = []
     for one in operations:
+        place = one.chunk, one.micro_batch
+        if one.kind is F:
+            kept.add(place)
+        found.append((one, set(kept), set(late)))
+        if one.kind in (B, BI):
+            kept.remove(place)
         if one.kind is BI:
-            continue
-        held.add((one.chunk, one.micro_batch))
-        found.append((one.micro_batch, set(held)))
-        if one.kind is not F:
-            held.remove((one.chunk, one.micro_batch))
+            late.add(place)
+        if one.kind is BW:
+            late.remove(place)
+    assert not kept and not late
     return found
 
 
@@ -258,15 +239,20 @@ def held_in_list(operations: Sequence[Operation]) -> list[tuple[int, set[tuple[i
 def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_batches):
     """Prevents a memory count of another schedule than the one that is trained by."""
     graph = operation_graph(rule, stages, chunks, micro_batches)
+
+    def places(runs: np.ndarray) -> Held:
+        return {(chunk, i) for chunk, ends in enumerate(runs) for i in range(*ends)}
+
     for stage, operations in enumerate(graph.schedule.operations):
         passes = held_in_passes(graph, stage)
+        ran = zip(passes.kind, passes.micro_batch, passes.chunk, strict=True)
         counted = [
-            (own, {(chunk, i) for chunk, ends in enumerate(runs) for i in range(*ends)})
-            for own, runs in zip(passes.micro_batch, passes.held, strict=True)
+            (Operation(Pass(kind), micro_batch, chunk), places(held), places(late))
+            for (kind, micro_batch, chunk), held, late in zip(
+                ran, passes.held, passes.late, strict=True
+            )
         ]
         assert counted == held_in_list(operations)
-        begins = [one.kind is F for one in operations if one.kind is not BI]
-        assert passes.is_forward.tolist() == begins
 
 
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
@@ -274,7 +260,7 @@ def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
     for m, p in SIZES:
         graph = planned_graph(p, m)
         for stage in range(p):
-            held = [len(each) for _, each in held_in_list(graph.schedule.operations[stage])]
+            held = [len(kept) for _, kept, _ in held_in_list(graph.schedule.operations[stage])]
             assert max(held) == min(p - stage, m)
         assert graph.depths == 2 * (m + p - 1)
 

@@ -1,0 +1,275 @@
+"""Memory of pipeline stages in any schedule: of several chunks, and of backwards in two parts.
+
+The formula is that of `omnibal.pipeline.stage_memory`, which counts 1F1B and which the search for
+its stages is built on. Here it is written as linear forms of a micro-batch's features, so that
+every pass of every chunk is looked at with its own packs. A micro-batch is in one of two states in
+a chunk that it has reached: from its forward to the end of its backward, or of the first part of
+that, the chunk keeps what a backward needs; then, until the second part has run, inputs of linears
+and gradients of their outputs (`omnibal.cost.weight_part`). Every chunk's links have room for a
+tensor each way on both of its cuts throughout.
+
+Axes: passes, chunks of a stage, F features of all levels.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.operation_graph import (
+    OperationGraph,
+    held_in_passes,
+    listed_micro_batches,
+    schedule_graph,
+)
+from omnibal.pipeline.prediction import StageMemory
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_memory import (
+    LINKS,
+    RunningPasses,
+    cut_bytes,
+    encoder_memory_of,
+    memory_of_stage,
+    memory_table,
+    running_sums,
+    stage_memories,
+    tied_gradient_bytes,
+    unkept_input,
+)
+from omnibal.pipeline.unit_runs import UnitRun, counts_of_runs, holds_both_ends, unit_runs
+from omnibal.pipeline.workload import Workload
+
+_PASSES_AT_ONCE = 50_000
+"""Passes of which memory is counted at a time: bounds room to some hundred MB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChunkPasses:
+    """Passes of one kind of a stage's chunk, each with what the stage holds meanwhile."""
+
+    kind: Pass
+    chunk: int
+    own: np.ndarray
+    """Features of the micro-batch that runs, [passes, F]."""
+    kept: np.ndarray
+    """Summed features of the other micro-batches that each chunk keeps for their backward,
+    [passes, chunks, F]."""
+    late: np.ndarray
+    """Summed features of those of which gradients of weights are to come, [passes, chunks, F]."""
+
+
+def schedule_passes(
+    features: np.ndarray, workload: Workload, schedule: PipelineSchedule, stages: int, stage: int
+) -> Iterator[ChunkPasses]:
+    """Every pass of a stage in a run, some of them at a time.
+
+    Args:
+        features: of the workload's rows, which are sorted by step, rank and slot, [rows, F].
+    """
+    total = running_sums(features)
+    first = np.flatnonzero(workload.slot == 0)
+    counts = np.diff(np.append(first, len(features)))
+    listed = listed_micro_batches(
+        schedule_graph(schedule, stages, int(counts.max())),
+        counts,
+        workload.step[first],
+        together=workload.runs_together,
+    )
+    for most in np.unique(listed).tolist():
+        graph = schedule_graph(schedule, stages, most)
+        chosen = np.flatnonzero(listed == most)
+        at_once = max(_PASSES_AT_ONCE // most, 1)
+        for begin in range(0, len(chosen), at_once):
+            some = chosen[begin : begin + at_once]
+            yield from _passes_of(features, total, first[some], counts[some], graph, stage)
+
+
+def _passes_of(
+    features: np.ndarray,
+    total: np.ndarray,
+    first: np.ndarray,
+    counts: np.ndarray,
+    graph: OperationGraph,
+    stage: int,
+) -> Iterator[ChunkPasses]:
+    """Passes of a stage in runs of rows that have one list, by kind and chunk.
+
+    Args:
+        total: running sums of the features.
+        first: first row of every run, [runs]; `counts` are the runs' micro-batches.
+    """
+    passes = held_in_passes(graph, stage)
+    for kind in graph.kinds:
+        for chunk in range(graph.schedule.chunks):
+            listed = np.flatnonzero((passes.kind == kind) & (passes.chunk == chunk))
+            run, place = np.nonzero(passes.micro_batch[listed] < counts[:, None])
+            place, base = listed[place], first[run]
+            own = features[base + passes.micro_batch[place]]
+
+            def sums(runs: np.ndarray, at: np.ndarray = base, row: np.ndarray = run) -> np.ndarray:
+                ends = at[:, None, None] + np.minimum(runs, counts[row, None, None])
+                return total[ends[..., 1]] - total[ends[..., 0]]
+
+            kept, late = sums(passes.held[place]), sums(passes.late[place])
+            mine = late if kind is Pass.BACKWARD_WEIGHT else kept
+            mine[:, chunk] -= own
+            yield ChunkPasses(kind=kind, chunk=chunk, own=own, kept=kept, late=late)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChunkBytes:
+    """Bytes of one chunk of a stage, as linear forms of a micro-batch's features."""
+
+    kept: np.ndarray
+    """Kept for the backward, [F]."""
+    late: np.ndarray
+    """Waiting for the second part of it, [F]."""
+    running: dict[Pass, np.ndarray]
+    """What a micro-batch takes while each of its units runs, of which the most counts. [forms, F]
+    for every kind of pass."""
+
+    @classmethod
+    def of(cls, cost: CostModel, runs: Sequence[UnitRun]) -> "ChunkBytes":
+        """Count a chunk of these runs of units, in model order."""
+        units, nothing = [*cost.units.values()], np.zeros(len(cost.features))
+        counts, _ = counts_of_runs(len(units), runs)
+        last, entered = units[runs[-1].kind], unkept_input(cost)[runs[0].kind]
+        tied = int(holds_both_ends(cost.kinds, counts)) * tied_gradient_bytes(cost)
+        late_total = sum((run.number * units[run.kind].late_bytes[:2].sum(0) for run in runs), 0.0)
+        late_before, kept, passing = nothing, entered, nothing
+        forward, backward, in_two, passed = [nothing], [nothing], [nothing], set[int]()
+        for run in runs:
+            unit = units[run.kind]
+            of_unit = _kept_form(cost, run)
+            of_late = unit.late_bytes[:2].sum(axis=0)
+            kept = kept + run.number * of_unit
+            late_before = late_before + run.number * of_late
+            gradient = last.output_gradient_bytes if run.kind != runs[-1].kind else nothing
+            if not unit.has_backward:
+                if run.kind not in passed:
+                    passing = passing + unit.passing_bytes
+                passed.add(run.kind)
+                forward += [kept + passing + working for working in unit.transient_bytes]
+                continue
+            again = unit.activation_bytes - of_unit
+            for working in unit.transient_bytes:
+                form = kept + again + working + _at_every_level(cost, tied[run.kind])
+                forward.append(form)
+                backward.append(form + gradient)
+                # The last of these units runs first; when the first runs, the others are over.
+                others = run.number - 1
+                after = late_total - late_before + unit.late_bytes[1]
+                in_two.append(form + gradient + after)
+                in_two.append(form + gradient + after + others * (of_late - of_unit))
+        products = np.stack([units[run.kind].late_bytes[2] for run in runs])
+        late = late_total + nothing
+        return cls(
+            kept=kept,
+            late=late,
+            running={
+                Pass.FORWARD: np.stack(forward),
+                Pass.BACKWARD: np.stack(backward),
+                Pass.BACKWARD_INPUT: np.stack(in_two),
+                Pass.BACKWARD_WEIGHT: late + products,
+            },
+        )
+
+
+def _kept_form(cost: CostModel, run: UnitRun) -> np.ndarray:
+    """What one unit of a run keeps of a micro-batch, at every level as it recomputes. [F]"""
+    unit = [*cost.units.values()][run.kind]
+    again = np.repeat(run.recomputed, len(cost.features) // cost.levels)
+    return np.where(again, unit.boundary_bytes, unit.activation_bytes)
+
+
+def _at_every_level(cost: CostModel, bytes_: float) -> np.ndarray:
+    """Bytes that are the same for all micro-batches, as a form. [F]"""
+    form = np.zeros((cost.levels, len(cost.features) // cost.levels))
+    form[:, 0] = bytes_
+    return form.ravel()
+
+
+def schedule_memories(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+) -> list[StageMemory]:
+    """Peak memory of one device of every stage of the pipeline, over all passes of a run.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: parts of the model, which the schedule places on stages, with what they recompute
+            at each level; of one level, `[stages]`.
+    """
+    if schedule == ONE_FORWARD_ONE_BACKWARD:
+        return stage_memories(cost, stages_at, workload)
+    return counted_memories(cost, stages_at, workload, schedule)
+
+
+def counted_memories(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule,
+) -> list[StageMemory]:
+    """`schedule_memories` by the forms of this module, whatever the schedule."""
+    features = features_of(workload, cost)
+    parts_of, memories = schedule.parts_of(len(stages_at[0])), []
+    for stage, parts in enumerate(parts_of):
+        chunks = [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
+        passes = schedule_passes(features, workload, schedule, len(parts_of), stage)
+        memories.append(_stage_memory(cost, chunks, passes, features.max(axis=0), workload))
+    return memories
+
+
+def _stage_memory(
+    cost: CostModel,
+    chunks: Sequence[Sequence[UnitRun]],
+    passes: Iterator[ChunkPasses],
+    largest: np.ndarray,
+    workload: Workload,
+) -> StageMemory:
+    """Peak memory of a stage of these chunks over its passes."""
+    forms = [ChunkBytes.of(cost, runs) for runs in chunks]
+    most = [_most_bytes(forms, each) for each in passes]
+    held_bytes, passes_bytes = np.max(most, axis=0)
+    of_chunks = [counts_of_runs(len(cost.kinds), runs)[0] for runs in chunks]
+    counts = np.sum(of_chunks, axis=0)
+    # One pass, for what does not depend on passes.
+    alone = RunningPasses(
+        own=largest[None],
+        others=0 * largest[None],
+        links=np.zeros((1, len(LINKS))),
+        largest=largest,
+    )
+    table = memory_table(cost, alone, encoder_memory_of(workload))
+    cuts = cut_bytes(cost, largest)
+    links_bytes = sum(
+        cuts.came[runs[0].kind]
+        + cuts.back_to[runs[0].kind]
+        + cuts.sent[runs[-1].kind]
+        + cuts.back[runs[-1].kind]
+        for runs in chunks
+    )
+    passes_bytes += links_bytes + table.room_bytes(counts)
+    return memory_of_stage(
+        cost, counts, table, held_bytes=float(held_bytes), pass_bytes=np.array([passes_bytes])
+    )
+
+
+def _most_bytes(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[float, float]:
+    """Most bytes that are held in any of some passes, and that any of them needs."""
+    if not len(passes.own):
+        return 0.0, 0.0
+    own, kept, late = chunks[passes.chunk], 0.0, 0.0
+    for chunk, each in enumerate(chunks):
+        kept = kept + passes.kept[:, chunk] @ each.kept
+        late = late + passes.late[:, chunk] @ each.late
+    others, is_late = kept + late, passes.kind is Pass.BACKWARD_WEIGHT
+    held = others + passes.own @ (own.late if is_late else own.kept)
+    needed = others + (passes.own @ own.running[passes.kind].T).max(axis=1)
+    return float(held.max()), float(needed.max())
