@@ -192,7 +192,11 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
     if not waits_at_the_end(workload):
         return result
     slot = ordered_slots(
-        job.cost_of_all(levels), plan.stages_at_levels, workload, job.memory_cap_gib * GIB
+        job.cost_of_all(levels),
+        plan.stages_at_levels,
+        workload,
+        job.memory_cap_gib * GIB,
+        plan.schedule,
     )
     packs = in_slots(packs, slot)
     data = request.data.described(packs, job)

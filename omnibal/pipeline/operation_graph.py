@@ -167,7 +167,7 @@ class HeldInPasses:
     """The first micro-batch of each chunk of which its backward's needs are kept, the running one
     included, and the first after it of which they are not, [passes, chunks, 2]."""
     late: np.ndarray
-    """Likewise of which the first part of the backward has run and the second has not ended."""
+    """First micro-batch, and first after it, of which only a backward's first part has run."""
 
     @property
     def is_forward(self) -> np.ndarray:

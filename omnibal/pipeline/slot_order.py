@@ -7,30 +7,24 @@ the order in which packs were dealt, micro-batches change places while the simul
 shorter. Ranks wait for the slowest at the step's end, so a rank is done when it is as fast as some
 rank's bound.
 
-Axes: r rows, each the micro-batches of one rank in one step; m micro-batches, p stages.
+Axes: r rows, each the micro-batches of one rank in one step; m micro-batches, k parts of the model,
+one for every chunk of every stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.operation_graph import schedule_graph
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.simulate import simulate_schedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
-from omnibal.pipeline.stage_memory import (
-    GIB,
-    bytes_in_passes,
-    fits_cap,
-    running_passes,
-    stage_memories,
-)
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _MOST_WORK = 6e8
@@ -54,25 +48,40 @@ def ordered_slots(
     stages_at: Sequence[Sequence[Stage]],
     workload: Workload,
     memory_cap_bytes: float,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> np.ndarray:
     """The slot of every row of a workload in which steps are as short as is found. int32 [rows]
 
-    Where a rank would need more than the memory cap in a step, its micro-batches there keep theirs.
+    In steps that would need more than the memory cap, micro-batches keep the slots that they have.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: the stages with what they recompute at each level.
+        stages_at: parts of the model, which the schedule places on stages, with what they recompute
+            at each level; of one level, `[stages]`.
         workload: of ranks that wait for each other only at a step's end (`waits_at_the_end`).
         memory_cap_bytes: of one device, which the slots as they are keep to.
     """
-    slot = searched_slots(workload_times(cost, stages_at, workload), workload)
-    ranks = workload.data_parallel_size
-    row = workload.step.astype(np.int64) * ranks + workload.dp_rank
-    order = np.lexsort((slot, row))
-    changed = replace(workload.rows(order), slot=slot[order])
-    fits = _rows_that_fit(cost, stages_at, workload, changed, memory_cap_bytes)
-    too_full = np.unique(row[order][~fits])
-    return np.where(np.isin(row, too_full), workload.slot, slot)
+    slot = searched_slots(workload_times(cost, stages_at, workload), workload, schedule)
+
+    def too_full(steps: np.ndarray) -> list[int]:
+        """The steps, among some, in which a stage would need more than the cap."""
+        chosen = np.isin(workload.step, steps)
+        changed = _placed(workload.rows(chosen), slot[chosen])
+        peaks = schedule_memories(cost, stages_at, changed, schedule)
+        if fits_cap(max(peak.peak_gib for peak in peaks) * GIB, memory_cap_bytes):
+            return []
+        if len(steps) == 1:
+            return [int(steps[0])]
+        return [step for half in np.array_split(steps, 2) for step in too_full(half)]
+
+    full = too_full(np.unique(workload.step))
+    return np.where(np.isin(workload.step, full), workload.slot, slot)
+
+
+def _placed(workload: Workload, slot: np.ndarray) -> Workload:
+    """The workload with its rows in other slots of their ranks, sorted as a workload is."""
+    order = np.lexsort((slot, workload.dp_rank, workload.step))
+    return replace(workload.rows(order), slot=slot[order])
 
 
 def waits_at_the_end(workload: Workload) -> bool:
@@ -86,7 +95,11 @@ def in_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
     return replace(packs.take(order), slot=slot[order].astype(np.int32))
 
 
-def searched_slots(times: StageTimes, workload: Workload) -> np.ndarray:
+def searched_slots(
+    times: StageTimes,
+    workload: Workload,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+) -> np.ndarray:
     """The slot of every row of a workload whose ranks wait for each other only at a step's end, by
     the times of its micro-batches. int32 [rows]
     """
@@ -97,13 +110,14 @@ def searched_slots(times: StageTimes, workload: Workload) -> np.ndarray:
     )
     step_of_row = step[first]
     slot = workload.slot.copy()
-    operations = 2 * len(step) * times.forward_ms.shape[1]
+    operations = len(schedule.passes) * times.forward_ms.size
     changes = int(min(_MOST_WORK // max(operations, 1), _MOST_CHANGES))
     for begin in range(0, len(counts), _ROWS_AT_ONCE):
         # Ranks of a step that is cut in two are searched apart, which costs some changes.
         end = min(begin + _ROWS_AT_ONCE, len(counts))
-        held = slice(*np.searchsorted(row, [begin, end]))
-        rows = _Rows.of(times, row[held] - begin, slot[held], counts[begin:end], held)
+        held = np.arange(*np.searchsorted(row, [begin, end]))
+        own = times.rows(held)
+        rows = _Rows.of(schedule, own, row[held] - begin, slot[held], counts[begin:end])
         order = _search(rows, step_of_row[begin:end], changes)
         # Of every row, the micro-batch in slot k was in slot order[row, k].
         place = np.empty_like(order)
@@ -112,61 +126,84 @@ def searched_slots(times: StageTimes, workload: Workload) -> np.ndarray:
     return slot
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
-    """Times of rows: forward and backward [r, m, p] and of their links [r, m, p - 1]; `counts` [r]
-    of micro-batches."""
+    """Times of rows, of `counts` micro-batches each."""
 
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
+    schedule: PipelineSchedule
+    pass_ms: Mapping[Pass, np.ndarray]
+    """Time of every kind of pass that the schedule has, [r, m, k]."""
     forward_link_ms: np.ndarray
+    """[r, m, k - 1], and the next likewise."""
     backward_link_ms: np.ndarray
     counts: np.ndarray
 
     @classmethod
     def of(
-        cls, times: StageTimes, row: np.ndarray, slot: np.ndarray, counts: np.ndarray, held: slice
+        cls,
+        schedule: PipelineSchedule,
+        times: StageTimes,
+        row: np.ndarray,
+        slot: np.ndarray,
+        counts: np.ndarray,
     ) -> "_Rows":
         def padded(values: np.ndarray) -> np.ndarray:
             table = np.zeros((len(counts), int(counts.max()), values.shape[1]))
-            table[row, slot] = values[held]
+            table[row, slot] = values
             return table
 
         return cls(
-            padded(times.forward_ms),
-            padded(times.backward_ms),
-            padded(times.forward_link_ms),
-            padded(times.backward_link_ms),
-            counts,
+            schedule=schedule,
+            pass_ms={kind: padded(times.pass_ms(kind)) for kind in schedule.passes},
+            forward_link_ms=padded(times.forward_link_ms),
+            backward_link_ms=padded(times.backward_link_ms),
+            counts=counts,
         )
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
 
     def finish_ms(self, chosen: np.ndarray, order: np.ndarray) -> np.ndarray:
         """End of chosen rows' last passes, in these orders [chosen, m] of their micro-batches."""
-        rows, places = chosen[:, None], order
-        graph = planned_graph(self.forward_ms.shape[2], order.shape[1])
+        counts, most = self.counts[chosen], order.shape[1]
+        graph = schedule_graph(self.schedule, self.stages, most)
+        if graph.schedule.is_prefix_closed or (counts == most).all():
+            return self._by_list(chosen, order)
+        found = np.empty(len(chosen))
+        for count in np.unique(counts).tolist():
+            some = np.flatnonzero(counts == count)
+            found[some] = self._by_list(chosen[some], order[some, :count])
+        return found
+
+    def _by_list(self, chosen: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """`finish_ms` of rows that go by the list of as many micro-batches as the orders have."""
+        taken = chosen[:, None], order
         return simulate_schedule(
-            graph,
-            {
-                Pass.FORWARD: self.forward_ms[rows, places],
-                Pass.BACKWARD: self.backward_ms[rows, places],
-            },
-            self.forward_link_ms[rows, places],
-            self.backward_link_ms[rows, places],
+            schedule_graph(self.schedule, self.stages, order.shape[1]),
+            {kind: ms[taken] for kind, ms in self.pass_ms.items()},
+            self.forward_link_ms[taken],
+            self.backward_link_ms[taken],
             self.counts[chosen],
         ).step_ms
 
     def bound_ms(self) -> np.ndarray:
-        """Time that no order is below: of every stage its work, the quickest way to it and the
-        quickest back. [r]"""
-        exists = np.arange(self.forward_ms.shape[1]) < self.counts[:, None]
+        """Time that no order is below: of every stage its work, the quickest way to its first part
+        and, where it ends with a backward that others wait for, the quickest back. [r]"""
+        exists = np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None]
 
         def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
-            to_stage = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
-            return np.where(exists[..., None], to_stage, np.inf).min(axis=1)
+            to_part = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
+            least = np.where(exists[..., None], to_part, np.inf).min(axis=1)
+            return np.concatenate([np.zeros((len(least), 1)), least], axis=1)
 
-        work = (self.forward_ms + self.backward_ms).sum(axis=1)
-        work[:, 1:] += quickest(self.forward_ms, self.forward_link_ms)
-        work[:, 1:] += quickest(self.backward_ms, self.backward_link_ms)
+        parts = np.array(self.schedule.parts_of(self.stages * self.schedule.chunks))
+        work = sum(ms.sum(axis=1) for ms in self.pass_ms.values())[:, parts].sum(axis=2)
+        work += quickest(self.pass_ms[Pass.FORWARD], self.forward_link_ms)[:, parts.min(axis=1)]
+        if self.schedule.last_pass is Pass.BACKWARD:
+            back = quickest(self.pass_ms[Pass.BACKWARD], self.backward_link_ms)
+            work += back[:, parts.min(axis=1)]
         return work.max(axis=1)
 
 
@@ -177,7 +214,7 @@ def _search(rows: _Rows, step: np.ndarray, changes: int) -> np.ndarray:
         step: of every row, ascending.
         changes: that are tried of a row at most.
     """
-    r, m = len(rows.counts), rows.forward_ms.shape[1]
+    r, m = rows.forward_link_ms.shape[:2]
     best = np.arange(m)[None].repeat(r, axis=0)
     best_ms = rows.finish_ms(np.arange(r), best)
     order, order_ms = best.copy(), best_ms.copy()
@@ -225,27 +262,3 @@ def _moved(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
     key = place[None].repeat(len(order), axis=0)
     key[rows, one] = to + np.where(to > one, 0.5, -0.5)
     return np.take_along_axis(order, np.argsort(key, axis=1, kind="stable"), axis=1)
-
-
-def _rows_that_fit(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    workload: Workload,
-    changed: Workload,
-    memory_cap_bytes: float,
-) -> np.ndarray:
-    """Whether every row of a changed workload fits, with all passes of its micro-batch, bool
-    [rows], given that all of the workload do."""
-    stages, fits = len(stages_at[0]), np.ones(len(changed), bool)
-    peaks = stage_memories(cost, stages_at, workload)
-    for stage, peak in enumerate(peaks):
-        stage_at = [at_level[stage] for at_level in stages_at]
-
-        def needs(of: Workload, stage: int = stage, stage_at: Sequence[Stage] = stage_at) -> Any:
-            passes = running_passes(features_of(of, cost), of.slot, stages, stage)
-            return bytes_in_passes(cost, passes, stage_at)[0]
-
-        room_bytes = max(memory_cap_bytes - peak.peak_gib * GIB, 0)
-        most = needs(workload).max() + room_bytes
-        fits &= fits_cap(needs(changed), most).reshape(2, -1).all(axis=0)
-    return fits

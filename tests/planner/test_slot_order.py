@@ -7,22 +7,31 @@ import pytest
 from plan_cases import request
 
 from omnibal.job.planner import make_ordered_plan, make_plan
-from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.schedules import PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps, simulate_step
 from omnibal.pipeline.slot_order import searched_slots
-from omnibal.pipeline.stage_cost import StageTimes
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes
 from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
 
+NOTHING_ONCE = PerStepCosts(
+    reduction_ms=np.zeros(2),
+    gather_ms=np.zeros(2),
+    tied_ms=np.zeros(2),
+    update_ms=np.zeros(2),
+    buckets=np.ones(2),
+)
 
-def random_case(seed: int, ranks: int, most: int) -> tuple[StageTimes, Workload]:
-    """Times of unequal micro-batches on three stages, in two steps of ranks of unlike counts."""
+
+def random_case(seed: int, ranks: int, most: int, parts: int = 3) -> tuple[StageTimes, Workload]:
+    """Times of unequal micro-batches on some parts, in two steps of ranks of unlike counts."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, most + 1, (2, ranks))
     step, rank = (np.repeat(each.ravel(), counts.ravel()) for each in np.indices(counts.shape))
     slot = np.concatenate([np.arange(count) for count in counts.ravel()])
-    size = rng.lognormal(0, 0.7, (len(slot), 1)) * rng.uniform(0.5, 1.5, (len(slot), 3))
-    links = rng.uniform(0, 0.2, (len(slot), 2))
+    size = rng.lognormal(0, 0.7, (len(slot), 1)) * rng.uniform(0.5, 1.5, (len(slot), parts))
+    links = rng.uniform(0, 0.2, (len(slot), parts - 1))
     times = StageTimes(
         forward_ms=size,
         backward_ms=2 * size,
@@ -97,3 +106,29 @@ def test_an_ordered_plan_trains_the_same_in_less_time_and_memory_that_fits() -> 
     assert ordered.plan.data.packs_sha256 != dealt.plan.data.packs_sha256
     assert after.step_ms < before.step_ms
     assert max(stage.memory.peak_gib for stage in after.stages) <= asked.job.memory_cap_gib
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        PipelineSchedule(name="zb-h1"),
+        PipelineSchedule(name="zb-v", chunks=2),
+        PipelineSchedule(name="interleaved", chunks=2),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_orders_are_found_for_any_schedule(schedule: PipelineSchedule) -> None:
+    """Prevents: an order that is simulated in another schedule than the plan's, or for ranks of
+    fewer micro-batches by another list than theirs."""
+    parts = 2 * schedule.chunks
+    gains = []
+    for seed in range(4):
+        times, workload = random_case(seed, ranks=2, most=6, parts=parts)
+        slot = searched_slots(times, workload, schedule)
+        order = np.lexsort((slot, workload.dp_rank, workload.step))
+        once = NOTHING_ONCE
+        dealt = predict_steps(times, workload, once, schedule).step_ms
+        found = predict_steps(times.rows(order), workload, once, schedule).step_ms
+        assert (found <= dealt * (1 + 1e-9)).all()
+        gains.append(1 - found.mean() / dealt.mean())
+    assert max(gains) > 0.01

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import torch
 from toy import stages_of, toy_plan
 
 from omnibal.pipeline import schedules
@@ -18,13 +17,18 @@ CUTS = {
 """Cuts of the toy model into so many parts."""
 
 
-def chunk_plan(model, pipeline, chunks, *, name="interleaved", cuts=None, recompute=None, **sizes):
-    """A hand-written plan with several chunks a stage."""
-    stages = stages_of(model, *(cuts or CUTS[pipeline * chunks]), **(recompute or {}))
-    plan = toy_plan(model, stages, **sizes)
+def with_chunks(plan, chunks, name="interleaved"):
+    """A plan of so many chunks a stage, of one whose stages are these chunks."""
+    pipeline = len(plan.stages) // chunks
     parallel = plan.parallel.model_copy(update={"pipeline": pipeline})
     schedule = PipelineSchedule(name=name, chunks=chunks)
     return plan.model_copy(update={"parallel": parallel, "schedule": schedule})
+
+
+def chunk_plan(model, pipeline, chunks, *, name="interleaved", **sizes):
+    """A plan of the toy model with several chunks a stage."""
+    stages = stages_of(model, *CUTS[pipeline * chunks])
+    return with_chunks(toy_plan(model, stages, **sizes), chunks, name)
 
 
 def whole_back_and_forth(stages: int, chunks: int, micro_batches: int) -> Schedule:
@@ -45,11 +49,3 @@ def run_by_rule(monkeypatch, name, rule):
     """Have plans of a schedule's name run another rule with its placement, in forked ranks too."""
     named = replace(schedules._NAMED[name], rule=rule)
     monkeypatch.setitem(schedules._NAMED, name, named)
-
-
-def assert_equal_bits(ranks, gradients):
-    """Every gradient of the first step, on all ranks."""
-    found = {name: value for rank in ranks for name, value in rank[1][0].items()}
-    assert found.keys() == gradients[0].keys()
-    for name, value in gradients[0].items():
-        assert torch.equal(found[name], value), name

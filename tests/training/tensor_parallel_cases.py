@@ -92,9 +92,12 @@ def train_steps(links, plan, steps, load=None, save=None, first=0, packed=batche
 
 def gradients_of(trainer):
     """Gradients of the step by global name, whole on every data-parallel rank."""
-    if trainer.stage.sharded is None:
-        gather_gradients(trainer.model)
-    return whole_gradients(trainer.stage, trainer.model)
+    found = {}
+    for stage, model in zip(trainer.chunks, trainer.models, strict=True):
+        if stage.sharded is None:
+            gather_gradients(model)
+        found |= whole_gradients(stage, model)
+    return found
 
 
 def whole_gradients(stage, model):
@@ -107,7 +110,7 @@ def whole_gradients(stage, model):
 
 def weights_of(trainer):
     """Trained weights by global name, whole on every data-parallel rank."""
-    return whole_weights(trainer.stage)
+    return {name: one for stage in trainer.chunks for name, one in whole_weights(stage).items()}
 
 
 def whole_weights(stage):

@@ -15,11 +15,7 @@ from megatron.vlm.step import links, schedule
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.schedule import run_forward, run_forward_backward
-from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import (
-    Operation,
-    Pass,
-    Schedule,
     forward_only,
     one_forward_one_backward,
 )
@@ -49,6 +45,7 @@ class Recorder(torch.nn.Module):
         super().__init__()
         self.plan, self.rank = plan, rank
         self.weight = torch.nn.Parameter(torch.ones(()))
+        self.deferred = None
         self.events, self._numbers = [], defaultdict(count)
 
     @property
@@ -224,20 +221,3 @@ def test_a_step_takes_no_more_than_its_own_micro_batches():
     stream = MicroBatchStream(batches=coming, shapes=[batch.shape for batch in BATCHES[:2]])
     assert [stream.take(number) for number in range(len(stream))] == BATCHES[:2]
     assert list(coming) == BATCHES[2:]
-
-
-def test_backwards_in_two_parts_are_refused(monkeypatch):
-    """Prevents: weights that are updated by half of their gradient."""
-    in_two_parts = Schedule(
-        name="in two parts", chunks=1, micro_batches=1, is_prefix_closed=False,
-        operations=(
-            tuple(
-                Operation(kind, 0)
-                for kind in (Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT)
-            ),
-        ),
-    )  # fmt: skip
-    graph = OperationGraph.of(in_two_parts)
-    monkeypatch.setattr(schedule, "operation_graph", lambda *arguments: graph)
-    with pytest.raises(ValueError, match="the trainer runs whole ones"):
-        events_of(monkeypatch, 1, 0)

@@ -201,10 +201,14 @@ class _RecomputeClock(PhaseClock):
         forward_ms = each_ms(intervals, Phase.FORWARD)
         # A stage that is frozen together with all before it has no backward.
         nothing = [0.0] * len(forward_ms)
+        first_ms, second_ms = (
+            np.array(each_ms(intervals, phase) or nothing)
+            for phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+        )
         recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
         return MicroBatchTimes(
             forward_ms=np.array(forward_ms),
-            backward_ms=np.array(each_ms(intervals, Phase.BACKWARD) or nothing),
+            backward_ms=first_ms + second_ms,
             recompute_ms=np.array(recompute_ms or nothing),
         )
 

@@ -24,6 +24,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.vlm.model.deferred_weights import DeferredWeights, Product
 from megatron.vlm.model.fused.activations import swiglu
 
 
@@ -137,6 +138,8 @@ class Experts(MegatronModule):
         hidden, width = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1 = StackedLinear(num_local_experts, 2 * width, hidden, config)
         self.linear_fc2 = StackedLinear(num_local_experts, hidden, width, config)
+        self.deferred: DeferredWeights | None = None
+        """Where weight gradients are left for later; None where backwards make them."""
 
     def forward(
         self, rows_RH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_R: torch.Tensor
@@ -149,10 +152,17 @@ class Experts(MegatronModule):
             weights_R: of every row in the token's sum, float32.
         """
         counts = tokens_per_expert.tolist()
-        inner_RI = grouped_product(rows_RH, self.linear_fc1.weight, counts)
+        inner_RI = self._product(rows_RH, self.linear_fc1.weight, counts)
         # As core does: after a product it would take H values of a row, and not F.
         active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
-        return grouped_product(active_RF, self.linear_fc2.weight, counts), None
+        return self._product(active_RF, self.linear_fc2.weight, counts), None
+
+    def _product(
+        self, rows_RI: torch.Tensor, weight_XOI: torch.nn.Parameter, counts: Sequence[int]
+    ) -> torch.Tensor:
+        if self.deferred is None:
+            return grouped_product(rows_RI, weight_XOI, counts)
+        return self.deferred.multiply(_LateGroupedProduct(tuple(counts)), rows_RI, weight_XOI)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -256,6 +266,24 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             weight_gradient = _weight_gradients(gradient_RO, rows_RI, ctx.counts)
         return rows_gradient, weight_gradient, None
+
+
+@dataclass(frozen=True, slots=True)
+class _LateGroupedProduct(Product):
+    """`grouped_product` whose weights' gradient comes later."""
+
+    counts: tuple[int, ...]
+
+    def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _products(rows, weight.transpose(1, 2), self.counts)
+
+    def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _products(gradient.contiguous(), weight, self.counts)
+
+    def add_weight_gradient(
+        self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
+    ) -> None:
+        buffer.add_(_weight_gradients(gradient, rows, self.counts))
 
 
 def _products(

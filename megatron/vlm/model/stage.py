@@ -33,10 +33,16 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
 from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
+from megatron.vlm.model.deferred_weights import (
+    PARALLEL_LINEARS,
+    DeferredWeights,
+    check_two_parts,
+    defer_linear,
+)
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
-from megatron.vlm.model.experts import Routing
+from megatron.vlm.model.experts import Experts, Routing, StackedLinear
 from megatron.vlm.model.flash_attention import prefer_flash_attention_3
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide_padding
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
@@ -60,6 +66,7 @@ from omnibal.model.units import (
     projector_unit,
     unit_kinds,
 )
+from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
@@ -157,6 +164,8 @@ class VLMStage(MegatronModule):
             self._describe_tied_weight()
         self.sharded: ShardedWeights | None = None
         """The weights, where data-parallel ranks divide them."""
+        self.deferred: DeferredWeights | None = None
+        """Where backwards leave weight gradients for later; None where they make them."""
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
 
@@ -494,8 +503,11 @@ def build_stage(
         context_groups: from `create_context_groups`; without, no packs are shared.
 
     Raises:
-        UserError: the provider does not multiply in the plan's precision, or has no adapters.
+        UserError: the provider does not multiply in the plan's precision, has no adapters or no
+            backwards in two parts.
     """
+    if Pass.BACKWARD_WEIGHT in plan.schedule.passes:
+        check_two_parts(plan, provider)
     check_precision(plan.precision, provider)
     check_adapters(plan.adapters, provider)
     prefer_flash_attention_3()
@@ -511,6 +523,8 @@ def build_stage(
     at_levels = [stages[part] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan)
+    if Pass.BACKWARD_WEIGHT in plan.schedule.passes:
+        _defer_weight_gradients(stage)
     return stage.to(current_device())
 
 
@@ -564,6 +578,23 @@ def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
             if kind.is_layer:
                 groups = owner.self_attention.num_query_groups_per_partition
             owner.adapters = Adapters(owner, owner.config, linears, adapters, groups)
+
+
+def _defer_weight_gradients(stage: VLMStage) -> None:
+    """Have backwards leave the products for weight gradients of trained linears for later."""
+    modules = list(stage.modules())
+    linears = [one for one in modules if isinstance(one, (*PARALLEL_LINEARS, StackedLinear))]
+    # A tied head has the embedding's matrix.
+    tied: Any = stage.shared_embedding_or_output_weight()
+    weights = {one: tied if one.weight is None else one.weight for one in linears}
+    trained = {one: weight for one, weight in weights.items() if weight.requires_grad}
+    stage.deferred = DeferredWeights(trained.values())
+    for one in trained:
+        if isinstance(one, PARALLEL_LINEARS):
+            defer_linear(one, stage.deferred)
+    for one in modules:
+        if isinstance(one, Experts) and one.linear_fc1 in trained:
+            one.deferred = stage.deferred
 
 
 def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:

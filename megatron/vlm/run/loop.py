@@ -295,10 +295,11 @@ def gather_stage_records(
 
 def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
     """Record of one stage; both arguments are [ranks, kinds]."""
-    times = zip(Phase, phases_ms.mean(0).tolist(), strict=True)
+    times = dict(zip(Phase, phases_ms.mean(0).tolist(), strict=True))
+    times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
     peak_gib, reserved_gib, retries = memory.amax(0).tolist()
     return StageRecord(
-        **{f"{phase}_ms": ms for phase, ms in times},
+        **{f"{phase}_ms": ms for phase, ms in times.items()},
         peak_gib=peak_gib,
         reserved_gib=reserved_gib,
         allocation_retries=round(retries),

@@ -16,6 +16,9 @@ class Phase(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    """Whole, or the first of two parts."""
+    BACKWARD_WEIGHT = "backward_weight"
+    """The second part: products for weight gradients."""
     WAIT = "wait"
     DATA = "data"
     OPTIMIZER = "optimizer"

@@ -1,4 +1,4 @@
-"""Which messages stages exchange in a step, in which order, and when a receive may be posted.
+"""Messages that stages exchange in a step: their order, and when a receive may be posted.
 
 Both sides of a message know it from the lists of operations. A *channel* is an ordered pair of
 stages and what goes from the one to the other, activations or gradients; its messages go in the

@@ -55,8 +55,13 @@ class DataParallelOverlap:
         for chunk, model in enumerate(models):
             trained = [one for one in model.module.parameters() if one.requires_grad]
             # On core's own nodes: behind its hook, which adds the gradient to the bucket.
+            deferred = model.module.deferred
+            late = frozenset() if deferred is None else deferred.parameters
             for parameter, node in zip(trained, model.grad_accs, strict=True):
-                node.register_hook(partial(self._on_gradient, chunk, parameter))
+                if parameter not in late:
+                    node.register_hook(partial(self._on_gradient, chunk, parameter))
+            if deferred is not None:
+                deferred.on_gradient = partial(self._on_gradient, chunk)
             for unit in _units(model.module):
                 unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
         self._mark_gathered()
@@ -78,7 +83,10 @@ class DataParallelOverlap:
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """From here on a gradient of a chunk is ready when it has been added to its bucket."""
+        """From here on a gradient of a chunk is ready when it has been added to its bucket.
+
+        One that comes in the second part of backwards is ready when the last of these adds it.
+        """
         self._in_last.add(chunk)
 
     def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:

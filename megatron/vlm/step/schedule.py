@@ -25,6 +25,7 @@ from torch.autograd import Variable
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.encoder_phase import StepFeatures
@@ -160,12 +161,9 @@ class _StageRun:
         self.plan, self.models, self.mail, self.clock = plan, models, mail, clock
         self.begin_pass, self.encode = begin_pass, encode
         self.links, self.operations = mail.links, mail.operations
-        self.last_backwards = {
-            one.chunk: place
-            for place, one in enumerate(self.operations)
-            if one.kind is Pass.BACKWARD
-        }
-        """Position of every chunk's last backward; empty in validation."""
+        self.last_backwards = self._last(Pass.BACKWARD, Pass.BACKWARD_INPUT)
+        """Position of every chunk's last backward, or first part of one; empty in validation."""
+        self.last_weights = self._last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
         self.batches = _HeldBatches(batches, len(models))
         self.features = None if features is None else features.inbox()
         self.feature_gradients = None if features is None else features.outbox()
@@ -176,28 +174,39 @@ class _StageRun:
             else frozenset()
             for part in self.links.parts
         ]
-        """Of every chunk, towers of which a gradient of what comes in is wanted where it came
-        from."""
+        """Towers, by chunk, of which a gradient of what comes in is wanted where it came from."""
         self.kept: dict[tuple[int, int], _Kept] = {}
+        self.late: dict[tuple[int, int], list[LateProduct]] = {}
+        """What the first part of a backward has left for the second."""
         self.results: dict[int, torch.Tensor] = {}
+
+    def _last(self, *kinds: Pass) -> dict[int, int]:
+        """Position of every chunk's last operation of some kinds."""
+        operations = enumerate(self.operations)
+        return {one.chunk: place for place, one in operations if one.kind in kinds}
 
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
         """Run the stage's list; returns the last part's output of every micro-batch."""
         before: Operation | None = None
         following = zip_longest(self.operations, self.operations[1:])
         for position, (operation, after) in enumerate(following):
-            if operation.kind is Pass.BACKWARD:
+            if operation.kind is Pass.BACKWARD_WEIGHT:
+                self._backward_weight(operation, position)
+            elif operation.kind is not Pass.FORWARD:
                 is_last = self.last_backwards[operation.chunk] == position
                 if is_last and before_last_backward is not None:
                     before_last_backward(operation.chunk)
                 if not _is_at_once(before, operation):
                     self.begin_pass("backward", operation.chunk)
                 self._backward(operation, position)
+                if operation.kind is Pass.BACKWARD:
+                    self._backward_weight(operation, position)
             else:
                 at_once = _is_at_once(operation, after)
                 self.begin_pass("both" if at_once else "forward", operation.chunk)
                 self._forward(operation, position)
             before = operation
+        assert not self.late, "the second part of a backward is missing"
         self.clock.switch(Phase.WAIT)
         self.mail.flush()
         return [self.results[micro_batch] for micro_batch in sorted(self.results)]
@@ -268,6 +277,9 @@ class _StageRun:
             run_backward([(kept.outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
         self.mail.launched(position)
+        deferred = self.models[operation.chunk].module.deferred
+        if deferred is not None:
+            self.late[operation.chunk, micro_batch] = deferred.take()
         if not self.trained_inputs[operation.chunk]:
             return
         sent = {name: _gradient_of(tensor) for name, tensor in kept.received.items()}
@@ -279,6 +291,15 @@ class _StageRun:
             self.mail.put(Content.GRADIENTS, part - 1, part - 1, micro_batch, message)
         elif self.feature_gradients is not None:
             self.feature_gradients.put(micro_batch, message)
+
+    def _backward_weight(self, operation: Operation, position: int) -> None:
+        """Run the products that the first part of a backward has left, if it does."""
+        deferred = self.models[operation.chunk].module.deferred
+        if deferred is not None:
+            self.clock.switch(Phase.BACKWARD_WEIGHT)
+            late = self.late.pop((operation.chunk, operation.micro_batch))
+            deferred.add(late, is_last=self.last_weights[operation.chunk] == position)
+            self.clock.switch(Phase.WAIT)
 
 
 def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
@@ -345,18 +366,9 @@ def run_forward_backward(
     """
     schedule = links.schedule
     graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
-    _require_whole_backwards(graph)
     mail = _Mail(plan, graph, links, batches)
     run = _StageRun(plan, models, mail, batches, clock, begin_pass, features)
     return run.run(before_last_backward)
-
-
-def _require_whole_backwards(graph: OperationGraph) -> None:
-    two_parts = {Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT}
-    if two_parts & set(graph.kinds):
-        raise ValueError(
-            f"{graph.schedule.name} has backwards in two parts; the trainer runs whole ones"
-        )
 
 
 @torch.no_grad()
