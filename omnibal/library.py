@@ -156,7 +156,7 @@ def simulate(directory: Path | str) -> StepTimes:
     packs, lengths = files.steps
     workload = files.job.workload(packs, lengths, files.plan.pack_levels)
     cost = files.job.cost_of_all(files.plan.pack_levels)
-    return simulate_levels(cost, files.plan.stages_at_levels, workload)
+    return simulate_levels(cost, files.plan.stages_at_levels, workload, files.plan.schedule)
 
 
 def export_plan(

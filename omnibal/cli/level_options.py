@@ -94,7 +94,7 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
                 "context": level.context,
                 "packs": None if here is None else int(here.sum()),
                 "samples": None if here is None or samples is None else int(samples[here].sum()),
-                "recompute": [stage.recomputed_layers for stage in plan.stages_at(index)],
+                "recompute": [each.recomputed_layers for each in plan.held(plan.stages_at(index))],
             }
         )
     return found

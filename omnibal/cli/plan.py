@@ -534,7 +534,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     return {
         "stages": [
             {
-                **{f"{tower}_layers": len(stage.layers(tower)) for tower in towers},
+                **{f"{tower}_layers": stage.number_of_layers(tower) for tower in towers},
                 "recompute": stage.recomputed_layers,
                 **{f"recompute_{tower}": len(stage.recomputed(tower)) for tower in towers},
                 "forward_ms": predicted.forward_ms,
@@ -542,7 +542,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
                 "wait_fraction": predicted.wait_fraction,
                 "peak_gib": predicted.memory.peak_gib,
             }
-            for stage, predicted in zip(plan.stages, prediction.stages, strict=True)
+            for stage, predicted in zip(plan.held(plan.stages), prediction.stages, strict=True)
         ],
         "step_ms": prediction.step_ms,
         "ideal_step_ms": prediction.ideal_step_ms,

@@ -38,8 +38,9 @@ def simulate(
     planned, job, (packs, samples) = files.plan, files.job, files.steps
     workload = job.workload(packs, samples, planned.pack_levels)
     cost, stages_at = job.cost_of_all(planned.pack_levels), planned.stages_at_levels
+    schedule = planned.schedule
     with status("simulating"):
-        steps = simulate_levels(cost, stages_at, workload)
+        steps = simulate_levels(cost, stages_at, workload, schedule)
     shown = int(steps.step_ms.argmax()) if step is None else step
     if shown >= packs.steps:
         raise UserError(
@@ -47,7 +48,7 @@ def simulate(
             "these"
         )
     if trace is not None:
-        events = chrome_trace(cost, stages_at, workload, shown)
+        events = chrome_trace(cost, stages_at, workload, shown, schedule)
         write_ascii(json.dumps(events) + "\n", trace)
     result = {
         "steps": packs.steps,

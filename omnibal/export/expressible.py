@@ -17,6 +17,7 @@ from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
 from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.steps.next_fit import next_fit_packs
 
 Data = tuple[ScheduledPacks, Lengths]
@@ -86,6 +87,8 @@ def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             f"the plan has packs of {len(plan.levels)} levels, each with its own caps and "
             f"recomputed layers, and {target.title} takes one"
         )
+    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
+        yield f"the plan's schedule is {plan.schedule.name}, and exports are of 1f1b"
     if plan.beside is not None:
         yield f"encoders are data-parallel, which {target.title} cannot do"
 

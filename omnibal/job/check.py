@@ -21,8 +21,9 @@ from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
-from omnibal.pipeline.stage_memory import fits_cap, stage_memories
+from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import steps_of
@@ -120,6 +121,11 @@ def training_obstacles(plan: Plan) -> list[str]:
         obstacles.append(
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
+        )
+    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
+        obstacles.append(
+            f"the plan's schedule is {plan.schedule.name}, and the trainer runs 1f1b: the plan can "
+            "be studied but not trained"
         )
     foreign = model_obstacle(plan.model)
     if foreign is not None:
@@ -259,17 +265,15 @@ def _check_partition(plan: Plan) -> str:
             f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}"
             f"{of_chunks}; the two must be equal; correct parallel.pipeline or {_ANEW}"
         )
-    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
-        raise UserError(
-            f"the plan's schedule is {plan.schedule.name}, and plans are checked and trained in "
-            f"1f1b; {_ANEW}"
-        )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)
     _check_recomputed_in_lockstep(plan)
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
-    return f"{len(plan.stages)} stages hold {what} of {plan.model.name} once, in order"
+    held = f"{plan.parallel.pipeline} stages"
+    if chunks > 1:
+        held += f" of {chunks} chunks"
+    return f"{held} hold {what} of {plan.model.name} once, in order"
 
 
 def _check_settings(plan: Plan) -> list[str]:
@@ -315,7 +319,7 @@ def _check_costs(
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
         cost = job.cost_of_all(plan.pack_levels)
-        memories = stage_memories(cost, plan.stages_at_levels, workload)
+        memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
     else:
         anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]

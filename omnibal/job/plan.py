@@ -6,7 +6,7 @@ absent; everything training needs is in the other fields.
 
 import hashlib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
@@ -222,6 +222,17 @@ class Plan(Frozen):
         """Indices into `stages` of the chunks that a stage of the pipeline holds."""
         place, size = self.schedule.placement, self.parallel.pipeline
         return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
+
+    def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+        """All that every stage of the pipeline holds, of `stages`, which have what is recomputed:
+        its parts in model order, as one."""
+        return tuple(
+            Stage(
+                units=tuple(span for part in parts for span in stages[part].units),
+                recompute=tuple(span for part in parts for span in stages[part].recompute),
+            )
+            for parts in self.schedule.parts_of(len(stages))
+        )
 
     def units_of(self, stage: int) -> Stage:
         """All units that a stage of the pipeline holds, of its parts in model order."""

@@ -211,7 +211,14 @@ def prediction_of(
     """Predict a plan of a job on its own packs, of which the workload is."""
     cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     prediction = predict(
-        cost, plan.pipeline_model, plan.parallel, stages_at, packs, workload, _reading(plan, job)
+        cost,
+        plan.pipeline_model,
+        plan.parallel,
+        stages_at,
+        packs,
+        workload,
+        _reading(plan, job),
+        plan.schedule,
     )
     if plan.data is not None:
         return prediction
@@ -227,7 +234,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
     return StageReading.of(
         reading,
         plan.model,
-        plan.stages,
+        plan.held(plan.stages),
         feature_names_at(job.cost.features, plan.pack_levels),
         has_data_parallel_encoders=plan.beside is not None,
         ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),

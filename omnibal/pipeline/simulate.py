@@ -595,8 +595,17 @@ def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -
 
 
 def simulate_levels(
-    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate every step of a workload, with the costs and the stages of all its levels."""
+    """Simulate every step of a workload, with the costs and the stages of all its levels.
+
+    Args:
+        stages_at: parts of the model, which the schedule places on stages, with what they recompute
+            at each level.
+    """
     times = workload_times(cost, stages_at, workload)
-    return predict_steps(times, workload, per_step_costs(cost, stages_at[0]))
+    once = per_step_costs(cost, stages_at[0], schedule)
+    return predict_steps(times, workload, once, schedule)

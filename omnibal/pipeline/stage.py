@@ -120,6 +120,10 @@ class Stage(Frozen):
         held = [span.layers for span in self.units if span.name == tower and span.layers]
         return range(held[0].start, held[-1].stop) if held else range(0)
 
+    def number_of_layers(self, tower: str) -> int:
+        """Number of the tower's layers that the stage holds, in one run or in several."""
+        return sum(len(span.layers) for span in self.units if span.name == tower and span.layers)
+
     def recomputed(self, tower: str) -> tuple[int, ...]:
         """Numbers of the tower's layers that the stage recomputes."""
         spans = (span.layers for span in self.recompute if span.name == tower and span.layers)

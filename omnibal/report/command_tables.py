@@ -185,21 +185,22 @@ def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> T
 
 def stages_table(plan: Plan, prediction: Prediction) -> Table:
     """Units of every stage, and its times per micro-batch."""
-    towers = plan.pipeline_model.towers
+    towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
+    held_at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
     rows = [
         (
             str(index),
-            *(str(len(stage.layers(tower))) for tower in towers),
+            *(str(stage.number_of_layers(tower)) for tower in towers),
             " / ".join(
                 " + ".join(str(len(stages[index].recomputed(tower))) for tower in towers)
-                for stages in plan.stages_at_levels
+                for stages in held_at_levels
             ),
             f"{predicted.forward_ms:,.2f}",
             f"{predicted.backward_ms:,.2f}",
             f"{100 * predicted.wait_fraction:.1f}",
             ", ".join(span.name for span in stage.units if span.layers is None),
         )
-        for index, (stage, predicted) in enumerate(zip(plan.stages, prediction.stages, strict=True))
+        for index, (stage, predicted) in enumerate(zip(held, prediction.stages, strict=True))
     ]
     recompute = "recompute\nby level" if plan.levels else "recompute"
     # Words are not divided: the longest has as many characters.

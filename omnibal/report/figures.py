@@ -124,7 +124,7 @@ def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
 
     return [
         [drawn(unit, at_levels) for span in at_levels[0].units for unit in span.units]
-        for at_levels in zip(*plan.stages_at_levels, strict=True)
+        for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
     ]
 
 
@@ -184,9 +184,9 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> Figure | None
     # Half a row stays free below each stage.
     of_stage = len(series) + 0.5
     x = Scale(0, 1.02 * longest or 1.0, 126, 506)
-    rows = Rows(x=x, top=6, pitch=18, count=of_stage * len(plan.stages), gap=2)
+    rows = Rows(x=x, top=6, pitch=18, count=of_stage * plan.parallel.pipeline, gap=2)
     parts = [rows.axis("ms")]
-    for stage in range(len(plan.stages)):
+    for stage in range(plan.parallel.pipeline):
         for place, (name, times) in enumerate(series.items()):
             row = of_stage * stage + place
             parts.append(rows.label(row, name if place else f"stage {stage} {name}"))

@@ -50,9 +50,9 @@ def _beside(
 
 def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
     """Layers, times per step and waiting of every stage: predicted, replayed and measured."""
-    stages, sources = plan.stages, figures_by_source(plan, run, replay)
+    stages, sources = plan.held(plan.stages), figures_by_source(plan, run, replay)
     towers = plan.pipeline_model.towers
-    counts = {tower: [str(len(stage.layers(tower))) for stage in stages] for tower in towers}
+    counts = {tower: [str(stage.number_of_layers(tower)) for stage in stages] for tower in towers}
     counts["recomputed by level" if plan.levels else "recomputed"] = recomputed_layers(plan)
 
     def times(group: str, field: str) -> list[tuple[Column, Sequence[Cell]]]:
@@ -89,7 +89,7 @@ def memory_table(
     """
     cap_gib = memory_cap_gib(plan.cluster)
     beside = plan.prediction.beside if plan.prediction else None
-    names = [str(stage) for stage in range(len(plan.stages))]
+    names = [str(stage) for stage in range(plan.parallel.pipeline)]
     memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
     caption = "Memory of one device of each stage at the peak of the step; usable are "
     caption += f"{number(cap_gib)} GiB."
@@ -112,7 +112,9 @@ def memory_table(
             caption += "the rest."
     if fake_stages:
         by_stage = {one.stage: difference_cells(one) for one in fake_stages}
-        cells = zip(*(by_stage.get(i, [""] * 3) for i in range(len(plan.stages))), strict=True)
+        cells = zip(
+            *(by_stage.get(i, [""] * 3) for i in range(plan.parallel.pipeline)), strict=True
+        )
         for title, column in zip(("predicted", "allocated", "difference"), cells, strict=True):
             style: Style = "bold" if title == "allocated" else ""
             columns.append(_column(title, column, style, "fake device, GiB"))

@@ -124,7 +124,7 @@ def recomputed_layers(plan: Plan) -> list[str]:
     """Layers that each stage recomputes, at every level of packs."""
     return [
         " / ".join(str(stage.recomputed_layers) for stage in at_levels)
-        for at_levels in zip(*plan.stages_at_levels, strict=True)
+        for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
     ]
 
 

@@ -18,6 +18,11 @@ from omnibal.report.svg import Rows, Scale, drawing, text
 
 _LABEL_WIDTH, _LABEL_HEIGHT = 15.0, 16.0
 """Least size of a bar that carries a number, in pixels."""
+_LEGEND = {
+    Pass.BACKWARD: "backward",
+    Pass.BACKWARD_INPUT: "backward of inputs",
+    Pass.BACKWARD_WEIGHT: "backward of weights",
+}
 _GAP = 0.6
 """Pixels between equal neighbours."""
 
@@ -33,7 +38,7 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
     of_step = workload.of_steps([step])
     own = of_step.rows(of_step.dp_rank == 0)
     times = workload_times(cost, plan.stages_at_levels, of_step)
-    timeline = simulate_ranks(times, of_step).of_step(0)
+    timeline = simulate_ranks(times, of_step, plan.schedule).of_step(0)
     waits_ms = np.zeros(2)
     if times.waits_ms is not None:
         waits_ms = times.waits_ms[of_step.dp_rank == 0].sum(axis=0)
@@ -53,7 +58,8 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
         "for its pack.",
         legend=(
             ("forward", "forward"),
-            ("backward", "backward"),
+            *((kind.label, _LEGEND[kind]) for kind in plan.schedule.passes[1:]),
+            *([("forward later", "later chunks")] if plan.schedule.chunks > 1 else []),
             *([("encoder", "encoders beside")] if waits_ms.any() else []),
             ("wait", "waiting"),
         ),
@@ -84,18 +90,21 @@ def draw(timeline: Timeline, tips: Sequence[str], waits_ms: np.ndarray) -> str:
 def pass_bars(
     rows: Rows, timeline: Timeline, tips: Sequence[str], recompute_ms: np.ndarray | None = None
 ) -> Iterator[str]:
-    """A numbered bar per pass in the rows of the stages.
+    """A numbered bar per pass in the rows of the stages, paler of chunks after the first.
 
     Args:
         tips: of the micro-batches that are drawn: other ranks may have more.
-        recompute_ms: part of each backward that recomputes, drawn apart. [micro-batches, stages]
+        recompute_ms: part of each backward that recomputes, drawn apart. [micro-batches, parts]
     """
+    schedule = timeline.schedule
     for kind, start_ms in timeline.start_ms.items():
-        for index, stage in np.ndindex(len(tips), start_ms.shape[1]):
-            at = index, stage
+        for index, part in np.ndindex(len(tips), start_ms.shape[1]):
+            at, stage, chunk = (index, part), schedule.stage_of(part), part // schedule.stages
             start, end = float(start_ms[at]), float(timeline.end_ms[kind][at])
-            tip = f"{kind.label} of {tips[index]}, {milliseconds(end - start)}"
-            yield rows.bar(stage, start, end, kind.label, tip, _GAP)
+            of_chunk = f" in chunk {chunk}" if schedule.chunks > 1 else ""
+            tip = f"{kind.label}{of_chunk} of {tips[index]}, {milliseconds(end - start)}"
+            css = f"{kind.label} later" if chunk else kind.label
+            yield rows.bar(stage, start, end, css, tip, _GAP)
             if recompute_ms is not None and kind is Pass.BACKWARD and recompute_ms[at]:
                 again_ms = float(recompute_ms[at])
                 tip += f", of which {milliseconds(again_ms)} recompute"

@@ -1,7 +1,8 @@
 """A simulated step as a Chrome trace, for chrome://tracing or Perfetto.
 
 A process is a data-parallel rank, a thread a pipeline stage, a block a micro-batch's forward or
-backward. The format is the Trace Event Format's complete events, times in microseconds.
+backward, or a part of it, in a chunk of the stage. The format is the Trace Event Format's complete
+events, times in microseconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import Timeline, simulate_ranks
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
@@ -19,23 +21,29 @@ _US_PER_MS = 1e3  # times of the format are in microseconds
 
 
 def chrome_trace(
-    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step: int
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    step: int,
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> dict[str, Any]:
     """All ranks and stages of one step, from its first forward to its last backward.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
+        stages_at: parts of the model, which the schedule places on stages, with what they recompute
+            at each level; of one level, `[stages]`.
     """
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
     times = workload_times(cost, stages_at, of_step)
-    timeline = simulate_ranks(times, of_step)
+    timeline = simulate_ranks(times, of_step, schedule)
+    stages = len(stages_at[0]) // schedule.chunks
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
         own = of_step.rows(of_step.dp_rank == rank)
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
-        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(len(stages_at[0]))]
+        events += [_name("thread_name", f"stage {s}", rank, s) for s in range(stages)]
         events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
         if times.waits_ms is not None:
             waits_ms = times.waits_ms[of_step.dp_rank == rank].sum(axis=0)
@@ -73,14 +81,17 @@ def _encoding(timeline: Timeline, waits_ms: np.ndarray, rank: int) -> list[dict[
 def _blocks(
     timeline: Timeline, features: np.ndarray, names: Sequence[str], rank: int
 ) -> Iterator[dict[str, Any]]:
+    schedule = timeline.schedule
     for kind, start_ms in timeline.start_ms.items():
         took_ms = timeline.end_ms[kind] - start_ms
-        for micro_batch, stage in np.ndindex(len(features), start_ms.shape[1]):
+        for micro_batch, part in np.ndindex(len(features), start_ms.shape[1]):
+            chunk = {"chunk": part // schedule.stages} if schedule.chunks > 1 else {}
             yield _block(
                 f"{kind.label} {micro_batch}",
                 kind.label,
-                (rank, stage),
-                float(start_ms[micro_batch, stage]),
-                float(took_ms[micro_batch, stage]),
+                (rank, schedule.stage_of(part)),
+                float(start_ms[micro_batch, part]),
+                float(took_ms[micro_batch, part]),
+                **chunk,
                 **dict(zip(names, map(int, features[micro_batch]), strict=True)),
             )

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import random_cost, small_model
+from schedule_cases import SCHEDULES
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of, side_by_side
@@ -19,13 +20,6 @@ pytestmark = pytest.mark.quick
 
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 MODEL = small_model(4, 7)  # 15 units
-SCHEDULES = [
-    PipelineSchedule(name="1f1b"),
-    PipelineSchedule(name="interleaved", chunks=2),
-    PipelineSchedule(name="interleaved", chunks=3),
-    PipelineSchedule(name="zb-h1"),
-    PipelineSchedule(name="zb-v", chunks=2),
-]
 
 
 def random_case(

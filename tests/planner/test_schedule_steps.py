@@ -1,0 +1,138 @@
+"""Steps of any schedule and of ranks with their own numbers of micro-batches, as events."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from schedule_cases import SCHEDULES, event_loop
+
+from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps, simulate_ranks
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes
+from omnibal.pipeline.workload import Workload
+
+pytestmark = pytest.mark.quick
+
+Rank = tuple[int, int]
+"""(step, rank)."""
+
+
+def random_workload(rng: np.random.Generator, ranks: int) -> Workload:
+    """Two steps, of which the first rank has a micro-batch at least, and no two as many."""
+    counts = rng.integers(0, 9, (2, ranks))
+    counts[:, 0] += 1
+    rows = [(s, r, i) for (s, r), n in np.ndenumerate(counts) for i in range(n)]
+    step, rank, slot = np.array(rows).T
+    return Workload(
+        features=np.zeros((len(rows), 1)), step=step, dp_rank=rank, slot=slot,
+        data_parallel_size=ranks,
+    )  # fmt: skip
+
+
+def random_times(rng: np.random.Generator, rows: int, parts: int) -> StageTimes:
+    backward_ms = rng.exponential(2, (rows, parts))
+    return StageTimes(
+        forward_ms=rng.exponential(1, (rows, parts)),
+        backward_ms=backward_ms,
+        weight_ms=rng.uniform(0, 1, (rows, parts)) * backward_ms,
+        recompute_ms=0 * backward_ms,
+        forward_link_ms=rng.exponential(0.3, (rows, parts - 1)),
+        backward_link_ms=rng.exponential(0.3, (rows, parts - 1)),
+    )
+
+
+def ran_alone(
+    schedule: PipelineSchedule, stages: int, times: StageTimes, workload: Workload
+) -> dict[Rank, dict]:
+    """Start and end of every operation of every rank that has any."""
+    ran = {}
+    for rank in {*zip(workload.step.tolist(), workload.dp_rank.tolist(), strict=True)}:
+        rows = (workload.step == rank[0]) & (workload.dp_rank == rank[1])
+        own = times.rows(rows)
+        durations = {
+            Pass.FORWARD: own.forward_ms,
+            Pass.BACKWARD: own.backward_ms,
+            Pass.BACKWARD_INPUT: own.backward_ms - own.weight_ms,
+            Pass.BACKWARD_WEIGHT: own.weight_ms,
+        }
+        listed = schedule.rule(stages, schedule.chunks, int(rows.sum()))
+        ran[rank] = event_loop(listed, durations, own.forward_link_ms, own.backward_link_ms)
+    return ran
+
+
+def nothing_once(stages: int) -> PerStepCosts:
+    nothing = np.zeros(stages)
+    return PerStepCosts(
+        reduction_ms=nothing, gather_ms=nothing, buckets=np.ones(stages), tied_ms=nothing,
+        update_ms=nothing,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule):
+    """Prevents ranks of fewer micro-batches that run by another rank's list, and parts of a
+    backward, chunks or links that are forgotten: a hundred random jobs each."""
+    rng = np.random.default_rng(schedule.chunks)
+    for _ in range(100):
+        stages, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 4))
+        workload = random_workload(rng, ranks)
+        times = random_times(rng, len(workload), stages * schedule.chunks)
+        ran = ran_alone(schedule, stages, times, workload)
+        steps = predict_steps(times, workload, nothing_once(stages), schedule)
+        for step in (0, 1):
+            ends = [end for (at, _), ops in ran.items() if at == step for _, end in ops.values()]
+            assert steps.step_ms[step] == pytest.approx(max(ends))
+            busy = (times.forward_ms + times.backward_ms)[workload.step == step].sum()
+            assert steps.busy_ms[step].sum() == pytest.approx(busy / ranks)
+        first = workload.of_steps([0])
+        timeline = simulate_ranks(times.rows(workload.step == 0), first, schedule)
+        for (_, rank), operations in ((key, ops) for key, ops in ran.items() if key[0] == 0):
+            for (stage, one), (start, end) in operations.items():
+                at = rank, one.micro_batch, timeline.schedule.part(stage, one.chunk)
+                assert timeline.start_ms[one.kind][at] == pytest.approx(start)
+                assert timeline.end_ms[one.kind][at] == pytest.approx(end)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(schedule: PipelineSchedule):
+    """Prevents an exchange that begins before a chunk's last gradients of weights are there."""
+    rng, stages = np.random.default_rng(7), 3
+    workload = random_workload(rng, 2)
+    times = random_times(rng, len(workload), stages * schedule.chunks)
+    reduction_ms = rng.exponential(6, stages)
+    once = replace(nothing_once(stages), reduction_ms=reduction_ms)
+    last = {Pass.BACKWARD, Pass.BACKWARD_WEIGHT}
+    expected = np.zeros((2, stages))
+    for (step, _), operations in ran_alone(schedule, stages, times, workload).items():
+        for stage in range(stages):
+            ends = sorted(
+                max(
+                    end
+                    for (place, one), (_, end) in operations.items()
+                    if (place, one.chunk) == (stage, chunk) and one.kind in last
+                )
+                for chunk in range(schedule.chunks)
+            )
+            reduced = 0.0
+            for end in ends:
+                reduced = max(reduced, end) + reduction_ms[stage] / schedule.chunks
+            expected[step, stage] = max(expected[step, stage], reduced)
+    steps = predict_steps(times, workload, once, schedule)
+    np.testing.assert_allclose(steps.step_ms, expected.max(axis=1))
+
+
+def test_ranks_that_share_micro_batches_run_by_one_list():
+    """Prevents ranks that wait for each other from running one micro-batch at different times."""
+    rng, stages, schedule = np.random.default_rng(1), 3, SCHEDULES[-1]
+    counts = (7, 5)
+    rows = [(0, rank, slot) for rank, n in enumerate(counts) for slot in range(n)]
+    step, rank, slot = np.array(rows).T
+    workload = Workload(
+        features=np.zeros((len(rows), 1)), step=step, dp_rank=rank, slot=slot, data_parallel_size=2,
+        context=np.where(slot < 5, 2, 1),
+    )  # fmt: skip
+    times = random_times(rng, len(rows), stages * 2)
+    timeline = simulate_ranks(times, workload, schedule)
+    for kind, starts in timeline.start_ms.items():
+        np.testing.assert_allclose(starts[0, :5], starts[1, :5])
+        assert (timeline.end_ms[kind][1, 5:] == starts[1, 5:]).all()

@@ -1,0 +1,82 @@
+"""The second part of a backward: its time, and what waits for it, by hand."""
+
+import numpy as np
+import pytest
+
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.model import UnitCost
+from omnibal.model.adapters import AdapterConfig
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import feature_names
+
+pytestmark = pytest.mark.quick
+
+MODEL = load_model("internvl3-8b")
+CLUSTER = load_cluster("h100-80g")
+PLAIN = CLUSTER.model_copy(update={"rates": {}})
+TOKENS = feature_names(MODEL).index("tokens")
+
+
+def units(cluster=CLUSTER, *, frozen=(), adapters=None, **sizes) -> dict[str, UnitCost]:
+    parallel = Parallel(pipeline=2, **sizes)
+    return analytic_cost(MODEL, cluster, parallel, "bf16", frozen, adapters=adapters).units
+
+
+def test_weight_gradients_of_a_layer_are_its_products_by_hand():
+    """Prevents a part of weights that has attention's time, or none of the sums of gradients."""
+    language, layer = MODEL.language, units(PLAIN)["language_layer"]
+    h, f, head = language.hidden_size, language.ffn_hidden_size, language.head_width
+    made = (language.heads + 2 * language.kv_heads) * head
+    weights = h * made + language.heads * head * h + 3 * h * f
+    rate = PLAIN.tflops("bf16") * 1e9 * PLAIN.matmul_efficiency  # per ms
+    assert layer.weight_ms[TOKENS] == pytest.approx(2 * weights / rate)
+    # Read and written in fp32, once a micro-batch; four kernels.
+    once_ms = weights * 2 * 4 / (PLAIN.memory_gb_per_s * 1e6) + 4 * PLAIN.kernel_us / 1e3
+    assert layer.weight_ms[0] == pytest.approx(once_ms)
+    others = np.delete(layer.weight_ms, [0, TOKENS])
+    assert not others.any()
+
+
+def test_the_part_is_within_the_backward_and_nothing_where_frozen():
+    """Prevents a first part of negative time, and parts of weights that do not exist."""
+    for sizes in ({}, {"tensor": 4}, {"tensor": 4, "sequence_parallel": True}):
+        for name, unit in units(**sizes).items():
+            assert (unit.weight_ms <= unit.backward_ms + 1e-12).all(), name
+            assert unit.weight_ms.any() == ("embed" not in name)
+    frozen = units(frozen=("vision",))
+    assert (
+        not frozen["vision_layer"].weight_ms.any() and not frozen["vision_layer"].late_bytes.any()
+    )
+    assert frozen["language_layer"].weight_ms.any()
+    adapted = units(adapters=AdapterConfig(rank=8, alpha=16))
+    assert not adapted["language_layer"].weight_ms.any()
+    assert not adapted["language_layer"].late_bytes.any()
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
+    """Prevents a count of memory that misses what a put-off product needs, or has it twice."""
+    t, language, size = 4, MODEL.language, 2
+    of = units(tensor=t, sequence_parallel=sequence)
+    h, f = language.hidden_size, language.ffn_hidden_size
+    a, k = language.heads * language.head_width, language.kv_heads * language.head_width
+    between = h / t if sequence else h
+    inputs, gradients, working = of["language_layer"].late_bytes
+    assert inputs[TOKENS] == pytest.approx(size * (2 * between + a / t + f / t))
+    assert gradients[TOKENS] == pytest.approx(size * ((a + 2 * k + 2 * f) / t + 2 * between))
+    # A whole input or gradient besides, where ranks keep parts; and the largest weight's gradient.
+    assert working[TOKENS] == pytest.approx(size * (h - between))
+    assert working[0] == pytest.approx(size * 2 * h * f / t)
+    vision = MODEL.encoders["vision"]
+    v, rows = vision.hidden_size, vision.positions_per_item
+    inputs, gradients, _ = of["vision_layer"].late_bytes
+    tiles = feature_names(MODEL).index(vision.feature)
+    inner = vision.ffn_hidden_size / t
+    assert inputs[tiles] == pytest.approx(size * rows * (2 * v + v / t + inner))
+    assert gradients[tiles] == pytest.approx(size * rows * (3 * v / t + inner + 2 * v))
+    inputs, gradients, _ = of["head"].late_bytes
+    loss = feature_names(MODEL).index("loss_tokens")
+    assert inputs[loss] == size * h
+    assert gradients[loss] == size * language.words_of_rank(t)
+    assert not of["language_embed"].late_bytes.any() and not of["vision_embed"].late_bytes.any()
