@@ -214,6 +214,17 @@ def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
     return [round(step * place) for place in range(video.max_frames)]
 
 
+def check_frames(frames: int, rule: ImageRule) -> None:
+    """Refuse a video that fills no patch, which Qwen3-VL's processor does too.
+
+    Raises:
+        OddImage: it has fewer frames than share a patch.
+    """
+    together = rule.frames_per_patch
+    if frames < together:
+        raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
+
+
 def sampled_frames(
     frames: int, frames_per_second: float, video: VideoConfig, rule: ImageRule
 ) -> list[int]:
@@ -225,9 +236,8 @@ def sampled_frames(
     Raises:
         OddImage: it has fewer frames than share a patch.
     """
+    check_frames(frames, rule)
     together = rule.frames_per_patch
-    if frames < together:
-        raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
     wanted = frames / frames_per_second * video.frames_per_second
     if video.sampling == "ends":
         number = min(max(int(wanted), video.min_frames), video.max_frames, frames)

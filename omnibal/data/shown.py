@@ -10,6 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.data.native_resolution import (
     OddImage,
     Shown,
+    check_frames,
     image_grid,
     sampled_frames,
     seen_frames,
@@ -62,15 +63,19 @@ def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
 
 def _seen(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
     rate = 1.0 if rule.video is None else rule.video.frames_per_second
-    if video.file is None:
+    if video.file is None and rule.video is None:
         total = len(video.frames)
-        return SeenVideo(tuple(seen_frames(total, rule.video)), total, rate)
+        return SeenVideo(tuple(seen_frames(total, None)), total, rate)
     if rule.video is None:
         raise UserError(
             f"{sample.where}: shows the video file {video}, and the model takes images alone; "
             "extract its frames and name them as images"
         )
     try:
+        if video.file is None:
+            total = len(video.frames)
+            check_frames(total, rule)
+            return SeenVideo(tuple(seen_frames(total, rule.video)), total, rate)
         header = read_video_header(video.file)
         frames = sampled_frames(header.frames, header.frames_per_second, rule.video, rule)
     except (BadVideo, OddImage) as error:

@@ -5,11 +5,13 @@ Files are read with PyAV, the extra `video` of this package.
 Shapes: F frames, H rows and W columns of pixels, C channels.
 """
 
+import os
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from omnibal.base.errors import UserError
 from omnibal.data.stored_files import VideoFile
 
 _REMEDY = "replace the file or remove the sample"
+_RIFF, _UNKNOWN = struct.Struct("<4sI"), 0xFFFFFFFF
+"""Name and size of an AVI's first chunk; files written to where nobody can seek have that size."""
 _HEADERS = 4_096  # that are remembered: of a pack's samples, and of a part of a scan
 
 
@@ -83,6 +87,18 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     return np.stack(found)
 
 
+def _whole(file: IO[bytes]) -> IO[bytes]:
+    """The file, unless it is an AVI that ends before its first chunk does: its header, which counts
+    all frames, comes first, so that nothing else shows before they are decoded."""
+    head = file.read(_RIFF.size)
+    if len(head) == _RIFF.size:
+        name, size = _RIFF.unpack(head)
+        if name == b"RIFF" and size != _UNKNOWN and file.seek(0, os.SEEK_END) < size + len(head):
+            raise BadVideo(f"is cut off; {_REMEDY}")
+    file.seek(0)
+    return file
+
+
 @contextmanager
 def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
     """The container and its first video stream."""
@@ -94,7 +110,7 @@ def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
             'pip install "omnibal[video]", or name a folder of frames'
         ) from error
     try:
-        with video.open() as file, av.open(file) as container:
+        with video.open() as file, av.open(_whole(file)) as container:
             streams = container.streams.video
             if not streams:
                 raise BadVideo(f"has no video stream; {_REMEDY}")

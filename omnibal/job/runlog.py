@@ -83,6 +83,10 @@ class ExpertBalance(Frozen):
     is planned for as `imbalance` of every micro-batch."""
 
 
+_Items = Annotated[NonNegativeInt, Field(exclude_if=lambda number: number == 0)]
+"""Items of an encoder, which the log leaves out where there are none."""
+
+
 class StepRecord(Frozen):
     """One trained step."""
 
@@ -94,7 +98,9 @@ class StepRecord(Frozen):
     loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     samples: NonNegativeInt
-    tiles: NonNegativeInt
+    tiles: _Items = 0
+    clips: _Items = 0
+    image_tokens: _Items = 0
     tokens: NonNegativeInt
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0

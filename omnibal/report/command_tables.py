@@ -315,7 +315,7 @@ def lost_time_table(prediction: Prediction) -> Table:
     """Breakdown of the time of a step, from the ideal up."""
     causes, step_ms = prediction.lost.named(), prediction.step_ms
     rows = [
-        (k, f"{ms:,.1f}", percent(ms / step_ms)) for k, ms in [*causes.items(), ("step", step_ms)]
+        (k, f"{ms:z,.1f}", percent(ms / step_ms)) for k, ms in [*causes.items(), ("step", step_ms)]
     ]
     titles = ("", "ms", "of the step")
     return Table.of_rows("Where the step's time goes", titles, rows[:-1], rows[-1:])

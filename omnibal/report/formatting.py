@@ -45,8 +45,8 @@ def tick(value: float) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction in percent."""
-    return f"{100 * fraction:.1f} %"
+    """Format a fraction in percent; one that rounds to nothing has no sign."""
+    return f"{100 * fraction:z.1f} %"
 
 
 def change(value: float, base: float) -> str:

@@ -4,7 +4,7 @@ Tiles and clips are dealt one by one, equally many to each rank. Positions of an
 resolution attend to each other, so that it is one rank's, as is each time of a video: a rank has a
 run of them in the order of the pack, such that the largest cost of a rank is near the least that
 runs can have. Rank r of c has no more than the mean and the largest image together, and no dealing
-has less than the larger of the two; of images of 16 to 8,192 tokens in packs of 16K to 128K runs
+has less than the larger of the two; of images of 64 to 16,384 tokens in packs of 16K to 128K runs
 cost 2 to 8 % more than that. Runs keep features of neighbours together: all that is sent, read and
 embedded is a few slices.
 

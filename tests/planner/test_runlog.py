@@ -64,6 +64,16 @@ def test_times_of_data_parallel_encoders_are_written_where_there_are_any(tmp_pat
     assert (summary.stages[0].encoder_ms, summary.stages[0].exchange_ms) == (4.0, 0.5)
 
 
+def test_items_of_encoders_are_written_by_their_names(tmp_path):
+    """Prevents: a log of no tiles where images are at their native resolution, and of no images."""
+    native = record(1, tiles=0, image_tokens=900)
+    path = write_lines(tmp_path / "run.jsonl", record(0), native)
+    tiled, of_images = (json.loads(line) for line in path.read_text().splitlines())
+    assert (tiled["tiles"], of_images["image_tokens"]) == (3, 900)
+    assert of_images.keys() - tiled.keys() == {"image_tokens"} and "tiles" not in of_images
+    assert read_run(path)[1] == native
+
+
 def test_memory_of_an_older_log_is_read(tmp_path):
     """Prevents a run that can no longer be reported because its log has fewer figures."""
     path = tmp_path / "run.jsonl"

@@ -154,24 +154,32 @@ def test_bad_videos_are_named_in_one_line(tmp_path):
     (tmp_path / "cut.mp4").write_bytes(content[: len(content) // 2])
     (tmp_path / "text.mp4").write_text("no video" * 99)
     (tmp_path / "folder.mp4").mkdir()
-    names = ("short", "sound", "cut", "text", "folder", "gone", "whole")
+    write_clip(tmp_path / "half.avi", 30)
+    content = (tmp_path / "half.avi").read_bytes()
+    (tmp_path / "half.avi").write_bytes(content[: len(content) // 2])
+    (tmp_path / "one").mkdir()
+    Image.new("RGB", SIZE).save(tmp_path / "one" / "0.png")
+    names = ("short.mp4", "sound.mp4", "cut.mp4", "text.mp4", "folder.mp4", "gone.mp4")
+    names = (*names, "half.avi", "one", "whole.mp4")
     reasons = {
-        "short": "has 1 frame(s), and 2 share a patch; name it as an image",
-        "sound": "has no video stream; replace the file",
-        "cut": "cannot be read (",
-        "text": "cannot be read (",
-        "folder": "is a folder; name a file",
-        "gone": "does not exist; correct the path",
+        "short.mp4": "has 1 frame(s), and 2 share a patch; name it as an image",
+        "sound.mp4": "has no video stream; replace the file",
+        "cut.mp4": "cannot be read (",
+        "text.mp4": "cannot be read (",
+        "folder.mp4": "is a folder; name a file",
+        "gone.mp4": "does not exist; correct the path",
+        "half.avi": "is cut off; replace the file",
+        "one/0.png": "has 1 frame(s), and 2 share a patch; name it as an image",
     }
     messages = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "a"}]
-    lines = [json.dumps({"messages": messages, "videos": [f"{name}.mp4"]}) for name in names]
+    lines = [json.dumps({"messages": messages, "videos": [name]}) for name in names]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     annotations, tokenizer = Annotations.open(tmp_path / "a.jsonl"), tokenizer_of(tmp_path)
     for model in MODELS.values():
         scan = scan_lengths(annotations, model, tokenizer, lambda done: None, on_error="skip")
         assert scan.lengths.sample.tolist() == [len(names) - 1] and len(whole) == 30
         for bad, (name, reason) in zip(scan.skipped, reasons.items(), strict=True):
-            assert bad.reason.startswith(f"video {tmp_path / name}.mp4 {reason}")
+            assert bad.reason.startswith(f"video {tmp_path / name} {reason}")
             assert "\n" not in bad.message and bad.message.startswith(bad.where)
 
 

@@ -2,9 +2,13 @@
 
 import numpy as np
 import pytest
+from plan_cases import MODEL as DIGITS
+from plan_cases import example_profile, job_spec
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import UnitCost
+from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.source import ANALYTIC
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
@@ -52,6 +56,22 @@ def test_the_part_is_within_the_backward_and_nothing_where_frozen():
     adapted = units(adapters=AdapterConfig(rank=8, alpha=16))
     assert not adapted["language_layer"].weight_ms.any()
     assert not adapted["language_layer"].late_bytes.any()
+
+
+def test_a_profile_has_as_large_a_part_as_is_counted():
+    """Prevents backwards that were measured whole from having no second part, or only that."""
+    profile = example_profile().model_copy(update={"model_sha256": model_sha256(DIGITS)})
+    counted, measured = (
+        job_spec(cost_source=source).cost.units for source in (ANALYTIC, Measured(profile))
+    )
+    for name, unit in measured.items():
+        part, whole = counted[name].weight_ms.sum(), counted[name].backward_ms.sum()
+        if part == 0:
+            assert not unit.weight_ms.any()
+            continue
+        shares = unit.weight_ms[unit.backward_ms > 0] / unit.backward_ms[unit.backward_ms > 0]
+        assert shares == pytest.approx(shares[0]) and 0 < shares[0] < 1
+        assert whole > part
 
 
 @pytest.mark.parametrize("sequence", [False, True])

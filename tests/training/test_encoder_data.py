@@ -12,6 +12,7 @@ from data_parallel_cases import shares_of
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from omnibal.base.errors import UserError
+from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.unit_runs import encoders_stage
@@ -24,6 +25,7 @@ BESIDE = DataParallelEncoders(
     pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
 )
 RANKS = range(PARALLEL.world_size)
+CLUSTER = load_cluster("laptop-cpu")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ class Job:
     @property
     def parallel(self):
         return PARALLEL
+
+    @property
+    def cluster(self):
+        return CLUSTER
 
     @property
     def beside(self):

@@ -81,11 +81,12 @@ def peak_of_a_step(links, plan, packs):
         features = step.forward()
         if features is not None:
             inbox, outbox = features.inbox(), features.outbox()
-            for _ in batches.shapes:
-                taken = inbox.take()
+            for number in range(len(batches)):
+                taken = inbox.take(number)
                 if outbox is not None:
                     # A micro-batch's own gradients are the pipeline's, and not counted here.
-                    outbox.put({name: torch.ones(()).expand_as(taken[name]) for name in taken})
+                    gradients = {name: torch.ones(()).expand_as(taken[name]) for name in taken}
+                    outbox.put(number, gradients)
                 del taken
             del inbox, outbox
         step.backward(features)

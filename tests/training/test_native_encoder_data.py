@@ -16,6 +16,7 @@ from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from omnibal.base.errors import UserError
+from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.unit_runs import encoders_stage
@@ -40,6 +41,7 @@ class Job:
         item_ms={"vision": 1.0}, square_ms={"vision": 0.01},
     )  # fmt: skip
     levels = ()
+    cluster = load_cluster("laptop-cpu")
 
     @property
     def model(self):

@@ -35,6 +35,7 @@ from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import joined
 
 pytestmark = pytest.mark.in_own_process
@@ -305,6 +306,16 @@ def test_every_level_recomputes_its_own_layers(tmp_path):
     assert summary.lost.recompute_ms > 0
     for load in (job.rows_of(0), job.rows_of(1)):
         assert [batch.level for batch in load(np.arange(len(packs)))] == packs.level.tolist()
+
+
+def test_plans_of_other_schedules_are_refused(tmp_path):
+    """Prevents: stages that are replayed as if their backwards were whole."""
+    directory = save_planned(tmp_path / "plan", 1, 1)
+    plan = read_plan(directory)
+    changed = {"schedule": PipelineSchedule(name="zb-h1"), "prediction": None}
+    write_plan(plan.model_copy(update=changed), directory)
+    with pytest.raises(UserError, match="its schedule is zb-h1, and a replay runs 1f1b"):
+        load_replay(directory, None, None)
 
 
 def test_plans_with_shared_packs_are_refused(tmp_path):

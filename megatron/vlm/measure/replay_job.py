@@ -44,6 +44,7 @@ from omnibal.job.replay import (
 from omnibal.job.stage_files import Found, Identity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.workload import Workload
 
 _POLL_S = 0.2  # between two looks at the store
@@ -116,17 +117,17 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold, its stages have several chunks, ranks share its packs,
-            the trainer cannot build its model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold or is of another schedule than 1F1B, ranks share its
+            packs, the trainer cannot build its model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
-    if planned.plan.schedule.chunks > 1:
+    if planned.plan.schedule != ONE_FORWARD_ONE_BACKWARD:
         raise UserError(
-            f"{plan_directory}: has {planned.plan.schedule.chunks} chunks of the model a stage, "
-            "and a replay runs stages of one: give a plan of `omnibal plan --schedule 1f1b`"
+            f"{plan_directory}: its schedule is {planned.plan.schedule.name}, and a replay runs "
+            "1f1b: give a plan of `omnibal plan --schedule 1f1b`"
         )
     if planned.plan.has_shared_packs:
         raise UserError(

@@ -175,6 +175,8 @@ class TrainingLoop:
             loss_tokens=result.loss_tokens,
             samples=samples,
             tiles=int(scheduled.column("tiles")[rows].sum()),
+            clips=int(scheduled.column("clips")[rows].sum()),
+            image_tokens=int(scheduled.column("image_tokens")[rows].sum()),
             tokens=int(scheduled.tokens[rows].sum()),
             step_ms=step_ms,
             between_ms=between_ms,

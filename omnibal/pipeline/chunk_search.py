@@ -1,0 +1,439 @@
+"""Search of the parts that a model is cut into for a schedule, and of the layers they recompute.
+
+The objective is the planner's: the simulated time of a step, mean over sampled steps. A stage of
+several chunks holds several runs of units, so that encoder and language layers may share one, and
+the ways to cut are too many for the proof that `omnibal.pipeline.partition` gives of 1F1B. Here
+cuts are improved from a few good ones: by all ways to move a layer from one part to another past
+those between them, several such moves at once, and from the best by random ones. A stage that is
+over the memory cap recomputes the fewest layers that make it fit, in the best of a few orders
+(`omnibal.pipeline.part_memory`). All candidates of a round are simulated side by side
+(`omnibal.pipeline.part_steps`), but those whose slowest stage alone takes longer than the best.
+
+What is proven is little: a step lasts as long as the work of all stages, evenly spread, and the
+first forwards and last backwards that every stage must wait for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import numpy as np
+
+from omnibal.base.errors import DoesNotFit
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import FREE, StageRules
+from omnibal.model.units import unit_names
+from omnibal.pipeline.baselines import balanced_cuts
+from omnibal.pipeline.bounds import Runs, possible_runs
+from omnibal.pipeline.critical_path import SampledSteps
+from omnibal.pipeline.part_memory import PartMemory
+from omnibal.pipeline.part_steps import PartSimulator, PartTerms, StageTerms
+from omnibal.pipeline.partition import SearchResult, sampled_steps
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes
+from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
+from omnibal.pipeline.workload import Workload
+
+_MAX_WORK = 250_000_000
+"""Operations that are simulated, of all candidates and rows: some 5 s of a core."""
+_COMBINED = 6
+"""Best moves of a round that are tried together."""
+_KICKS = 3
+"""Random moves from the best cuts after which they are improved again."""
+_MOST_TIGHTENED = 4
+"""Times that the search is repeated with less memory where all passes need more than those that
+were looked at."""
+_TOLERANCE = 1e-9
+"""Relative gain below which a candidate is no better."""
+
+Edges = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A way to cut the model, and the order in which every stage recomputes layers."""
+
+    edges: Edges
+    """Positions of the cuts, with 0 and the number of units at the ends, [k + 1]."""
+    orders: tuple[int, ...]
+    """Index of the order of every stage, [p]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartProblem:
+    """What is cut, for which schedule, and what it costs."""
+
+    cost: CostModel
+    model: ModelConfig
+    schedule: PipelineSchedule
+    stages: int
+    runs: Runs
+    run_at: np.ndarray
+    """Index of the run from one position to another, -1 where none is allowed, [units + 1,
+    units + 1]."""
+    simulator: PartSimulator
+    memories: Sequence[PartMemory]
+
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        model: ModelConfig,
+        workload: Workload,
+        stages: int,
+        memory_cap_bytes: float,
+        schedule: PipelineSchedule,
+        rules: StageRules = FREE,
+    ) -> "PartProblem":
+        """Prepare the search; arguments are as of `search_parts`."""
+        runs = possible_runs(cost, model, rules)
+        run_at = np.full((runs.units + 1, runs.units + 1), -1)
+        run_at[runs.start, runs.end] = np.arange(len(runs.start))
+        steps = SampledSteps.of(sampled_steps(workload), cost)
+        overlaps = bool(np.isfinite(cost.bucket_parameters))
+        return cls(
+            cost=cost,
+            model=model,
+            schedule=schedule,
+            stages=stages,
+            runs=runs,
+            run_at=run_at,
+            simulator=PartSimulator.of(steps, schedule, stages, overlaps=overlaps),
+            memories=PartMemory.of_stages(cost, workload, schedule, stages, memory_cap_bytes),
+        )
+
+    def tightened(self, shares: np.ndarray) -> "PartProblem":
+        """The problem with so much of the cap of every stage that needs more than is counted here,
+        [p]."""
+        memories = [
+            replace(memory, cap_bytes=memory.cap_bytes * min(share, 1.0))
+            for memory, share in zip(self.memories, shares.tolist(), strict=True)
+        ]
+        return replace(self, memories=memories)
+
+    @property
+    def parts(self) -> int:
+        """Runs of units that the model is cut into."""
+        return self.stages * self.schedule.chunks
+
+    @property
+    def held(self) -> np.ndarray:
+        """Parts of every stage, [p, chunks]."""
+        return np.array(self.schedule.parts_of(self.parts))
+
+
+def search_parts(
+    cost: CostModel,
+    model: ModelConfig,
+    workload: Workload,
+    pipeline_size: int,
+    memory_cap_bytes: float,
+    schedule: PipelineSchedule,
+    *,
+    rules: StageRules = FREE,
+    effort: float = 1.0,
+) -> SearchResult:
+    """The parts of least simulated step time that are found for a schedule.
+
+    Args:
+        cost: of all levels of the workload; layers are recomputed alike at all of them.
+        pipeline_size: stages, each of as many parts as the schedule has chunks.
+        memory_cap_bytes: of one device.
+        rules: of what parts may hold.
+        effort: share of the usual work after which improving ends.
+
+    Returns:
+        The parts in model order, as the stages of the result.
+
+    Raises:
+        DoesNotFit: no cut was found that fits the cap.
+    """
+    problem = PartProblem.of(
+        cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
+    )
+    best, simulated = None, 0
+    for _ in range(_MOST_TIGHTENED):
+        search = _Search(problem=problem, work_left=effort * _MAX_WORK)
+        search.run(best)
+        simulated += search.simulated
+        best = search.best
+        if best is None:
+            raise _does_not_fit(problem, memory_cap_bytes)
+        stages_at = (stages_of(problem, best),) * cost.levels
+        memories = schedule_memories(cost, stages_at, workload, schedule)
+        peaks = np.array([memory.peak_gib for memory in memories]) * GIB
+        if fits_cap(peaks, memory_cap_bytes).all():
+            break
+        problem = problem.tightened(memory_cap_bytes / peaks)
+    else:
+        raise _does_not_fit(problem, memory_cap_bytes)
+    packs = sampled_steps(workload)
+    times, once = (
+        workload_times(cost, stages_at, packs),
+        per_step_costs(cost, stages_at[0], schedule),
+    )
+    step_ms = float(predict_steps(times, packs, once, schedule).step_ms.mean())
+    return SearchResult(
+        stages_at=stages_at,
+        step_ms=step_ms,
+        lower_bound_ms=min(least_work_ms(problem), step_ms),
+        simulated=simulated,
+    )
+
+
+def stages_of(problem: PartProblem, candidate: Candidate) -> tuple[Stage, ...]:
+    """The parts of a candidate, with what they recompute."""
+    _, recomputed, _ = _fitted(problem, [candidate])
+    layers = layer_kinds(problem.cost.kinds)
+    return stages_from_cuts(problem.model, candidate.edges[1:-1], recomputed[0][:, layers].tolist())
+
+
+def least_work_ms(problem: PartProblem) -> float:
+    """A bound on the mean step of all cuts: what stages compute, evenly spread, with the least that
+    comes before a first forward and, where a backward is a stage's last pass, after that."""
+    simulator, runs = problem.simulator, problem.runs
+    steps, layout = simulator.steps, simulator.steps.layout
+    # Part s begins after s parts, each of a layer at least.
+    reach = [0]
+    while len(reach) < problem.stages:
+        reach.append(int(runs.end[runs.start >= reach[-1]].min()))
+    before, whole = runs.prefix[reach], runs.prefix[-1]
+    row_ms = np.zeros(len(steps.counts))
+    for group in simulator.groups:
+        graph = group.graph
+        drains = graph.kind[graph.last_of_stages()] == Pass.BACKWARD
+        total = group.features.sum(axis=0)
+        work = (whole[layout.forward] + whole[layout.backward]) @ total
+        fill = before[:, layout.forward].sum(axis=0) @ group.features[0]
+        drain = (before[:, layout.backward] * drains[:, None]).sum(axis=0) @ group.features[-1]
+        row_ms[group.rows] = (work + fill + drain) / problem.stages
+    return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
+
+
+def _fitted(
+    problem: PartProblem, candidates: Sequence[Candidate]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs of candidates [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
+    edges = np.array([each.edges for each in candidates])
+    orders = np.array([each.orders for each in candidates])
+    chosen = problem.run_at[edges[:, :-1], edges[:, 1:]]
+    allowed = (chosen >= 0).all(axis=1)
+    counts = problem.runs.counts[chosen]
+    recomputed, fits = np.zeros_like(counts), allowed.copy()
+    if not allowed.any():
+        return chosen, recomputed, fits
+    for stage, held in enumerate(problem.held):
+        content = np.column_stack([chosen[:, held], orders[:, stage]])
+        _, first, same = np.unique(content[allowed], axis=0, return_index=True, return_inverse=True)
+        rows = np.flatnonzero(allowed)
+        again, fit = problem.memories[stage].recomputed(
+            counts[rows[first]][:, held], orders[rows[first], stage]
+        )
+        recomputed[rows[:, None], held] = again[same.ravel()]
+        fits[rows] &= fit[same.ravel()]
+    return chosen, recomputed, fits
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Search:
+    """Candidates that were tried, and the best of them."""
+
+    problem: PartProblem
+    work_left: float
+    best: Candidate | None = None
+    best_ms: float = np.inf
+    simulated: int = 0
+    found_ms: dict[Candidate, float] = field(default_factory=dict)
+    """Step times of candidates; infinite where they do not fit, and a bound where that is above the
+    best."""
+
+    def run(self, known: Candidate | None = None) -> None:
+        """Improve from several cuts, or from a good one that is known, then from random moves of
+        the best, until the work is done."""
+        for start in self._starts() if known is None else [known]:
+            self._improve(start)
+        rng = np.random.default_rng(0)
+        while self.best is not None and self.work_left > 0:
+            before = len(self.found_ms)
+            self._improve(self._kicked(rng, self.best))
+            if len(self.found_ms) == before:
+                break
+
+    def _starts(self) -> list[Candidate]:
+        """Cuts into parts that are even in time, with several weights of encoders."""
+        problem = self.problem
+        steps = problem.simulator.steps
+        mean = steps.features.sum(axis=(0, 1)) / max(steps.counts.sum(), 1)
+        names = unit_names(problem.model)
+        units = np.array(
+            [
+                (
+                    problem.cost.units[name].forward_ms @ mean,
+                    problem.cost.units[name].backward_ms @ mean,
+                )
+                for name in names
+            ]
+        )
+        kinds = {kind.name: kind for kind in problem.cost.kinds}
+        is_layer = np.array([kinds[name].is_layer for name in names])
+        orders = (0,) * problem.stages
+        # Where memory is short, parts that keep equally much fit.
+        kept = np.array([problem.cost.units[name].activation_bytes @ mean for name in names])
+        state = np.array([unit_bytes(problem.cost, problem.cost.units[name]) for name in names])
+        starts = []
+        for weights in (units.sum(axis=1), units[:, 0], kept * problem.stages + state):
+            cuts = balanced_cuts(weights, is_layer, problem.parts)
+            starts.append(Candidate((0, *cuts, len(names)), orders))
+        return list(dict.fromkeys(starts))
+
+    def _improve(self, start: Candidate) -> None:
+        """Take the best move, or moves together, as long as one is better."""
+        [at_ms] = self._tried([start], np.inf)
+        at = start
+        while self.work_left > 0:
+            moves = self._moves(at)
+            found = self._tried(moves, at_ms)
+            better = np.flatnonzero(found < at_ms * (1 - _TOLERANCE))
+            if not len(better):
+                return
+            top = [moves[each] for each in better[np.argsort(found[better], kind="stable")]]
+            together = _together(at, top[:_COMBINED])
+            found = np.append(self._tried(together, found.min()), found[moves.index(top[0])])
+            at = [*together, top[0]][int(found.argmin())]
+            at_ms = float(found.min())
+
+    def _moves(self, at: Candidate) -> list[Candidate]:
+        """Candidates one move away."""
+        edges, cuts = np.array(at.edges), len(at.edges) - 2
+        moved = []
+        for first in range(1, cuts + 1):
+            for last in range(first, cuts + 1):
+                for by in (-1, 1):
+                    new = edges.copy()
+                    new[first : last + 1] += by
+                    if (np.diff(new) > 0).all():
+                        moved.append(Candidate(tuple(new.tolist()), at.orders))
+        for stage, memory in enumerate(self.problem.memories):
+            for order in range(len(memory.orders)):
+                orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
+                moved.append(Candidate(at.edges, orders))
+        return [each for each in dict.fromkeys(moved) if each != at]
+
+    def _kicked(self, rng: np.random.Generator, at: Candidate) -> Candidate:
+        for _ in range(_KICKS):
+            moves = self._moves(at)
+            at = moves[int(rng.integers(len(moves)))]
+        return at
+
+    def _tried(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
+        """Step times of candidates; those that cannot be below the limit are not simulated. [C]"""
+        new = [each for each in dict.fromkeys(candidates) if each not in self.found_ms]
+        if new:
+            self._simulate(new, limit_ms)
+        return np.array([self.found_ms[each] for each in candidates])
+
+    def _simulate(self, candidates: list[Candidate], limit_ms: float) -> None:
+        problem = self.problem
+        runs, recomputed, fits = _fitted(problem, candidates)
+        self.found_ms.update(
+            (each, np.inf) for each, fit in zip(candidates, fits, strict=True) if not fit
+        )
+        chosen = np.flatnonzero(fits)
+        if not len(chosen):
+            return
+        terms, once = _terms(problem, runs[chosen], recomputed[chosen])
+        bound_ms = _stage_bound_ms(problem, terms)
+        may_win = bound_ms < limit_ms
+        self.found_ms.update(
+            (candidates[index], bound)
+            for index, bound in zip(
+                chosen[~may_win].tolist(), bound_ms[~may_win].tolist(), strict=True
+            )
+        )
+        if not may_win.any():
+            return
+        picked = np.flatnonzero(may_win)
+        step_ms = problem.simulator.step_ms(terms.some(picked), once.some(picked))
+        self.simulated += len(picked)
+        self.work_left -= problem.simulator.operations * len(picked)
+        for index, ms in zip(chosen[picked].tolist(), step_ms.tolist(), strict=True):
+            self.found_ms[candidates[index]] = ms
+            if ms < self.best_ms:
+                self.best, self.best_ms = candidates[index], ms
+
+
+def _terms(
+    problem: PartProblem, runs: np.ndarray, recomputed: np.ndarray
+) -> tuple[PartTerms, StageTerms]:
+    """What candidates of these runs [C, k] cost that recompute these layers [C, k, kinds]."""
+    table, layout = problem.runs, problem.simulator.steps.layout
+    terms = table.terms[runs]
+    again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
+    weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
+    counts = table.counts[runs][:, problem.held].sum(axis=2)
+    return (
+        PartTerms(
+            forward=terms[..., layout.forward],
+            backward=terms[..., layout.backward] + recomputed @ again,
+            weight=table.counts[runs] @ weight,
+            send=terms[..., layout.send],
+            receive=terms[..., layout.receive],
+        ),
+        StageTerms.of(problem.cost, counts),
+    )
+
+
+def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
+    """Mean step of the slowest stage alone: its work, what comes before its first forward and after
+    its last backward. [C]"""
+    steps = problem.simulator.steps
+    whole = terms.forward + terms.backward
+    of_stages = whole[:, problem.held].sum(axis=2)  # [C, p, f]
+    first = slice(0, problem.stages)
+    # Part s is the first of stage s.
+    fill, drain = (
+        (each.cumsum(axis=1) - each)[:, first] for each in (terms.forward, terms.backward)
+    )
+    row_ms = np.zeros((len(terms), len(steps.counts)))
+    for group in problem.simulator.groups:
+        graph = group.graph
+        drains = graph.kind[graph.last_of_stages()] == Pass.BACKWARD
+        length = of_stages @ group.features.sum(axis=0) + fill @ group.features[0]
+        length += (drain * drains[:, None]) @ group.features[-1]
+        row_ms[:, group.rows] = length.max(axis=1)
+    return row_ms[:, steps.rows].max(axis=2) @ steps.weight
+
+
+def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
+    """Pairs of moves made together, and as many of the first as there are."""
+    sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
+    here, found = np.array(at.edges), []
+    for chosen in sets:
+        edges = here + sum(np.array(each.edges) - here for each in chosen)
+        orders = list(at.orders)
+        for each in chosen:
+            changed = (
+                i
+                for i, (old, new) in enumerate(zip(at.orders, each.orders, strict=True))
+                if old != new
+            )
+            for stage in changed:
+                orders[stage] = each.orders[stage]
+        if (np.diff(edges) > 0).all():
+            found.append(Candidate(tuple(edges.tolist()), tuple(orders)))
+    return found
+
+
+def _does_not_fit(problem: PartProblem, cap_bytes: float) -> DoesNotFit:
+    cap = cap_bytes / GIB
+    return DoesNotFit(
+        f"no cut of {problem.model.name} into {problem.parts} parts was found for schedule "
+        f"{problem.schedule.name} that fits the memory cap of {cap:.2f} GiB per device",
+        "raise the memory cap, plan for schedule 1f1b, use more pipeline stages or tensor "
+        "parallelism, or pack to smaller caps",
+    )

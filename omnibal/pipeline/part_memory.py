@@ -1,0 +1,275 @@
+"""Memory of a stage that holds several parts of the model, and what it recomputes so as to fit.
+
+Memory is that of `omnibal.pipeline.schedule_memory`, of many contents of a stage at once: in the
+passes that are the heaviest for contents that are drawn, a chunk's own from the tables of
+`omnibal.pipeline.stage_memory`. What is found must be looked at in all passes.
+
+A stage of which not all fits recomputes layers in an order, the fewest that fit: by what a layer
+saves for the time that it costs, where an earlier chunk saves more, as it holds more micro-batches;
+or by kind of layer or chunk first, in any order of the kinds, which the search tries.
+
+Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.model.units import UnitKind
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.schedule_memory import ChunkPasses, schedule_passes
+from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.stage_memory import (
+    LINKS,
+    MemoryTable,
+    RunningPasses,
+    cut_bytes,
+    encoder_memory_of,
+    fits_cap,
+    memory_table,
+)
+from omnibal.pipeline.unit_runs import holds_both_ends, layer_kinds
+from omnibal.pipeline.workload import Workload
+
+_DRAWN = 24
+"""Contents of a stage, drawn at random, whose heaviest passes are looked at."""
+_MOST_KINDS = 3
+"""Kinds of layer of which all orders are tried; of more, model order and its reverse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _ChunkTable:
+    """The heaviest passes of one chunk of a stage, by what its chunks hold."""
+
+    running: MemoryTable
+    """Passes as if the stage held this chunk alone."""
+    besides: tuple[MemoryTable, ...]
+    """What every chunk keeps meanwhile."""
+    late_bytes: np.ndarray
+    """What a unit of each kind of each chunk keeps for gradients of weights, [passes, c, K]."""
+    product_bytes: np.ndarray
+    """What one product of a unit of each kind works with besides, [passes, K]."""
+
+    def bytes(self, chunk: int, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """What a stage needs in every pass, but for what units share. [n, passes]
+
+        Args:
+            chunk: whose passes these are.
+            counts: [n, c, K], and `recomputed` [n, c, levels * K].
+        """
+        own = counts[:, chunk]
+        needed = self.running.pass_bytes(own, recomputed[:, chunk])
+        needed = needed - self.running.room_bytes(own)[:, None]
+        needed = needed + ((own > 0)[:, None] * self.product_bytes).max(axis=-1)
+        needed = needed + np.einsum("nck,pck->np", counts, self.late_bytes)
+        for other, kept in enumerate(self.besides):
+            if other != chunk:
+                first = (counts[:, other] > 0).argmax(axis=-1)
+                needed = needed + kept.first_bytes.T[first]
+                needed += kept.activation_bytes(counts[:, other], recomputed[:, other])
+        return needed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartMemory:
+    """Memory of one stage of a schedule, by what its chunks hold."""
+
+    chunks: tuple[_ChunkTable, ...]
+    cut_bytes: np.ndarray
+    """Tensors of the cuts before and after a chunk that begins, or ends, with a unit, [2, K]."""
+    orders: np.ndarray
+    """Orders in which layers are recomputed, of places in [c * L], [orders, c * L]."""
+    cap_bytes: float
+
+    @classmethod
+    def of_stages(
+        cls,
+        cost: CostModel,
+        workload: Workload,
+        schedule: PipelineSchedule,
+        stages: int,
+        cap_bytes: float,
+    ) -> "list[PartMemory]":
+        """Memory of every stage in its heaviest passes of the run."""
+        features = features_of(workload, cost)
+        cuts = cut_bytes(cost, features.max(axis=0))
+        ends = np.stack([cuts.came + cuts.back_to, cuts.sent + cuts.back])
+        drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
+        for stage in range(stages):
+            found: dict[tuple[int, Pass], _Heaviest] = {}
+            for each in schedule_passes(features, workload, schedule, stages, stage):
+                found.setdefault((each.chunk, each.kind), _Heaviest(drawn=drawn)).look_at(each)
+            passes = [each for heaviest in found.values() for _, each in heaviest.most]
+            by_chunk = [
+                [each for each in passes if each.chunk == c] for c in range(schedule.chunks)
+            ]
+            held = np.max([_micro_batches(cost, each.kept[0]) for each in passes], axis=0)
+            every.append(
+                cls(
+                    chunks=tuple(_chunk_table(cost, workload, each) for each in by_chunk),
+                    cut_bytes=ends,
+                    orders=_orders(cost, mean, held),
+                    cap_bytes=cap_bytes,
+                )
+            )
+        return every
+
+    @property
+    def kinds(self) -> tuple[UnitKind, ...]:
+        """Kinds of unit."""
+        return self.chunks[0].running.kinds
+
+    def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
+        """Peak of a device with these units, [n, c, K], of which so many are recomputed at every
+        level. [n]"""
+        first, whole = self.chunks[0].running, counts.sum(axis=1)
+        at_levels = np.tile(recomputed, first.levels)
+        passes = [table.bytes(chunk, counts, at_levels) for chunk, table in enumerate(self.chunks)]
+        begins = (counts > 0).argmax(axis=-1)
+        ends = counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
+        rooms = (self.cut_bytes[0][begins] + self.cut_bytes[1][ends]).sum(axis=1)
+        rooms += first.room_bytes(whole)
+        state = whole @ first.state_bytes - first.tied_bytes * holds_both_ends(first.kinds, whole)
+        return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
+
+    def recomputed(self, counts: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The fewest layers in an order that make stages fit, and whether any do.
+
+        Args:
+            counts: units of every chunk, [n, c, K].
+            order: index of the order of each, [n].
+
+        Returns:
+            [n, c, K] and [n].
+        """
+        layers = layer_kinds(self.kinds)
+        held = counts[..., layers].reshape(len(counts), -1)
+        order = self.orders[order]
+        in_order = np.take_along_axis(held, order, axis=1)
+        before = in_order.cumsum(axis=1) - in_order
+
+        def again(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+            some = np.clip(number[:, None] - before[rows], 0, in_order[rows])
+            placed = np.empty_like(some)
+            np.put_along_axis(placed, order[rows], some, axis=1)
+            found = np.zeros((len(rows), *counts.shape[1:]), np.int64)
+            found[..., layers] = placed.reshape(len(rows), counts.shape[1], -1)
+            return found
+
+        def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+            return fits_cap(self.peak_bytes(counts[rows], again(rows, number)), self.cap_bytes)
+
+        low, high = np.zeros(len(counts), np.int64), held.sum(axis=1)
+        every = np.arange(len(counts))
+        high = np.where(fit(every, low), 0, high)
+        fits = (high == 0) | fit(every, high)
+        while (rows := np.flatnonzero(fits & (low < high))).size:
+            middle = (low[rows] + high[rows]) // 2
+            enough = fit(rows, middle)
+            low[rows] = np.where(enough, low[rows], middle + 1)
+            high[rows] = np.where(enough, middle, high[rows])
+        return again(every, high), fits
+
+
+def _orders(cost: CostModel, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Orders of the layers of chunks that hold at most so many micro-batches, [c].
+    [orders, c * L]"""
+    units = [*cost.units.values()]
+    layers = [units[kind] for kind in layer_kinds(cost.kinds)]
+    saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
+    spent = np.array([each.recompute_ms @ mean for each in layers])
+    price = spent / np.maximum(saved, 1e-9)
+    # What saves nothing comes last.
+    by_price = np.where(saved > 0, price / np.maximum(most[:, None], 1), np.inf)
+    chunks = np.argsort(-most, kind="stable").tolist()
+    kinds = [kind for kind in range(len(layers)) if saved[kind] > 0]
+    idle = [kind for kind in range(len(layers)) if saved[kind] <= 0]
+    many = len(kinds) > _MOST_KINDS
+    ways = [tuple(kinds), tuple(kinds[::-1])] if many else list(permutations(kinds))
+    orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
+    for way in ways:
+        full = [*way, *idle]
+        orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
+        orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])
+    return np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Heaviest:
+    """Passes that are the heaviest for contents of a stage that are drawn."""
+
+    drawn: np.ndarray
+    """Bytes of kept, late and running micro-batches, [drawn, c + c + 1, f]."""
+    most: list[tuple[float, ChunkPasses]] = field(default_factory=list)
+    """The most of every content so far, and the pass."""
+
+    def look_at(self, passes: ChunkPasses) -> None:
+        """Take those of more passes that are heavier."""
+        if not len(passes.own):
+            return
+        held = np.concatenate([passes.kept, passes.late, passes.own[:, None]], axis=1)
+        needed = self.drawn.reshape(len(self.drawn), -1) @ held.reshape(len(held), -1).T
+        found = []
+        for of_content in needed:
+            at = int(of_content.argmax())
+            each = passes.own[[at]], passes.kept[[at]], passes.late[[at]]
+            one = replace(passes, own=each[0], kept=each[1], late=each[2])
+            found.append((float(of_content[at]), one))
+        old = self.most or found
+        self.most = [max(pair, key=lambda each: each[0]) for pair in zip(old, found, strict=True)]
+
+
+def _micro_batches(cost: CostModel, features: np.ndarray) -> np.ndarray:
+    """Number of micro-batches in summed features [..., f], of all levels. [...]"""
+    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)
+
+
+def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:
+    """A table of passes of one chunk."""
+    own, kept, late = (
+        np.concatenate([getattr(each, name) for each in passes]) for name in ("own", "kept", "late")
+    )
+    kind = np.array([each.kind for each in passes])
+    # Passes that are the heaviest for several contents are counted once.
+    rows = np.column_stack([kind, own, kept.reshape(len(own), -1), late.reshape(len(own), -1)])
+    _, once = np.unique(rows, axis=0, return_index=True)
+    own, kept, late, kind = own[once], kept[once], late[once], kind[once]
+    is_weight, chunk = kind == Pass.BACKWARD_WEIGHT, passes[0].chunk
+    largest = features_of(workload, cost).max(axis=0)
+    links = np.zeros((len(own), len(LINKS)))
+    links[:, -1] = (kind != Pass.FORWARD) & ~is_weight  # the gradient that a backward begins with
+
+    def table(own: np.ndarray, others: np.ndarray) -> MemoryTable:
+        passes = RunningPasses(own=own, others=others, links=links, largest=largest)
+        return memory_table(cost, passes, encoder_memory_of(workload))
+
+    units = [*cost.units.values()]
+    for_weights = np.stack([each.late_bytes[:2].sum(axis=0) for each in units], axis=1)
+    product = np.stack([each.late_bytes[2] for each in units], axis=1)
+    # While the first part of a backward runs, what the second needs comes to be.
+    late[:, chunk] += own * ((kind == Pass.BACKWARD_INPUT) | is_weight)[:, None]
+    return _ChunkTable(
+        running=table(own * ~is_weight[:, None], kept[:, chunk]),
+        besides=tuple(table(0 * own, kept[:, each]) for each in range(kept.shape[1])),
+        late_bytes=late @ for_weights,
+        product_bytes=(own * is_weight[:, None]) @ product,
+    )
+
+
+def _drawn(cost: CostModel, chunks: int) -> np.ndarray:
+    """Bytes of kept, late and running micro-batches in contents that are drawn at random.
+    [drawn, c + c + 1, f]"""
+    rng, units = np.random.default_rng(0), [*cost.units.values()]
+    kept = np.array([each.activation_bytes for each in units])
+    inputs = np.array([each.boundary_bytes for each in units])
+    late = np.array([each.late_bytes[:2].sum(axis=0) for each in units])
+    working = np.array([each.transient_bytes.max(axis=0) for each in units])
+    layers = np.isin(np.arange(len(units)), layer_kinds(cost.kinds))
+    number = rng.integers(0, 8, (_DRAWN, chunks, len(units))) * layers
+    again = number * (rng.random((_DRAWN, 1, 1)) < 0.5)
+    own = working[rng.integers(0, len(units), _DRAWN)]
+    held = (number - again) @ kept + again @ inputs
+    return np.concatenate([held, number @ late, own[:, None]], axis=1)

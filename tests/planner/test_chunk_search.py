@@ -1,0 +1,144 @@
+"""The search for the parts of a schedule, beside all cuts and the simulator of one plan."""
+
+from collections.abc import Iterator
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from cost_cases import random_cost, random_features, small_model
+
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
+from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
+from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
+from omnibal.pipeline.workload import Workload
+
+TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
+
+
+def ragged_steps(rng: np.random.Generator, micro_batches: int, ranks: int) -> Workload:
+    """Two steps, in which the last rank may lack micro-batches."""
+    packs = equal_steps(rng, micro_batches, ranks)
+    lacks = (packs.dp_rank == ranks - 1) & (packs.slot >= rng.integers(1, micro_batches + 1))
+    return packs if ranks == 1 else packs.rows(np.flatnonzero(~lacks))
+
+
+def equal_steps(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
+    """Two steps of equally many micro-batches on every rank."""
+    step, dp_rank, slot = (each.ravel() for each in np.indices((2, ranks, micro_batches)))
+    features = random_features(rng, len(step))
+    return Workload(
+        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
+    )
+
+
+def predicted_ms(
+    cost: CostModel,
+    parts: tuple[Stage, ...],
+    packs: Workload,
+    schedule: PipelineSchedule = TWO_CHUNKS,
+) -> float:
+    """Mean step, by the simulator of one plan."""
+    times, once = workload_times(cost, (parts,), packs), per_step_costs(cost, parts, schedule)
+    return float(predict_steps(times, packs, once, schedule).step_ms.mean())
+
+
+def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
+    """Every way to cut a model into parts with a layer each."""
+    units = len(unit_names(model))
+    every = (stages_from_cuts(model, cuts) for cuts in combinations(range(1, units), parts - 1))
+    return [parts for parts in every if all(part.layer_count for part in parts)]
+
+
+SCHEDULES = (TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2))
+
+
+@pytest.mark.parametrize(("seed", "schedule"), [*product(range(3), SCHEDULES)])
+def test_without_a_cap_the_best_of_all_cuts_is_found(seed: int, schedule: PipelineSchedule) -> None:
+    """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(3, 5), random_cost(rng)
+    packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
+    found = search_parts(cost, model, packs, 2, np.inf, schedule)
+    assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, packs, schedule))
+    best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in all_cuts(model, 4))
+    assert found.step_ms == pytest.approx(best_ms)
+    assert found.lower_bound_ms <= best_ms
+
+
+def test_of_one_chunk_with_backwards_in_two_parts_the_best_of_all_cuts_is_found() -> None:
+    """Prevents: times of both parts of a backward that are not a plan's."""
+    schedule = PipelineSchedule(name="zb-h1")
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(3, 6), random_cost(rng)
+        packs = ragged_steps(rng, 5, 2)
+        found = search_parts(cost, model, packs, 3, np.inf, schedule)
+        best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in all_cuts(model, 3))
+        assert found.step_ms == pytest.approx(best_ms)
+
+
+def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
+    """Prevents: bounds or moves that leave out the best stages, with ranks of unequal numbers."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(4, 8), random_cost(rng)
+        packs = ragged_steps(rng, 6, 2)
+        exact = search_stages(cost, model, packs, 3, 1e12)
+        found = search_parts(cost, model, packs, 3, 1e12, ONE_FORWARD_ONE_BACKWARD)
+        assert found.step_ms == pytest.approx(exact.step_ms)
+
+
+def peak_bytes(
+    cost: CostModel, parts: tuple[Stage, ...], packs: Workload, schedule: PipelineSchedule
+) -> float:
+    """Peak of the fullest stage, as plans are checked by it."""
+    memories = schedule_memories(cost, [parts], packs, schedule)
+    return max(memory.peak_gib for memory in memories) * GIB
+
+
+def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
+    """Parts with every choice of what they recompute, the earliest layers of each kind."""
+    layers = layer_kinds(cost.kinds)
+    every = []
+    for part in parts:
+        counts = unit_counts(cost.kinds, part)[layers].tolist()
+        every.append([*product(*(range(count + 1) for count in counts))])
+    cuts = np.cumsum([part.size for part in parts])[:-1].tolist()
+    model = small_model(2, 3)
+    return (stages_from_cuts(model, cuts, numbers) for numbers in product(*every))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) -> None:
+    """Prevents: parts over the cap, and recomputation that costs more than it must."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(2, 3), random_cost(rng)
+    packs = equal_steps(rng, 4)
+    options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
+    peaks = np.array([peak_bytes(cost, each, packs, TWO_CHUNKS) for each in options])
+    cap_bytes = float(np.quantile(peaks, 0.2))
+    fitting = (each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes)
+    best_ms = min(predicted_ms(cost, each, packs) for each in fitting)
+    found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
+    assert peak_bytes(cost, found.stages, packs, TWO_CHUNKS) <= cap_bytes * (1 + 1e-9)
+    assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
+
+
+def test_the_bound_is_below_every_cut() -> None:
+    """Prevents: a proof of what is not so."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(2, 4), random_cost(rng)
+        packs = equal_steps(rng, int(rng.integers(1, 6)))
+        bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
+        steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
+        assert 0 < bound_ms <= min(steps)
