@@ -10,6 +10,7 @@ from tensor_parallel_cases import (
     OPTIONS,
     gradients_of,
     model_of,
+    weights_of,
     whole_gradients,
     whole_weights,
 )
@@ -162,7 +163,10 @@ def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
         writer.save(steps.stop, {})
         writer.finish()
         assert not writer.failures
-    return results, gradients, [whole_weights(stage) for stage in trainer.stages]
+    weights = [weights_of(trainer)]
+    if trainer.encoders is not None:
+        weights.append(whole_weights(trainer.encoders.stage))
+    return results, gradients, weights
 
 
 def encoder_gradients(encoders):

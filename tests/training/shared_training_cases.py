@@ -268,7 +268,7 @@ def train_steps(links, plan, case, shared):
 
 def train_alone(case):
     """The case's packs trained by one process that has them whole."""
-    plan = plan_of(replace(case, sizes={}, cuts=(), beside=None))
+    plan = plan_of(replace(case, sizes={}, cuts=(), beside=None, chunks=1))
     changes = {"context": 1, "recompute": ((),)}
     levels = tuple(level.model_copy(update=changes) for level in plan.levels)
     plan = plan.model_copy(update={"levels": levels})

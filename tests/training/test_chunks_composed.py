@@ -51,7 +51,6 @@ PLANS = {
     "frozen-language": plan_of(3, 5, 7, frozen=("language",)),
     "divided": plan_of(2, 4, 6, data=2, sharded=2, recompute=SOME),
     "back-and-forth": plan_of(2, 4, 6, name="zb-v", data=2),
-    "back-and-forth-divided": plan_of(1, 4, 6, name="zb-v", data=2, sharded=2),
 }
 
 
@@ -103,7 +102,7 @@ def test_checkpoints_resume_under_another_schedule(tmp_path, monkeypatch):
     plans = [
         plan_of(2, 5, 6, model=TIED, data=2),
         toy_plan(TIED, stages_of(TIED, 5), data=2, sharded=2),
-        plan_of(1, 4, 6, model=TIED, name="zb-v", data=2, sharded=2),
+        plan_of(1, 4, 6, model=TIED, name="zb-v", data=2),
     ]
     results, gradients, weights = alone("tied")
     for number, plan in enumerate(plans):
