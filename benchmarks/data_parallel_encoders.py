@@ -220,7 +220,12 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch], rank: int) -> MicroBatch
     ranks = EncodingRanks(pipelines=RANKS, parallel=plan.parallel, rank=rank)
     levels = [Level(caps=Caps.of(tokens=TOKENS))]
     every = EncoderShares(
-        model=MODEL, beside=plan.beside, ranks=ranks, packs=scheduled([packs]), levels=levels
+        model=MODEL,
+        beside=plan.beside,
+        ranks=ranks,
+        gpus_per_node=plan.cluster.gpus_per_node,
+        packs=scheduled([packs]),
+        levels=levels,
     )
     shares = every.step(0)
     passes = [

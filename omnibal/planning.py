@@ -16,6 +16,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
 from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -117,12 +118,13 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
     """
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
+    sizes = goal.free.sizes
     try:
-        if goal.free.sizes is None:
-            return search.at_given_sizes()
-        return search.at_free_sizes(goal.free.sizes)
+        planned = search.at_given_sizes() if sizes is None else search.at_free_sizes(sizes)
     except DoesNotFit as error:
         raise search.with_advice(error) from error
+    search.note_undivided(planned.result.plan)
+    return planned
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
@@ -211,6 +213,18 @@ class _Search:
                     "as one image, the most that attention may cost; scan them with `omnibal "
                     "lengths`"
                 )
+
+    def note_undivided(self, plan: Plan) -> None:
+        """Note that one rank encodes all images of a sample in packs that ranks share, where these
+        were not counted one by one."""
+        data = self.goal.data
+        if not plan.has_shared_packs or not isinstance(data, Samples):
+            return
+        if data.lengths.is_without_image_sizes:
+            self.listener.note(
+                "the lengths do not list a sample's images: of packs that ranks share, one rank "
+                "encodes all of a sample's; scan them with `omnibal lengths` to divide these"
+            )
 
     # Given sizes: every placement of encoders and sharding of weights is planned by itself.
 

@@ -1,7 +1,8 @@
 """Costs by level: what sharing a pack adds to the costs of units.
 
 The ranks of a block exchange what attention needs of samples that are divided over them, in every
-language layer, and the encoders' features once, before the language model. All else of a layer is
+language layer, and the encoders' features once, before the language model, those of deepstack
+projectors before the layers that take them. All else of a layer is
 of the share's own tokens, and costs what it costs at context size 1. Elements that a rank sends,
 per layer and exchanged token, for context size c, query width h and width k of keys and values
 together (per tensor-parallel rank):
@@ -391,18 +392,27 @@ def _of_heads(
 
 
 def _of_features(model: ModelConfig, level: Level, features: Features, size: int) -> _Added:
-    """Exchange of the features of all encoders, which are whole on every tensor-parallel rank."""
-    item_tokens = [
-        features.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
-    ]
-    encoded_bytes = np.sum(item_tokens, axis=0) * model.language.hidden_size * size
+    """Exchange of the features of all encoders, which are whole on every tensor-parallel rank.
+
+    Those of deepstack projectors are exchanged as a stage begins that takes them, each by itself,
+    and counted here, as the last language layer of these is of one kind with all after it.
+    """
+    towers, width_bytes = model.encoders.values(), model.language.hidden_size * size
+    rows = [features.one(tower.feature) * tower.tokens_per_item for tower in towers]
+    own_bytes = np.sum(rows, axis=0) * width_bytes
+    beside = [tower.deepstack_features for tower in towers]
+    beside_bytes = np.sum([n * each for n, each in zip(beside, rows, strict=True)], axis=0)
+    all_bytes = own_bytes + beside_bytes * width_bytes
     exchange = _Pass(
-        sent_bytes=encoded_bytes * (level.context - 1) / level.context,
-        copied_bytes=2 * encoded_bytes,
-        collectives=1,
-        kernels=2,
+        sent_bytes=all_bytes * (level.context - 1) / level.context,
+        copied_bytes=2 * all_bytes,
+        collectives=1 + sum(beside),
+        kernels=2 * (1 + sum(beside)),
     )
-    return _Added(forward=exchange, backward=exchange, again=None, working_bytes=2 * encoded_bytes)
+    # Those of deepstack projectors stay until their layers.
+    return _Added(
+        forward=exchange, backward=exchange, again=None, working_bytes=own_bytes + all_bytes
+    )
 
 
 def _with_exchange(unit: UnitCost, added: _Added, times: _Times, goes_back: bool) -> UnitCost:

@@ -10,10 +10,12 @@ import numpy as np
 
 from omnibal.cost.model import attended, is_attended, loss_tokens, pack_features
 from omnibal.data.lengths import Lengths
+from omnibal.model.encoders import SQUARED_FEATURES
 from omnibal.model.levels import ContextExchange, Level, are_plain
 from omnibal.model.units import EXCHANGED
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.cut import Pieces, cut_packs, item_bounds
+from omnibal.steps.cut import Pieces, cut_packs
+from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
 from omnibal.steps.shares import Shares, shares_of
 
 
@@ -78,6 +80,8 @@ class _Parts:
         pieces = self._pieces
         if is_attended(feature):
             return self._attended(feature)
+        if feature in SQUARED_FEATURES:
+            return squares_of_shares(self._packs, lengths, self._level)
         match feature:
             case "fixed":
                 return np.ones(self._shape)
@@ -90,8 +94,7 @@ class _Parts:
                 most = self._sum(pieces.tokens * self._divided).max(axis=1, keepdims=True)
                 return np.broadcast_to(most, self._shape)
             case _:
-                items = self._packs.sums(lengths.column(feature))
-                return np.diff(item_bounds(items, self._level.context))
+                return np.diff(bounds_of_items(self._packs, lengths, self._level, feature))
 
     def _attended(self, feature: str) -> np.ndarray:
         pieces = self._pieces

@@ -1,6 +1,6 @@
 """Reading of Parquet files with a checked type for every column."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,19 @@ class Columns:
             raise UserError(f"{path}: no such file; {remedy}") from error
         except (pa.ArrowException, OSError, UnicodeError) as error:
             raise UserError(f"{path}: not a Parquet file ({error}); {remedy}") from error
-        missing = [name for name in names if table.column_names.count(name) != 1]
+        columns = cls(table, path, remedy)
+        columns.require(names)
+        return columns
+
+    def require(self, names: Iterable[str]) -> None:
+        """Refuse a file that lacks one of these columns, or has it twice.
+
+        Raises:
+            UserError: it does.
+        """
+        missing = [name for name in names if self.table.column_names.count(name) != 1]
         if missing:
-            raise UserError(f"{path}: lacks the column(s) {', '.join(missing)}; {remedy}")
-        return cls(table, path, remedy)
+            raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
     def item_names(self) -> list[str]:
         """Names of the columns that count items of encoders.

@@ -22,7 +22,7 @@ from omnibal.base.errors import UserError
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
 from omnibal.data.loongforge_manifest import is_manifest, read_manifest
-from omnibal.data.native_resolution import OddImage, image_segments
+from omnibal.data.native_resolution import OddImage, Segments, image_segments, sizes_of
 from omnibal.data.stored_files import IMAGE_SUFFIXES, HeldFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig
@@ -80,15 +80,19 @@ def counted_lengths(
     """
     folder = cached_folder(path)
     rows = _manifest_images(path) if folder is None else _cached_images(folder)
-    counts = np.zeros((len(tokens), 2), np.int64)
+    items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
     for number, images in enumerate(rows):
-        counts[number] = _counts(images, f"{path}: row {number}", int(tokens[number]), model)
+        where = f"{path}: row {number}"
+        items[number], found = _counts(images, where, int(tokens[number]), model)
+        shown.append(found)
         on_progress(1)
+    sizes = sizes_of(shown)
     names = [name for name in model.item_features if name != "clips"]
     squared = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     return Lengths(
-        items=dict.fromkeys(names, counts[:, 0].astype(np.int32)),
-        squares=dict.fromkeys(squared, counts[:, 1].copy()),
+        items=dict.fromkeys(names, items),
+        squares=dict.fromkeys(squared, sizes.squares),
+        image_sizes=None if model.images is None else sizes,
         tokens=tokens.astype(np.int32),
         loss_tokens=np.zeros(len(tokens), np.int32),
         source=np.zeros(len(tokens), np.int32),
@@ -99,11 +103,12 @@ def counted_lengths(
 
 def _counts(
     images: Sequence[Picture], where: str, tokens: int, model: ModelConfig
-) -> tuple[int, int]:
-    """Items of the images of a row of so many tokens, as a model takes them, and their squares."""
+) -> tuple[int, list[Segments]]:
+    """Items of the images of a row of so many tokens, as a model takes them, and each one's tokens
+    at its native resolution."""
     check_positions(tokens, model, f"{where}: the sample")
     if not images:
-        return 0, 0
+        return 0, []
     rule = image_rule(model)
     if not model.takes_images and rule is None:
         raise UserError(
@@ -112,7 +117,7 @@ def _counts(
         )
     sizes = [_size(image, where) for image in images]
     if rule is None:
-        vision, squares = model.vision, 0
+        vision, found = model.vision, list[Segments]()
         items = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
         needed = items * vision.tokens_per_item
     else:
@@ -121,14 +126,13 @@ def _counts(
         except OddImage as error:
             raise UserError(f"{where}: one of its images {error}; remove the sample") from error
         items = needed = sum(each.all_tokens for each in found)
-        squares = sum(each.squares for each in found)
     if needed > tokens:
         raise UserError(
             f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
             f"{model.name} takes them; give --model, --min-pixels, --max-pixels or "
             "--max-dynamic-patch as the dataset was made with"
         )
-    return items, squares
+    return items, found
 
 
 def _size(image: Picture, where: str) -> tuple[int, int]:

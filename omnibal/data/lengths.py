@@ -4,8 +4,9 @@ A row counts `tokens` (language tokens, those of images and recordings included)
 (tokens that carry loss) and, in a column each, the items that the model's encoders take: `tiles`
 (of images, thumbnail included), `clips` (of recordings) and `image_tokens` (of images at their
 native resolution), these with `squared_image_tokens`, the sum over images and frames of the square
-of each one's tokens. Only where a scan skipped samples does it also say which `sample` of the
-annotations it is of.
+of each one's tokens, and with two lists, of one entry an image or video in the order of their
+tokens: `image_times`, 1 of an image, and `tokens_per_time`. Only where a scan skipped samples does
+it also say which `sample` of the annotations it is of.
 """
 
 import hashlib
@@ -29,13 +30,23 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, parse_json_model, read_text
 from omnibal.base.frozen import Frozen
 from omnibal.data.columns import Columns, no_items
+from omnibal.data.image_sizes import IMAGE, ImageSizes
 from omnibal.model.config import ChatTemplate, ModelConfig
-from omnibal.model.encoders import SQUARED_FEATURES, ImageRule, TilingConfig, squares_of
+from omnibal.model.encoders import (
+    SQUARED_FEATURES,
+    ImageRule,
+    ImagesEncoder,
+    TilingConfig,
+    squares_of,
+)
 from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
 _SAMPLE = "sample"
 _TOKENS = ("tokens", "loss_tokens")
+_IMAGE_TOKENS = ImagesEncoder.feature
+_SIZES = {"times": "image_times", "tokens": "tokens_per_time"}
+"""Columns of lists that have the fields of every image."""
 _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
 
@@ -144,6 +155,9 @@ class Lengths:
     sample: np.ndarray | None = None
     """Index of every row's sample in the annotations, int64, ascending; None where nothing was
     skipped and a row's index is its sample's."""
+    image_sizes: ImageSizes | None = None
+    """Tokens of every image and video at its native resolution; None where these were not
+    counted."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -164,6 +178,9 @@ class Lengths:
         for name, squares in sorted(self.squares.items()):
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(squares, dtype="<i8").tobytes())
+        if self.image_sizes is not None:
+            digest.update(np.ascontiguousarray(self.image_sizes.counts, dtype="<i8").tobytes())
+            digest.update(self.image_sizes.images.tobytes())
         digest.update(np.ascontiguousarray(self.source, dtype="<i4").tobytes())
         if self.sample is not None:
             digest.update(_SAMPLE.encode())
@@ -193,6 +210,26 @@ class Lengths:
         counted = [name for name in self.item_names if squares_of(name) in SQUARED_FEATURES]
         return tuple(name for name in counted if squares_of(name) not in self.squares)
 
+    @property
+    def is_without_image_sizes(self) -> bool:
+        """Whether tokens of images should be known one by one and were not counted so."""
+        return _IMAGE_TOKENS in self.items and self.image_sizes is None
+
+    def pieces_of_images(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What of the samples' images at their native resolution must stay together, in order.
+
+        It is every image and every time of a video, or all of a sample where these are not counted.
+
+        Returns:
+            Tokens and their squares of every piece, and the pieces of every sample; all int64.
+        """
+        if self.image_sizes is not None:
+            tokens, counts = self.image_sizes.pieces(samples)
+            return tokens, tokens**2, counts
+        tokens = self.column(_IMAGE_TOKENS)[samples].astype(np.int64)
+        squares = self.column(squares_of(_IMAGE_TOKENS))[samples]
+        return tokens, squares, np.ones(len(samples), np.int64)
+
     def sizes(self, names: Sequence[str]) -> np.ndarray:
         """Counts of these features in every sample, int64 [names, samples]."""
         return np.stack([self.column(name) for name in names]).astype(np.int64)
@@ -207,6 +244,7 @@ class Lengths:
             source=self.source[rows],
             squares={name: column[rows] for name, column in self.squares.items()},
             sample=self.annotation_indices(rows),
+            image_sizes=None if self.image_sizes is None else self.image_sizes.take(rows),
         )
 
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
@@ -248,8 +286,8 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write Parquet: items, tokens, loss_tokens, squares of items if any, source (dictionary of
-    names), sample if any."""
+    """Write Parquet: items, tokens, loss_tokens, squares of items and lists of images if any,
+    source (dictionary of names), sample if any."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
@@ -259,13 +297,25 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     squares = {
         name: pa.array(column, pa.int64()) for name, column in sorted(lengths.squares.items())
     }
-    table = pa.table({**counts, **squares, "source": source})
+    lists = {} if lengths.image_sizes is None else _lists(lengths.image_sizes)
+    table = pa.table({**counts, **squares, **lists, "source": source})
     if lengths.sample is not None:
         table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
     if lengths.origin is not None:
         table = table.replace_schema_metadata({_METADATA_KEY: lengths.origin.model_dump_json()})
     with atomic(path) as temporary:
         pq.write_table(table, temporary)
+
+
+def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
+    """Lists of every sample's images, by the column's name."""
+    offsets = pa.array(np.append(0, np.cumsum(sizes.counts)), pa.int64())
+    return {
+        column: pa.LargeListArray.from_arrays(
+            offsets, pa.array(np.ascontiguousarray(sizes.images[name]), pa.int32())
+        )
+        for name, column in _SIZES.items()
+    }
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:
@@ -293,6 +343,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         squares=_joined_squares(parts),
         origin=parts[0].origin if len(parts) == 1 else None,
         sample=parts[0].sample if len(parts) == 1 else None,
+        image_sizes=_joined_image_sizes(parts),
     )
     if not len(joined):
         raise UserError(
@@ -310,6 +361,15 @@ def _joined_squares(parts: Sequence[Lengths]) -> dict[str, np.ndarray]:
         name: np.concatenate([part.column(name) for part in parts])
         for name in sorted(names - lacking)
     }
+
+
+def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
+    """Images of all parts, where every part with tokens of images has them one by one."""
+    counted = [part.image_sizes for part in parts]
+    if all(sizes is None for sizes in counted) or any(p.is_without_image_sizes for p in parts):
+        return None
+    pairs = zip(parts, counted, strict=True)
+    return ImageSizes.joined([ImageSizes.none(len(p)) if s is None else s for p, s in pairs])
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
@@ -348,6 +408,22 @@ def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
                 f"{items[row]} {name.removeprefix('squared_')} it must be at least as much and at "
                 "most the square; rebuild the file with `omnibal lengths`"
             )
+    if lengths.image_sizes is not None:
+        _check_image_sizes(lengths, lengths.image_sizes, paths)
+
+
+def _check_image_sizes(lengths: Lengths, sizes: ImageSizes, paths: Sequence[Path]) -> None:
+    """Refuse lists of images that are not what the samples' sums are of."""
+    are_counts = all((sizes.images[name] > 0).all() for name in _SIZES)
+    for name, found in ((_IMAGE_TOKENS, sizes.tokens), (squares_of(_IMAGE_TOKENS), sizes.squares)):
+        wrong = lengths.column(name) != found
+        if wrong.any() or not are_counts:
+            row = int(wrong.argmax())
+            raise UserError(
+                f"{', '.join(map(str, paths))}: row {row} has {name} {lengths.column(name)[row]}, "
+                f"and by {words(list(_SIZES.values()))} {found[row]}; entries must be at least 1 "
+                "and their sums the same; rebuild the file with `omnibal lengths`"
+            )
 
 
 def _read_file(path: Path) -> list[Lengths]:
@@ -372,6 +448,7 @@ def _read_file(path: Path) -> list[Lengths]:
             squares={name: columns.integers(name, pa.int64()) for name in columns.square_names()},
             origin=origin,
             sample=_sample(columns) if origin is not None else None,
+            image_sizes=_image_sizes(columns),
         )
     ]
 
@@ -382,6 +459,23 @@ def _origin(columns: Columns) -> LengthsOrigin | None:
         return None
     where = f"{columns.path}: origin"
     return parse_json_model(LengthsOrigin, metadata, where, "make it anew with `omnibal lengths`")
+
+
+def _image_sizes(columns: Columns) -> ImageSizes | None:
+    if not set(_SIZES.values()) & set(columns.table.column_names):
+        return None
+    columns.require(_SIZES.values())
+    (times, counts), (tokens, others) = (columns.integer_lists(name) for name in _SIZES.values())
+    if (counts != others).any():
+        row = int((counts != others).argmax())
+        raise UserError(
+            f"{columns.path}: row {row} has {counts[row]} entries of {_SIZES['times']} and "
+            f"{others[row]} of {_SIZES['tokens']}; both must have one for every image and video; "
+            "make it anew with `omnibal lengths`"
+        )
+    images = np.empty(len(times), IMAGE)
+    images["times"], images["tokens"] = times, tokens
+    return ImageSizes(images=images, counts=counts)
 
 
 def _sample(columns: Columns) -> np.ndarray | None:

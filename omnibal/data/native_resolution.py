@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnibal.data.image_sizes import IMAGE, ImageSizes
 from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
@@ -89,6 +90,13 @@ def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Seg
 def segments_of(grid: Grid, rule: ImageRule) -> Segments:
     """Tokens of an image or of a video by its patches."""
     return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
+
+
+def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
+    """Sizes of what samples show, of every sample its images and videos."""
+    images = [(each.number, each.tokens) for segments in shown for each in segments]
+    counts = [len(segments) for segments in shown]
+    return ImageSizes(images=np.array(images, IMAGE), counts=np.array(counts, np.int64))
 
 
 @lru_cache(maxsize=65_536)

@@ -36,10 +36,10 @@ from omnibal.data.lengths import (
     image_rule,
     tile_sizes,
 )
-from omnibal.data.native_resolution import Segments, segments_of
+from omnibal.data.native_resolution import Segments, segments_of, sizes_of
 from omnibal.data.recordings import BadRecording, Duration, read_duration
 from omnibal.data.sample import Sample
-from omnibal.data.scan_journal import COUNTED, ScanJournal
+from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
 from omnibal.data.shown import shown_of
 from omnibal.data.stored_files import AudioFile, ImageFile
 from omnibal.data.tiling import tile_count
@@ -112,9 +112,9 @@ def scan_lengths(
     """
     _check_counted(model)
     check_tokenizer(model, tokenizer)
-    parts = [journal.finished if journal is not None else np.empty(0, COUNTED)]
+    parts = [journal.finished if journal is not None else Counted.joined([])]
     bad: list[BadSample] = []
-    left = np.setdiff1d(np.arange(len(annotations)), parts[0]["index"], assume_unique=True)
+    left = np.setdiff1d(np.arange(len(annotations)), parts[0].rows["index"], assume_unique=True)
     on_progress(len(parts[0]))
 
     def tasks() -> Iterator[_Task]:
@@ -129,19 +129,18 @@ def scan_lengths(
     scanner = _Scanner(model, tokenizer, image_rule(model))
     with closing(map_unordered(scanner, tasks(), processes)) as results:
         for scanned in results:
-            parts.append(scanned.rows)
+            parts.append(scanned.good)
             bad += scanned.bad
-            if journal is not None and len(scanned.rows):
-                journal.append(scanned.rows)
-            on_progress(len(scanned.rows) + len(scanned.bad))
+            if journal is not None and len(scanned.good):
+                journal.append(scanned.good)
+            on_progress(len(scanned.good) + len(scanned.bad))
     bad.sort(key=lambda sample: sample.index)
     if bad and on_error == "stop":
         raise _all_of(_messages(bad))
-    rows = np.concatenate(parts)
-    rows = rows[np.argsort(rows["index"])]
-    if not len(rows):
+    good = Counted.joined(parts)
+    if not len(good):
         raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
-    return Scan(lengths=_lengths(rows, annotations, model, tokenizer), skipped=tuple(bad))
+    return Scan(lengths=_lengths(good, annotations, model, tokenizer), skipped=tuple(bad))
 
 
 def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -186,8 +185,7 @@ class _Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Scanned:
-    rows: np.ndarray
-    """COUNTED [good samples]."""
+    good: Counted
     bad: list[BadSample]
 
 
@@ -218,8 +216,10 @@ class _Scanner:
             BadSample(index=indices[place], where=task.samples.where(place), message=message)
             for place, message in sorted(mistakes.items())
         ]
-        rows = [(indices[place], *counted) for place, counted in counts.items()]
-        return _Scanned(np.array(rows, COUNTED), bad)
+        rows = [(indices[place], *numbers) for place, (numbers, _) in counts.items()]
+        shown = [segments for _, segments in counts.values()]
+        good = Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown))
+        return _Scanned(good, bad)
 
     def _read(self, samples: Annotations, place: int) -> Sample:
         sample = samples[place]
@@ -236,8 +236,10 @@ class _Scanner:
         loss_tokens = np.count_nonzero(text.loss_mask)
         return sample, len(text.token_ids) - sum(standing), int(loss_tokens)
 
-    def _counts(self, sample: Sample, tokens: int, loss_tokens: int) -> tuple[int, ...]:
-        """The fields of COUNTED but the index."""
+    def _counts(
+        self, sample: Sample, tokens: int, loss_tokens: int
+    ) -> tuple[tuple[int, ...], list[Segments]]:
+        """The fields of COUNTED but the index, and images and videos at their native resolution."""
         tiles = self._tiles(sample)
         if tiles:
             tokens += tiles * self.model.vision.tokens_per_item
@@ -252,7 +254,7 @@ class _Scanner:
             tokens += clips * audio.tokens_per_item
         tokens += image_tokens
         check_positions(tokens, self.model, f"{sample.where}: the sample")
-        return squares, tiles, clips, image_tokens, tokens, loss_tokens
+        return (squares, tiles, clips, image_tokens, tokens, loss_tokens), segments
 
     def _tiles(self, sample: Sample) -> int:
         """Tiles of all images; none where the model takes them at their native resolution."""
@@ -331,8 +333,9 @@ def _check_counted(model: ModelConfig) -> None:
 
 
 def _lengths(
-    rows: np.ndarray, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
+    good: Counted, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
 ) -> Lengths:
+    rows = good.rows
     indices = np.ascontiguousarray(rows["index"])
     names = model.item_features
     squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
@@ -345,6 +348,7 @@ def _lengths(
         source_names=annotations.sources,
         origin=_origin(annotations, model, tokenizer),
         sample=indices if len(indices) < len(annotations) else None,
+        image_sizes=None if model.images is None else good.image_sizes,
     )
 
 

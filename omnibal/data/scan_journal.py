@@ -1,19 +1,21 @@
 """Journal of a scan on disk, from which a scan that was killed resumes.
 
 The file is a line of text with the key of all that the counts depend on, then binary
-records: number of samples, CRC-32, samples.
+records: numbers of samples and of their images, CRC-32, samples, images.
 """
 
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.data.image_sizes import IMAGE, ImageSizes
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
 _SQUARES = ("squared_image_tokens",)
@@ -26,10 +28,32 @@ COUNTED = np.dtype(
 )
 """A scanned sample: its index in the annotations, and its counts."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Counted:
+    """Scanned samples."""
+
+    rows: np.ndarray
+    """COUNTED [samples]."""
+    image_sizes: ImageSizes
+    """Sizes of their images and videos at their native resolution."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Counted"]) -> "Counted":
+        """Join the samples of several, ascending by index, each once."""
+        rows = np.concatenate([np.empty(0, COUNTED), *(part.rows for part in parts)])
+        _, first = np.unique(rows["index"], return_index=True)
+        sizes = ImageSizes.joined([part.image_sizes for part in parts])
+        return cls(rows=rows[first], image_sizes=sizes.take(first))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 _TITLE = b"omnibal scan journal "
-_FORM = b"3 "
+_FORM = b"4 "
 """Version of what the records hold; a journal of another form is discarded."""
-_PREFIX = struct.Struct("<II")
+_PREFIX = struct.Struct("<III")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,8 +65,8 @@ class ScanJournal:
 
     path: Path
     key: str
-    finished: np.ndarray
-    """Finished samples, COUNTED [samples], ascending by index, each once."""
+    finished: Counted
+    """Finished samples, ascending by index, each once."""
     discarded: bool
     """Whether an earlier scan of other data or with other settings was discarded."""
 
@@ -60,19 +84,17 @@ class ScanJournal:
                 f"{path}: is not a journal of `omnibal lengths`, which keeps there what it has "
                 "finished; move that file away or choose another -o"
             )
-        records: list[np.ndarray] = []
+        records: list[Counted] = []
         if content.startswith(header):
             records = list(_records(content, len(header)))
             # Records added after a torn one would never be read.
-            os.truncate(path, len(header) + sum(_PREFIX.size + rows.nbytes for rows in records))
+            os.truncate(path, len(header) + sum(len(_written(each)) for each in records))
         else:
             path.unlink(missing_ok=True)
-        finished = np.concatenate([np.empty(0, COUNTED), *records])
-        _, first = np.unique(finished["index"], return_index=True)
         return cls(
             path=path,
             key=key,
-            finished=finished[first],
+            finished=Counted.joined(records),
             discarded=len(content) > len(header) and not content.startswith(header),
         )
 
@@ -86,12 +108,11 @@ class ScanJournal:
             notes.append(f"resumed: {finished} samples were already scanned")
         return notes
 
-    def append(self, rows: np.ndarray) -> None:
-        """Add one record of COUNTED samples."""
-        data = rows.tobytes()
+    def append(self, samples: Counted) -> None:
+        """Add one record."""
         with self.path.open("ab") as file:
             header = b"" if file.tell() else _header(self.key)
-            file.write(header + _PREFIX.pack(len(rows), _checksum(len(rows), data)) + data)
+            file.write(header + _written(samples))
 
     def remove(self) -> None:
         """Delete the file, of which nothing is needed any more."""
@@ -102,18 +123,33 @@ def _header(key: str) -> bytes:
     return _TITLE + _FORM + key.encode() + b"\n"
 
 
-def _records(content: bytes, start: int) -> Iterator[np.ndarray]:
-    """The rows of every record from `start` on, up to the first that is not as it was written."""
+def _written(samples: Counted) -> bytes:
+    """A record, as it stands in the file."""
+    rows, sizes = samples.rows, samples.image_sizes
+    data = rows.tobytes() + sizes.counts.astype("<i8").tobytes() + sizes.images.tobytes()
+    numbers = len(rows), len(sizes.images)
+    return _PREFIX.pack(*numbers, _checksum(*numbers, data)) + data
+
+
+def _records(content: bytes, start: int) -> Iterator[Counted]:
+    """Every record from `start` on, up to the first that is not as it was written."""
     while start + _PREFIX.size <= len(content):
-        samples, checksum = _PREFIX.unpack_from(content, start)
+        samples, images, checksum = _PREFIX.unpack_from(content, start)
         start += _PREFIX.size
-        data = content[start : start + samples * COUNTED.itemsize]
-        if _checksum(samples, data) != checksum:
+        borders = np.cumsum([0, samples * COUNTED.itemsize, 8 * samples, images * IMAGE.itemsize])
+        data = content[start : start + borders[-1]]
+        if _checksum(samples, images, data) != checksum:
             return
-        yield np.frombuffer(data, COUNTED)
+        rows, counts, sizes = (data[first:stop] for first, stop in pairwise(borders))
+        yield Counted(
+            rows=np.frombuffer(rows, COUNTED),
+            image_sizes=ImageSizes(
+                images=np.frombuffer(sizes, IMAGE), counts=np.frombuffer(counts, "<i8")
+            ),
+        )
         start += len(data)
 
 
-def _checksum(samples: int, data: bytes) -> int:
-    # Includes the number of samples, as a tail of zeros would else pass for empty records.
-    return zlib.crc32(samples.to_bytes(4) + data)
+def _checksum(samples: int, images: int, data: bytes) -> int:
+    # Includes the numbers, as a tail of zeros would else pass for empty records.
+    return zlib.crc32(samples.to_bytes(4) + images.to_bytes(4) + data)

@@ -11,8 +11,6 @@ import heapq
 
 import numpy as np
 
-_EMPTY = -1  # no item
-
 
 def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.ndarray:
     """The rank of every item by largest differencing. int64 [items]
@@ -26,34 +24,30 @@ def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.nda
     rank = np.zeros(items, np.int64)
     if not items:
         return rank
-    together = ranks if equal_counts else 1
     heaviest_first = np.argsort(-weight, kind="stable")
-    starts = range(0, items, together)
-    partial = np.full((len(starts), ranks), _EMPTY)
-    partial[:, :together].flat[:items] = heaviest_first
-    sums = np.where(partial == _EMPTY, 0.0, np.append(weight, 0.0)[partial])
-    heap = [(-spread, number) for number, spread in enumerate((sums[:, 0] - sums[:, -1]).tolist())]
+    # Sets of every partial assignment, heaviest first: weights are negative, empty sets have none.
+    together = ranks if equal_counts else 1
+    number = -(-items // together)
+    given, sets = np.zeros(number * together), np.zeros((number, ranks))
+    given[:items] = -weight[heaviest_first]
+    sets[:, :together] = given.reshape(number, together)
+    rows = list(sets)
+    heap = [(spread, each) for each, spread in enumerate((sets[:, 0] - sets[:, -1]).tolist())]
     heapq.heapify(heap)
     joins = []
-    nodes = items
     while len(heap) > 1:
         _, wide = heapq.heappop(heap)
         narrow = heap[0][1]
-        total = sums[wide] + sums[narrow][::-1]
-        heavy, light = partial[wide], partial[narrow][::-1]
-        both = (heavy != _EMPTY) & (light != _EMPTY)
-        count = int(both.sum())
-        joined = np.maximum(heavy, light)
-        joined[both] = np.arange(nodes, nodes + count)
-        joins.append((nodes, heavy[both], light[both]))
-        nodes += count
-        order = np.argsort(-total, kind="stable")
-        partial[narrow], sums[narrow] = joined[order], total[order]
-        heapq.heapreplace(heap, (float(sums[narrow, -1] - sums[narrow, 0]), narrow))
-    settled = np.empty(nodes, np.int64)
-    last = partial[heap[0][1]]
-    settled[last[last != _EMPTY]] = np.flatnonzero(last != _EMPTY)
-    for first, heavy, light in reversed(joins):
-        of = settled[first : first + len(heavy)]
-        settled[heavy], settled[light] = of, of
-    return settled[:items]
+        total = rows[wide] + rows[narrow][::-1]
+        order = total.argsort(kind="stable")
+        rows[narrow] = joined = total[order]
+        joins.append((wide, narrow, order))
+        heapq.heapreplace(heap, (joined.item(0) - joined.item(-1), narrow))
+    # The rank of each set of a partial assignment, from the last to the first ones.
+    ranks_of = np.empty((number, ranks), np.int64)
+    ranks_of[heap[0][1]] = np.arange(ranks)
+    for wide, narrow, order in reversed(joins):
+        ranks_of[wide, order] = ranks_of[narrow]
+        ranks_of[narrow] = ranks_of[wide, ::-1]
+    rank[heaviest_first] = ranks_of[:, :together].reshape(-1)[:items]
+    return rank

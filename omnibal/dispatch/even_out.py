@@ -1,5 +1,7 @@
 """Exchanges that lower the busiest rank: an item moved, or two that trade places."""
 
+from itertools import pairwise
+
 import numpy as np
 
 _PARTNERS = 4
@@ -51,8 +53,10 @@ class _Exchanges:
         self._weight = np.append(weight, 0.0)
         self._rank = rank
         by_rank = np.argsort(rank, kind="stable")
-        ends = np.cumsum(np.bincount(rank, minlength=ranks))[:-1]
-        self._held = np.split(by_rank, ends)
+        ends = np.cumsum(np.bincount(rank, minlength=ranks)).tolist()
+        held = (by_rank[first:end] for first, end in pairwise([0, *ends]))
+        self._offered = [np.append(items, self._nothing) for items in held]
+        """What every rank offers: its items, and nothing."""
 
     def least_loaded(self, busiest: int) -> np.ndarray:
         """The other ranks with the least load, [at most `_PARTNERS`]."""
@@ -64,21 +68,22 @@ class _Exchanges:
         """The ranks with the next least load, as many as there is time for."""
         found = np.argsort(self.load, kind="stable")[_PARTNERS:]
         found = found[found != busiest]
-        each = len(self._held[busiest]) * (len(self._rank) / len(self.load) + 1)
+        each = (len(self._offered[busiest]) - 1) * (len(self._rank) / len(self.load) + 1)
         return found[: int(_OTHERS_PAIRS / max(each, 1)) + 1]
 
     def pairs(self, busiest: int, others: np.ndarray) -> int:
         """Number of pairs of an item of the busiest rank and one of the others."""
-        return len(self._held[busiest]) * sum(len(self._held[rank]) + 1 for rank in others)
+        offered = sum(len(self._offered[rank]) for rank in others.tolist())
+        return (len(self._offered[busiest]) - 1) * offered
 
     def exchange(self, busiest: int, others: np.ndarray) -> bool:
         """Make the best exchange of the busiest rank with one of the others, if any lowers it."""
-        given = self._held[busiest]
+        given = self._offered[busiest][:-1]
         if not len(given) or not len(others):
             return False
-        offers = [np.append(self._held[rank], self._nothing) for rank in others]
+        offers = [self._offered[rank] for rank in others.tolist()]
         taken = np.concatenate(offers)
-        partner = np.repeat(others, [len(offer) for offer in offers])
+        partner = others.repeat([len(offer) for offer in offers])
         change = self._weight[given][:, None] - self._weight[taken]
         after = np.maximum(self.load[busiest] - change, self.load[partner] + change)
         best = int(after.argmin())
@@ -92,8 +97,9 @@ class _Exchanges:
         for item, source, target in ((given, busiest, other), (taken, other, busiest)):
             if item == self._nothing:
                 continue
-            self._held[source] = self._held[source][self._held[source] != item]
-            self._held[target] = np.append(self._held[target], item)
+            left, more = self._offered[source], self._offered[target]
+            self._offered[source] = left[left != item]
+            self._offered[target] = np.concatenate([more[:-1], [item, self._nothing]])
             self._rank[item] = target
             self.load[source] -= self._weight[item]
             self.load[target] += self._weight[item]

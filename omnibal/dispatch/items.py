@@ -10,8 +10,10 @@ one item of the shorter kind above what is least; every rank has about equally m
 which keeps memory even too. What is left open, which of equal ranks have one more, goes to
 pipelines that hold more than their share, so that few features cross from one to another.
 
-A pipeline's ranks first take what its own packs hold, in the order of packs. Only what is over its
-share goes elsewhere. Shares are runs, so that a pack is split only where a share ends.
+Ranks on the node of a pipeline's first stage, which embeds tokens, first take what its packs hold,
+in the order of packs: those of the pipeline, then others there. Only what is over goes to another
+node (`omnibal.dispatch.near_home`). Shares are runs, so that a pack is split only where a share
+ends.
 
 Encoders whose items attend to each other take whole samples, which `omnibal.dispatch.whole_samples`
 deals before all other items.
@@ -19,9 +21,11 @@ deals before all other items.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
+from omnibal.dispatch.near_home import Homes, nearest_first
 from omnibal.dispatch.whole_samples import HEAVIEST
 
 _LONGEST = 1 << 20
@@ -73,6 +77,7 @@ def share_items(
     item_ms: Mapping[str, float],
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
+    node: np.ndarray | None = None,
 ) -> dict[str, ItemRuns]:
     """Deal the items of one step's packs to the ranks of an encoding group.
 
@@ -86,6 +91,7 @@ def share_items(
         item_ms: time of an item by encoder, at least 0; encoders without items may be named.
         load: of every rank before, int64 [1, N], in units of `unit_ms`.
         unit_ms: `unit_of_time`, where there are other encoders before.
+        node: of every rank, int64 [N]; None where all are on one.
 
     Returns:
         Runs of every encoder of `items`. Every item is in one run.
@@ -98,10 +104,11 @@ def share_items(
     shares = shares_of_ranks(
         held, ranks_of_pipeline=ranks_of_pipeline, item_ms=item_ms, load=load, unit_ms=unit_ms
     )
+    if node is None:
+        node = np.zeros(pipelines * ranks_of_pipeline, np.int64)
+    homes = Homes.of(node[None], ranks_of_pipeline)
     return {
-        name: _runs(
-            np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], ranks_of_pipeline
-        )
+        name: _runs(np.asarray(counts, np.int64), pipeline_of_pack, shares[name][0], homes)
         for name, counts in items.items()
     }
 
@@ -164,34 +171,38 @@ def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: in
     return counts + one_more
 
 
+def items_at_home(
+    held: np.ndarray, share: np.ndarray, homes: Homes
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Items that `share_items` leaves on the node of the first stage that needs them.
+
+    Args:
+        held: of every pipeline, int64 [pipelines of all groups].
+        share: of every rank, int64 [ranks of all groups].
+
+    Returns:
+        Of every rank, those of its own pipeline and all of them; all of every pipeline.
+    """
+    pipeline = np.arange(len(held))
+    (here, own, _), (more, others, _) = islice(nearest_first(held, pipeline, share, homes), 2)
+    return own, own + others, here + more
+
+
 def _runs(
-    items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, ranks_of_pipeline: int
+    items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, homes: Homes
 ) -> ItemRuns:
-    """Lay the items of packs [P] on ranks with these shares [N], own pipeline first."""
-    ranks = np.arange(len(share))
-    pipeline_of_rank = ranks // ranks_of_pipeline
-    pipelines = len(share) // ranks_of_pipeline
-    of_pack = np.bincount(pipeline_of_pack, items, pipelines).astype(np.int64)
-    of_rank = np.bincount(pipeline_of_rank, share, pipelines).astype(np.int64)
-    stay = np.minimum(of_pack, of_rank)
+    """Lay the items of packs [P] on ranks with these shares [N], nearest ranks first."""
     packs = np.argsort(pipeline_of_pack, kind="stable")
-    items, pipeline_of_pack = items[packs], pipeline_of_pack[packs]
-    here = _first_of_each(items, pipeline_of_pack, stay)
-    taken = _first_of_each(share, pipeline_of_rank, stay)
-    none = np.zeros_like(here)
-    parts = (_laid(here, none, taken), _laid(items - here, here, share - taken))
+    items, start, parts = items[packs], np.zeros(len(packs), np.int64), []
+    for here, taken, order in nearest_first(items, pipeline_of_pack[packs], share, homes):
+        some, ranks = np.flatnonzero(here), order[taken[order] > 0]
+        part = _laid(here[some], start[some], taken[ranks])
+        part[0], part[3] = packs[some[part[0]]], ranks[part[3]]
+        parts.append(part)
+        start = start + here
     pack, first, count, rank = np.concatenate(parts, axis=1)
-    pack = packs[pack]
     order = np.lexsort((first, pack, rank))
     return ItemRuns(pack=pack[order], first=first[order], count=count[order], rank=rank[order])
-
-
-def _first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """How many of each entry's counts are among the first `limit` of its group; groups ascend."""
-    before = np.cumsum(counts) - counts
-    of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
-    before_in_group = before - (np.cumsum(of_group) - of_group)[group]
-    return np.clip(limit[group] - before_in_group, 0, counts)
 
 
 def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:

@@ -15,7 +15,8 @@ import numpy as np
 from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
+from omnibal.model.parallel import Parallel
 
 ALL_ENCODERS = "encoders"
 LANGUAGE_PHASE = "language"
@@ -43,6 +44,8 @@ class HeldSamples:
     samples: SampleItems
     pipeline: np.ndarray
     """Place of every row's pipeline among those of all steps, step x D + rank, int64 [rows]."""
+    parallel: Parallel
+    gpus_per_node: int
 
 
 def encoder_balances(
@@ -110,6 +113,7 @@ class _Loads:
                     ranks_of_pipeline=ranks_of_pipeline,
                     times=beside.sample_times[name],
                     unit_ms=unit_ms,
+                    node=nodes_of_groups(each.parallel, pipelines, each.gpus_per_node),
                 )
                 found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
             load = load + after[name].reshape(by_group)

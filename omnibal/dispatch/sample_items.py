@@ -1,7 +1,7 @@
 """Items of samples that stay together: what shares hold for encoders that take whole samples.
 
-Of a pack that ranks share, a sample's items are its rank's whose even part of the pack's items the
-first of them is in, so that the items of a share are a run of the pack's.
+Of a pack that ranks share, a share has the part of a sample that it would encode itself
+(`omnibal.steps.item_shares`), so that the items of a share are a run of the pack's.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,19 @@ from omnibal.model.data_parallel_encoders import SampleTimes, takes_whole_sample
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.item_shares import ImagePieces
 from omnibal.steps.shares import Shares, shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleItems:
-    """Samples with items, of every row: a share of a pack, as `shares_of` lists them."""
+    """Samples with items, or parts of them, of every row: a share of a pack, as `shares_of` lists
+    them."""
 
     rows: Packs
     """Samples of every row, as indices into the next two; a row may have none."""
     items: np.ndarray
-    """Items of every sample of the lengths, int64."""
+    """Items of every sample of the lengths, and of every part of one that ranks share, int64."""
     squares: np.ndarray
     """Sum over its images and frames of their items squared, int64."""
     _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)
@@ -49,18 +51,30 @@ class SampleItems:
             shares: of these packs, if they are known.
         """
         shares = shares_of(packs, levels) if shares is None else shares
-        items = lengths.column(feature).astype(np.int64)
-        squares = lengths.column(squares_of(feature)).astype(np.int64)
-        has_any = items[packs.packs.samples] > 0
-        pack = np.repeat(np.arange(len(packs)), np.diff(packs.packs.offsets))[has_any]
-        sample = packs.packs.samples[has_any]
         context = np.array([level.context for level in levels])[packs.level]
         first = np.cumsum(context) - context
         row_of_part = np.empty(int(context.sum()), np.int64)
         row_of_part[first[shares.pack] + shares.part] = np.arange(len(shares))
-        row = row_of_part[first[pack] + _parts(pack, items[sample], context)]
-        order = np.argsort(row, kind="stable")
+        whole = [lengths.column(name).astype(np.int64) for name in (feature, squares_of(feature))]
+        held, parts = [], [np.stack(whole)]
+        for number, level in enumerate(levels):
+            chosen = np.flatnonzero(packs.level == number)
+            some = packs.packs.take(chosen)
+            if level.context == 1:
+                place = np.repeat(np.arange(len(chosen)), np.diff(some.offsets))
+                held.append(np.stack([chosen[place], 0 * place, some.samples]))
+            else:
+                place, part, *sums = _parts(ImagePieces.of(some, lengths), level)
+                numbers = sum(each.shape[1] for each in parts) + np.arange(len(place))
+                held.append(np.stack([chosen[place], part, numbers]))
+                parts.append(np.stack(sums))
+        items, squares = np.concatenate(parts, axis=1)
+        pack, part, sample = np.concatenate(held, axis=1)
+        has_any = items[sample] > 0
+        pack, part, sample = pack[has_any], part[has_any], sample[has_any]
+        row = row_of_part[first[pack] + part]
         sizes = np.bincount(row, minlength=len(shares))
+        order = np.argsort(row, kind="stable")
         rows = Packs(samples=sample[order], offsets=np.append(0, np.cumsum(sizes)))
         return cls(rows=rows, items=items, squares=squares)
 
@@ -92,11 +106,14 @@ class SampleItems:
         ranks_of_pipeline: int,
         times: SampleTimes,
         unit_ms: float,
+        node: np.ndarray,
     ) -> DealtSamples:
         """Deal the samples to the ranks of their groups (`deal_samples`).
 
         Args:
             pipeline: of every row, int64 [rows], the same in every call.
+            node: of every rank, int64 [some groups, ranks of a group], the same in every call of
+                these sizes.
         """
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
@@ -108,6 +125,7 @@ class SampleItems:
                 ranks_of_pipeline=ranks_of_pipeline,
                 times=times,
                 unit_ms=unit_ms,
+                node=node,
             )
         return self._dealt[sizes]
 
@@ -125,14 +143,15 @@ def samples_of_shares(
     return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 
 
-def _parts(pack: np.ndarray, items: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Rank of those that share its pack, from 0, that has each sample, int64 [samples].
-
-    Args:
-        pack: of every sample, ascending.
-        context: ranks that share each pack.
-    """
-    total = np.bincount(pack, items, len(context)).astype(np.int64)
-    before = np.cumsum(items) - items - (np.cumsum(total) - total)[pack]
-    # The last part whose `omnibal.steps.cut.first_item` is the sample's first or before it.
-    return ((before + 1) * context[pack] - 1) // total[pack]
+def _parts(pieces: ImagePieces, level: Level) -> np.ndarray:
+    """Parts of samples that ranks encode of packs that they share: pack, rank among those that
+    share it, items, and their squares; int64 [4, parts]."""
+    bounds = pieces.bounds(level)
+    pack, part = np.indices(np.diff(bounds).shape).reshape(2, -1)
+    pack, part = (np.repeat(each, np.diff(bounds).ravel()) for each in (pack, part))
+    share = pack * level.context + part
+    is_first = (np.diff(pieces.sample, prepend=-1) != 0) | (np.diff(share, prepend=-1) != 0)
+    first = np.flatnonzero(is_first)
+    sums = [np.add.reduceat(each, first) if len(first) else each
+            for each in (pieces.tokens, pieces.squares)]  # fmt: skip
+    return np.stack([pack[first], part[first], *sums])

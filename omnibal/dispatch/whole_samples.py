@@ -6,7 +6,9 @@ them by sample, so that all images of a sample are one rank's. Samples are dealt
 A pipeline's ranks take its own samples, longest first, up to what the busiest rank has at least;
 what is over goes to the rank with the least load of all, and exchanges lower the busiest one. Where
 that ends well above the bound, samples are dealt over all ranks as `omnibal.dispatch.balance` does,
-and every rank gets, of what was dealt, the part that holds most of its own pipeline's.
+and every rank gets, of what was dealt, the part that holds most of its own pipeline's. Last,
+samples that are on another node than their pipeline's first stage are brought there where no rank
+gets busier than the busiest one (`omnibal.dispatch.near_home`).
 
 Weights are whole numbers, and nothing depends on how a library orders what is equal, so that all
 machines agree.
@@ -21,6 +23,7 @@ import numpy as np
 from omnibal.dispatch.balance import balance
 from omnibal.dispatch.even_out import evened_out
 from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.near_home import Homes, brought_home
 from omnibal.model.data_parallel_encoders import SampleTimes
 
 _NEAR = 1e-3
@@ -42,13 +45,22 @@ class DealtSamples:
     squares: np.ndarray
     weight: np.ndarray
     """Units of time."""
-    is_home: np.ndarray
-    """Whether the sample is of a pack of the rank's own pipeline, bool."""
+    pipeline: np.ndarray
+    """Place of the pipeline that holds the sample among those of all groups."""
 
     def of_ranks(self, of_sample: np.ndarray, ranks: int) -> np.ndarray:
         """Sum over samples of every rank, int64 [ranks]."""
         # Of whole numbers, in order: no sum is rounded below 2^53.
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
+
+    def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Items on the node of the first stage that needs them: of every rank, those of its own
+        pipeline and all of them; all of every pipeline."""
+        near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
+        own = near * (homes.pipeline[self.rank] == self.pipeline)
+        ranks = len(homes.node)
+        of_pipeline = np.bincount(self.pipeline, near, len(homes.home)).astype(np.int64)
+        return self.of_ranks(own, ranks), self.of_ranks(near, ranks), of_pipeline
 
 
 def deal_samples(
@@ -60,6 +72,7 @@ def deal_samples(
     ranks_of_pipeline: int,
     times: SampleTimes,
     unit_ms: float,
+    node: np.ndarray,
 ) -> DealtSamples:
     """Deal samples of many groups to their groups' ranks.
 
@@ -73,14 +86,18 @@ def deal_samples(
         pipelines: L, of a group.
         ranks_of_pipeline: R; rank r of all is of pipeline r // R.
         unit_ms: what is counted as one; 0 where nothing takes any time.
+        node: of every rank of one group after the other, which are repeated, int64 [some, N].
     """
+    homes = [Homes.of(each[None], ranks_of_pipeline) for each in node]
     weight = weights_of(times.ms(items, squares), unit_ms) if unit_ms else items
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[by_group])) + 1
     for own in np.split(by_group, bounds) if len(items) else ():
         of_group = group[own[0]] * pipelines
-        dealt = deal_group(weight[own], pipeline[own] - of_group, pipelines, ranks_of_pipeline)
+        held = weight[own], pipeline[own] - of_group
+        dealt = deal_group(*held, pipelines, ranks_of_pipeline)
+        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)])
         rank[own] = of_group * ranks_of_pipeline + dealt
     place = np.argsort(rank, kind="stable")
     return DealtSamples(
@@ -89,7 +106,7 @@ def deal_samples(
         items=items[place],
         squares=squares[place],
         weight=weight[place],
-        is_home=(rank // ranks_of_pipeline == pipeline)[place],
+        pipeline=pipeline[place],
     )
 
 

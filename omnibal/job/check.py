@@ -133,16 +133,17 @@ def training_obstacles(plan: Plan) -> list[str]:
     unquantised = precision_obstacle(plan)
     if unquantised is not None:
         obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    obstacles += _adapter_obstacles(plan)
+    obstacles += _adapter_obstacles(plan) + _schedule_obstacles(plan)
     if plan.has_shared_packs and plan.model.takes_audio:
         obstacles.append(
             f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
             "features the trainer does not exchange among them: plan with levels of context 1"
         )
-    if plan.has_shared_packs and plan.model.images is not None:
+    if plan.has_shared_packs and plan.model.images is not None and plan.beside is not None:
         obstacles.append(
-            f"ranks share packs of a level, and {plan.model.name} takes images at their native "
-            "resolution, which the trainer does not divide: plan with levels of context 1"
+            f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of "
+            "images at their native resolution, whose features are not exchanged among them: plan "
+            "with --encoder pipeline, or levels of context 1"
         )
     return obstacles
 
@@ -161,6 +162,24 @@ def _adapter_obstacles(plan: Plan) -> list[str]:
         obstacles.append(
             "adapters are planned beside products in FP8, which the trainer has none beside: plan "
             "with --precision bf16"
+        )
+    return obstacles
+
+
+def _schedule_obstacles(plan: Plan) -> list[str]:
+    """Reasons why a plan's schedule cannot be trained, a sentence each."""
+    schedule, stages = plan.schedule, plan.parallel.pipeline
+    obstacles = []
+    if schedule.chunks > 1 and stages == 1:
+        obstacles.append(
+            f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which "
+            "holds the model whole: leave schedule out"
+        )
+    if plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed:
+        obstacles.append(
+            f"ranks share packs of a level, and with schedule {schedule.name} ranks with other "
+            "numbers of micro-batches run the shared ones in other orders: plan with levels of "
+            "context 1, or with --schedule interleaved"
         )
     return obstacles
 

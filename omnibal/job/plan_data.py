@@ -19,6 +19,7 @@ from omnibal.data.lengths import (
     draw_samples,
     tile_sizes,
 )
+from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
@@ -503,10 +504,12 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     each = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
     tokens = each.pop("tokens")
     loss_tokens = each.pop("loss_tokens", np.zeros(count, np.int32))
-    size, squares = shapes.image_tokens, {}
+    size, squares, image_sizes = shapes.image_tokens, {}, None
     if size is not None and _IMAGE_TOKENS in each:
-        whole, rest = np.divmod(each[_IMAGE_TOKENS].astype(np.int64), size)
-        squares[f"squared_{_IMAGE_TOKENS}"] = whole * size**2 + rest**2
+        whole, rest = divmod(shapes.caps[_IMAGE_TOKENS], size)
+        images = [Segments(1, size)] * whole + [Segments(1, rest)] * (rest > 0)
+        image_sizes = sizes_of([images] * count)
+        squares[f"squared_{_IMAGE_TOKENS}"] = image_sizes.squares
     lengths = Lengths(
         loss_tokens=loss_tokens,
         items=each,
@@ -515,6 +518,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
         source_names=("at the caps",),
         origin=None,
         squares=squares,
+        image_sizes=image_sizes,
     )
     steps = Steps(
         packs=Packs.from_lists([[sample] for sample in range(count)]),

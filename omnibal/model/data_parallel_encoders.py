@@ -102,3 +102,18 @@ def encoder_shards(way: WeightSharding, parallel: Parallel, cluster: ClusterConf
         WeightSharding.HYBRID: min(node, world),
     }
     return sizes[way] if world % sizes[way] == 0 else None
+
+
+def nodes_of_groups(parallel: Parallel, pipelines: int, gpus_per_node: int) -> np.ndarray:
+    """Node of every rank of every encoding group of a job, int64 [groups, ranks].
+
+    Megatron numbers ranks tensor first, then data, then pipeline; ranks of a group are in the order
+    of `omnibal.dispatch.items.share_items`: pipeline, stage, tensor.
+
+    Args:
+        pipelines: of a group.
+    """
+    node = np.arange(parallel.world_size) // gpus_per_node
+    in_order = node.reshape(parallel.pipeline, parallel.data, parallel.tensor)
+    ranks = pipelines * parallel.pipeline * parallel.tensor
+    return in_order.transpose(1, 0, 2).reshape(-1, ranks)

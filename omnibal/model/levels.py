@@ -64,6 +64,9 @@ class Level(Frozen):
     attention_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Cost of one squared token (`squared_tokens`) relative to that of one token, by which `cost`
     and `whole` balance."""
+    image_weight: Annotated[float, Field(ge=0, le=1e6, exclude_if=lambda weight: not weight)] = 0.0
+    """Cost of one squared token of an image at its native resolution relative to that of one, by
+    which images are dealt to ranks."""
 
     @field_validator("context")
     @classmethod

@@ -27,7 +27,8 @@ from functools import partial
 import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
-from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
+from omnibal.dispatch.items import NO_LOAD, items_at_home, shares_of_ranks, unit_of_time
+from omnibal.dispatch.near_home import Homes
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
@@ -74,7 +75,14 @@ class ItemShares:
             if name in beside.square_ms:
                 whole, times = workload.samples[one.feature], beside.sample_times[name]
                 of_rows = whole.of_rows
-                dealt = whole.deal(cell, pipelines=pipelines, times=times, unit_ms=unit_ms, **sizes)
+                dealt = whole.deal(
+                    cell,
+                    pipelines=pipelines,
+                    times=times,
+                    unit_ms=unit_ms,
+                    node=cost.nodes(pipelines),
+                    **sizes,
+                )
                 ranks_of_all = cells * cost.ranks_of_pipeline
                 by_group = -1, pipelines * cost.ranks_of_pipeline
                 samples[name] = dealt
@@ -113,17 +121,19 @@ class ItemShares:
         ranks = self.pipelines * cost.ranks_of_pipeline
         return in_order.transpose(0, 2, 1, 3).reshape(-1, ranks)
 
-    def at_home(self, name: str, cost: EncodersCost) -> np.ndarray:
-        """Items of its own pipeline's packs that every rank encodes, int64 [S * B, L, R]."""
-        items = self.encoded[name].reshape(-1, self.pipelines, cost.ranks_of_pipeline)
+    def at_home(self, name: str, cost: EncodersCost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Items that are encoded on the node whose ranks embed their tokens: of every rank those of
+        its own pipeline and all, int64 [S * B, L, R] each, and all of every pipeline, [S * B, L].
+        """
+        node = np.tile(cost.nodes(self.pipelines), (len(self.steps), 1))
+        homes, held = Homes.of(node, cost.ranks_of_pipeline), self.held[name]
         if name in self.samples:
-            dealt = self.samples[name]
-            own = dealt.of_ranks(dealt.items * dealt.is_home, items.size)
-            return own.reshape(items.shape)
-        # A pipeline's first ranks encode its own items first.
-        before = np.cumsum(items, axis=2) - items
-        at_home: np.ndarray = np.clip(self.held[name][..., None] - before, 0, items)
-        return at_home
+            found = self.samples[name].at_home(homes)
+        else:
+            found = items_at_home(held.ravel(), self.encoded[name].ravel(), homes)
+        own, of_rank, of_pipeline = found
+        by_rank = *held.shape, cost.ranks_of_pipeline
+        return own.reshape(by_rank), of_rank.reshape(by_rank), of_pipeline.reshape(held.shape)
 
     def most(self) -> dict[str, int]:
         """Most items of each encoder that any rank has in a step."""
@@ -296,32 +306,36 @@ def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np
     """Time of one exchange of features or of their gradients, [S * B].
 
     Every rank that embeds tokens receives an equal part of its pipeline's rows, and what it has
-    encoded of that part stays where it is.
+    encoded of that part stays where it is. Of the others those from its node come beside those
+    over the network.
     """
-    line, tensor = cost.line(shares.pipelines), cost.parallel.tensor
+    tensor = cost.parallel.tensor
     groups = len(next(iter(shares.held.values()), ()))
     carried = [name for name, one in cost.encoders.items() if one.is_trained or not is_back]
-    size = shares.pipelines * cost.ranks_of_pipeline
-    if size == 1 or not carried:
+    if shares.pipelines * cost.ranks_of_pipeline == 1 or not carried:
         return np.zeros(groups)
     by_rank = groups, shares.pipelines, cost.ranks_of_pipeline
-    moved, of_pipeline = np.zeros(by_rank), np.zeros((groups, shares.pipelines))
-    received = np.zeros(by_rank)
+    # Bytes that every rank sends and receives, within its node and across nodes.
+    moved_bytes, of_pipeline = np.zeros((2, 2, *by_rank)), np.zeros((groups, shares.pipelines))
     for name in carried:
         bytes_, held = cost.encoders[name].feature_bytes, shares.held[name]
         encoded = shares.encoded[name].reshape(by_rank)
-        of_pipeline += bytes_ * held
-        at_home = shares.at_home(name, cost)
+        own, near, arriving = shares.at_home(name, cost)
         # A pipeline's first ranks are those that embed.
-        at_home[..., tensor:] = 0
-        moved += bytes_ * (encoded - at_home / tensor)
-        received[..., :tensor] += bytes_ * (held[..., None] - at_home[..., :tensor]) / tensor
-    most = np.maximum(moved, received).max(axis=(1, 2))
-    exchange_ms = line.fixed_ms * (size - 1) + line.each_ms * most
+        stays = own / tensor
+        stays[..., tensor:] = 0
+        sent = np.stack([near - stays, encoded - near])
+        received = np.stack([arriving, held - arriving])[..., None] / tensor
+        moved_bytes[0] += bytes_ * sent
+        moved_bytes[1, ..., :tensor] += bytes_ * received
+        moved_bytes[1, 0] -= bytes_ * stays
+        of_pipeline += bytes_ * held
+    most_ms = cost.exchange_ms(shares.pipelines, *moved_bytes.max(axis=0)).max(axis=(1, 2))
     if is_back or tensor == 1:
-        return exchange_ms
+        return most_ms
     gathered = of_pipeline.max(axis=1) * (tensor - 1) / tensor
-    return exchange_ms + cost.tensor.fixed_ms + cost.tensor.each_ms * gathered
+    gather_ms: np.ndarray = cost.tensor.fixed_ms + cost.tensor.each_ms * gathered
+    return most_ms + gather_ms
 
 
 def _waits(

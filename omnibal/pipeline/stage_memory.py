@@ -19,7 +19,7 @@ of all levels, one after another (`omnibal.pipeline.level_costs`); counts of uni
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -208,12 +208,14 @@ class MemoryTable:
     own_input_bytes: np.ndarray
     """Kept of the micro-batch that runs where the unit is recomputed."""
     working_bytes: np.ndarray
-    """Working memory of a unit of the micro-batch that runs; this and the next four are [passes,
+    """Working memory of a unit of the micro-batch that runs; this and the next five are [passes,
     kinds]."""
     passing_bytes: np.ndarray
     """What units without a backward hold of the micro-batch that runs, while one of them does."""
     first_bytes: np.ndarray
-    """Tensors of the cut before a stage that begins with the unit."""
+    """Tensors of the cut before a stage that begins with the first unit of the kind."""
+    inner_bytes: np.ndarray
+    """Tensors of the cut before a stage that begins with a later one, which may be fewer."""
     last_bytes: np.ndarray
     """Tensors of the cut after a stage that ends with the unit."""
     own_gradient_bytes: np.ndarray
@@ -335,6 +337,8 @@ class MemoryTable:
         others, own, most = np.zeros((3, len(self.working_bytes)))
         own_gradient = self.own_gradient_bytes.T[_last_kind(counts)]
         tied = holds_both_ends(self.kinds, counts)
+        begun = self.inner_bytes if runs[0].is_inside else self.first_bytes
+        table = replace(self, first_bytes=begun, inner_bytes=begun)
         for run in runs:
             column = len(self.kinds) * np.arange(self.levels) + run.kind
             again = np.array(run.recomputed)
@@ -351,14 +355,13 @@ class MemoryTable:
             most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.
         return np.maximum(
-            self.pass_bytes(counts, recomputed), others + most + self._link_bytes(counts)
+            table.pass_bytes(counts, recomputed), others + most + table._link_bytes(counts)
         )
 
     def _link_bytes(self, counts: np.ndarray) -> np.ndarray:
         """What is held in every pass of tensors between stages, with what the stage's units share.
         [..., passes]"""
-        first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
-        links = self.first_bytes.T[first] + self.last_bytes.T[last]
+        links = self._first_link_bytes(counts) + self.last_bytes.T[_last_kind(counts)]
         return links + self.room_bytes(counts)[..., None]
 
     def room_bytes(self, counts: np.ndarray) -> np.ndarray:
@@ -368,6 +371,19 @@ class MemoryTable:
         if len(self.buffer_bytes):
             shared = shared + ((counts > 0) @ self.has_buffer > 0) @ self.buffer_bytes
         return shared
+
+    def _first_link_bytes(self, counts: np.ndarray) -> np.ndarray:
+        """Tensors of the cut before a stage. [..., passes]
+
+        Where it begins follows from its counts, but for stages of one kind, which count the larger.
+        """
+        held = counts > 0
+        first = held.argmax(axis=-1)
+        outer, inner = self.first_bytes.T[first], self.inner_bytes.T[first]
+        of_kind = np.take_along_axis(counts, first[..., None], axis=-1)
+        has_all = of_kind >= np.array([len(kind.places) for kind in self.kinds])[first][..., None]
+        is_alone = held.sum(axis=-1, keepdims=True) == 1
+        return np.where(has_all | is_alone & (outer > inner), outer, inner)
 
     def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
         return np.tile(counts, self.levels)
@@ -421,7 +437,8 @@ class MemoryTable:
 
 _OF_PASSES = (
     *("others_kept_bytes", "others_input_bytes", "own_kept_bytes", "own_input_bytes"),
-    *("working_bytes", "passing_bytes", "first_bytes", "last_bytes", "own_gradient_bytes"),
+    *("working_bytes", "passing_bytes", "first_bytes", "inner_bytes", "last_bytes"),
+    "own_gradient_bytes",
 )
 """Fields of a table that have a row for each of its passes."""
 
@@ -709,7 +726,7 @@ def memory_table(
     passing = np.stack([unit.passing_bytes for unit in units], axis=1)
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
-    first_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
+    first_bytes, inner_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
     state_bytes = [unit_bytes(cost, unit) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
@@ -722,6 +739,7 @@ def memory_table(
         working_bytes=np.stack(working, axis=1),
         passing_bytes=passes.own @ passing,
         first_bytes=first_bytes,
+        inner_bytes=inner_bytes,
         last_bytes=last_bytes,
         own_gradient_bytes=own_gradient_bytes,
         shared_bytes=np.array(shared),
@@ -738,9 +756,9 @@ def memory_table(
 
 def _link_bytes(
     cost: CostModel, passes: RunningPasses
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tensors of the cuts before and after a stage that begins or ends with a unit of each kind,
-    and the gradient of its output. [passes, kinds] each.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Tensors of the cut before a stage that begins with the first or a later unit of each kind,
+    of the cut after one that ends with it, and the gradient of its output. [passes, kinds] each.
 
     Those of other micro-batches are as large as any: they are no more than some thousandths of
     what a stage holds, and a pass would have four micro-batches' features more.
@@ -748,8 +766,12 @@ def _link_bytes(
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
     units, cuts = cost.units.values(), cut_bytes(cost, passes.largest)
     first_bytes = next_input * cuts.came + input_gradient * cuts.back_to
+    first_bytes = first_bytes + (passes.own + passes.others) @ unkept_input(cost).T
+    pairs = pairwise(cost.kinds)
+    fewer_come = [False, *(two.is_layer and one.carried > two.carried for one, two in pairs)]
     return (
-        first_bytes + (passes.own + passes.others) @ unkept_input(cost).T,
+        first_bytes,
+        np.where(fewer_come, next_input * cuts.sent + input_gradient * cuts.back, first_bytes),
         output * cuts.sent + next_gradient * cuts.back,
         own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
     )

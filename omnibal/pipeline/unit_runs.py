@@ -65,6 +65,8 @@ class UnitRun:
     number: int
     recomputed: tuple[bool, ...]
     """At each level."""
+    is_inside: bool = False
+    """Whether a layer of the kind comes right before them, which may be another stage's."""
 
 
 def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
@@ -75,15 +77,24 @@ def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[Uni
     """
     names = [kind.name for kind in kinds]
     again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
-    alike = groupby(
-        (names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again))
-        for span in stage_at[0].units
-        for unit in span.units
-    )
-    return tuple(
-        UnitRun(kind=kind, number=len(list(same)), recomputed=recomputed)
-        for (kind, recomputed), same in alike
-    )
+    units = [unit for span in stage_at[0].units for unit in span.units]
+
+    def alike(unit: Span) -> tuple[int, tuple[bool, ...]]:
+        return names.index(_kind_of(kinds, unit).name), tuple(unit in each for each in again)
+
+    runs = []
+    for (kind, recomputed), same in groupby(units, alike):
+        first, *others = same
+        before = first.layers.start - 1 if first.layers else -1
+        runs.append(
+            UnitRun(
+                kind=kind,
+                number=1 + len(others),
+                recomputed=recomputed,
+                is_inside=before >= 0 and kinds[kind].has_layer(before),
+            )
+        )
+    return tuple(runs)
 
 
 def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:

@@ -49,7 +49,12 @@ def phases_of_plan(
     }
     language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
     whole = {
-        name: HeldSamples(samples=workload.samples[tower.feature], pipeline=cell)
+        name: HeldSamples(
+            samples=workload.samples[tower.feature],
+            pipeline=cell,
+            parallel=plan.parallel,
+            gpus_per_node=plan.cluster.gpus_per_node,
+        )
         for name, tower in plan.model.encoders.items()
         if tower.feature in workload.samples
     }

@@ -91,15 +91,17 @@ class WholeModel:
         return most if most <= 1 else np.inf
 
 
-def attention_weight(job: JobSpec) -> float:
-    """Time of one squared token relative to that of one token, on the whole model."""
+def attention_weights(job: JobSpec) -> dict[str, float]:
+    """Time of one squared token relative to that of one, on the whole model, by the name that a
+    level has it under: of the language model's tokens, and of an image's."""
     whole = WholeModel.of(job, job.cost)
-    attention = sum(
-        float(whole.pass_ms[index])
-        for index, name in enumerate(job.cost.features)
-        if is_attended(name)
-    )
-    return attention / float(whole.pass_ms[job.cost.features.index("tokens")])
+    each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
+    attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
+    weights = {"attention_weight": attention_ms / each_ms["tokens"]}
+    images = job.model.images
+    if images is not None and each_ms[images.feature]:  # of data-parallel encoders, elsewhere
+        weights["image_weight"] = each_ms[images.squares] / each_ms[images.feature]
+    return weights
 
 
 def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
@@ -122,15 +124,13 @@ def has_good_shares(level: Level) -> bool:
 
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange that is tried."""
-    weight = attention_weight(job)
+    weights = attention_weights(job)
     for context in possible_contexts(job, caps) if contexts is None else contexts:
         if context == 1:
             yield Level(caps=caps)
             continue
         for cut, exchange in _FORMS:
-            level = Level(
-                caps=caps, context=context, cut=cut, exchange=exchange, attention_weight=weight
-            )
+            level = Level(caps=caps, context=context, cut=cut, exchange=exchange, **weights)
             if exchange_mistake(job.model, job.parallel, level) is None:
                 yield level
 

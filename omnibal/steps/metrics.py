@@ -13,7 +13,8 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.packing.packs import ScheduledPacks, sum_squared_tokens
-from omnibal.steps.cut import Pieces, item_bounds
+from omnibal.steps.cut import Pieces
+from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import Shares, pieces_of, shares_of
 
 _MODEL_PARTS = {"tiles": "vision", "tokens": "language"}
@@ -146,16 +147,14 @@ def _cut(
         squared[here] = _attention(pieces, len(rows), level)[place]
         exchanged += int(pieces.tokens[pieces.divided].sum())
         for name in names:
-            sums[name][here] = _of_parts(pieces, of_packs[name][rows], level.context, name)[place]
+            if name == "tokens":
+                parts = _sum_parts(pieces, pieces.tokens, len(rows), level.context)
+            else:
+                # The loss, which is said by sample and not by token, is divided as items are.
+                packs = scheduled.packs.take(rows)
+                parts = np.diff(bounds_of_items(packs, lengths, level, name))
+            sums[name][here] = parts[place]
     return _Cut(shares=shares, sums=sums, squared_tokens=squared, exchanged_tokens=exchanged)
-
-
-def _of_parts(pieces: Pieces, of_packs: np.ndarray, context: int, name: str) -> np.ndarray:
-    """Sum of a feature over each rank's part of packs, [packs, context]."""
-    if name == "tokens":
-        return _sum_parts(pieces, pieces.tokens, len(of_packs), context)
-    # Items are divided equally; the loss is said by sample and not by token.
-    return np.diff(item_bounds(of_packs, context))
 
 
 def _attention(pieces: Pieces, packs: int, level: Level) -> np.ndarray:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
 from exchange_cases import simulated_ms
+from feature_exchange_cases import messages_ms, node_of
 from plan_cases import JOB, job_spec, request
 
 from omnibal.base.errors import UserError
@@ -197,14 +198,20 @@ def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step
         for name, one in problem.any_encoders.encoders.items()
     }
     pipeline = own.dp_rank - block * beside.pipelines
+    size = beside.pipelines * ranks
     runs = share_items(
         items,
         pipeline,
         pipelines=beside.pipelines,
         ranks_of_pipeline=ranks,
         item_ms=beside.item_ms,
+        node=np.array(
+            [
+                node_of(problem.any_encoders, beside.pipelines, block, number)
+                for number in range(size)
+            ]
+        ),
     )
-    size = beside.pipelines * ranks
     counts = {
         name: [int(run.count[run.rank == rank].sum()) for rank in range(size)]
         for name, run in runs.items()
@@ -337,8 +344,9 @@ def parts_of_group(
         )
         for number in range(beside.pipelines)
     ]
+    homes = pipeline, block
     exchange_ms = sum(
-        exchanged_ms(problem, beside, runs, pipeline, is_back=is_back) for is_back in (False, True)
+        exchanged_ms(problem, beside, runs, homes, is_back=is_back) for is_back in (False, True)
     )
     return pipelines_ms, exchange_ms
 
@@ -376,23 +384,20 @@ def looped_steps_ms(
     return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 
-def exchanged_ms(problem, beside, runs, pipeline, *, is_back: bool) -> float:
+def exchanged_ms(problem, beside, runs, homes, *, is_back: bool) -> float:
     """Time of an exchange by who sends each run to whom; no pipeline has tensor-parallel ranks."""
     cost, ranks = problem.any_encoders, problem.any_encoders.ranks_of_pipeline
-    size = beside.pipelines * ranks
-    sent, received = np.zeros((2, size))
+    pipeline, block = homes
     carries = [one for one in cost.encoders.values() if one.is_trained or not is_back]
-    if size == 1 or not carries:
+    if beside.pipelines * ranks == 1 or not carries:
         return 0.0
-    for name, run in runs.items():
-        one = cost.encoders[name]
-        for pack, count, source in zip(run.pack, run.count, run.rank, strict=True):
-            target = pipeline[pack] * ranks
-            if source != target and one in carries:
-                sent[source] += count * one.feature_bytes
-                received[target] += count * one.feature_bytes
-    line = cost.line(beside.pipelines)
-    return line.fixed_ms * (size - 1) + line.each_ms * max(sent.max(), received.max())
+    moved = [
+        (source, pipeline[pack] * ranks, count * cost.encoders[name].feature_bytes)
+        for name, run in runs.items()
+        for pack, count, source in zip(run.pack, run.count, run.rank, strict=True)
+        if cost.encoders[name] in carries
+    ]
+    return messages_ms(cost, beside.pipelines, block, moved)
 
 
 def test_features_leave_at_the_measured_rate_of_an_all_to_all():
@@ -402,15 +407,19 @@ def test_features_leave_at_the_measured_rate_of_an_all_to_all():
     counted = random_encoders(np.random.default_rng(0), ("vision",), sizes)[1]
     exchange = CollectiveTime(kind="all_to_all", ranks=4, latency_us=300, gb_per_s=2)
     measured = replace(counted, measured=(exchange,), gpus_per_node=8)
-    line = measured.line(2)
-    # As a message's: two pipelines of two ranks, each of which has three peers.
-    assert (line.fixed_ms, line.each_ms) == pytest.approx((0.1, 1 / 2e6), rel=1e-6)
-    assert replace(measured, gpus_per_node=4).line(2) == counted.between_nodes
+    bytes_ = np.array([0.0, 2e6]), np.array([0.0, 4e6])
+    # Two pipelines of two ranks.
+    assert measured.exchange_ms(2, *bytes_) == pytest.approx([0.3, 3.3], rel=1e-6)
+    across = replace(measured, gpus_per_node=4)
+    # Three messages, and the slower of 2 MB within a node and 4 MB that leave it.
+    expected = [3 * 0.3, 3 * 0.3 + 4e6 * 2e-4]
+    assert across.exchange_ms(2, *bytes_) == pytest.approx(expected)
+    assert across.exchange_ms(2, *bytes_[::-1]) == pytest.approx([0.9, 0.9 + 4e6 * 1e-4])
     cluster = load_cluster("h100-80g")
     rates = Rates(device="mine", collectives=(exchange,))
     table = cluster.model_copy(update={"rates": {"bf16": rates}})
     cost = encoders_cost(load_model("internvl2-1b"), table, Parallel(pipeline=1, data=4), "bf16")
-    assert cost.line(4).each_ms == pytest.approx(1 / 2e6, rel=1e-6)
+    assert cost.exchange_ms(4, *bytes_) == pytest.approx([0.3, 3.3], rel=1e-6)
 
 
 CASES = [

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from exchange_cases import simulated_ms
+from feature_exchange_cases import messages_ms, node_of
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.items import share_items
 from omnibal.dispatch.load_bounds import load_bound
+from omnibal.dispatch.near_home import Homes, brought_home
 from omnibal.dispatch.whole_samples import deal_group
 from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec
@@ -39,9 +41,11 @@ from omnibal.pipeline.workload import Workload
 from omnibal.report.phase_table import phases_of_plan
 
 CLUSTER = load_cluster("h100-80g").model_copy(
-    update={"intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0, "rates": {}}
-)
-"""Devices whose links computation does not always hide."""
+    update={
+        "gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0, "rates": {},
+    }
+)  # fmt: skip
+"""Devices whose links computation does not always hide, of several nodes."""
 
 
 def images_model(*, audio: bool = False, deepstack: tuple[int, ...] = (0, 2)) -> ModelConfig:
@@ -126,12 +130,19 @@ class Walk:
     def unit_ms(self) -> float:
         return (self.beside.item_ms["vision"] + self.beside.square_ms["vision"]) / 2**20
 
+    def node(self, block: int) -> np.ndarray:
+        """Node of every rank of a group."""
+        pipelines = self.beside.pipelines
+        ranks = range(pipelines * self.cost.ranks_of_pipeline)
+        return np.array([node_of(self.cost, pipelines, block, number) for number in ranks])
+
     def ranks_of(self, block: int) -> tuple[list[list[int]], list[int]]:
         """Samples of every rank of a group, and its load in units."""
         samples, homes = self.samples_of(block)
         weight = np.maximum(np.rint(self.ms(samples) / self.unit_ms), 1).astype(np.int64)
         of_pipeline = self.cost.ranks_of_pipeline
         rank = deal_group(weight, homes, self.beside.pipelines, of_pipeline)
+        rank = brought_home(weight, homes, rank, Homes.of(self.node(block)[None], of_pipeline))
         ranks = range(self.beside.pipelines * of_pipeline)
         return (
             [samples[rank == each].tolist() for each in ranks],
@@ -303,7 +314,7 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
     size, of_pipeline = len(samples), cost.ranks_of_pipeline
     if size == 1:
         return [0.0, 0.0]
-    sent, received, held = np.zeros(size), np.zeros(size), np.zeros(walk.beside.pipelines)
+    held, moved = np.zeros(walk.beside.pipelines), []
     every, homes = walk.samples_of(block)
     home_of = dict(zip(every.tolist(), homes.tolist(), strict=True))
     one = cost.encoders["vision"]
@@ -313,21 +324,23 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
             held[home_of[sample]] += rows
             for shard in range(sizes.tensor):
                 target = home_of[sample] * of_pipeline + shard
-                if target != rank:
-                    sent[rank] += rows / sizes.tensor
-                    received[target] += rows / sizes.tensor
+                moved.append((rank, target, rows / sizes.tensor))
     if "audio" in cost.encoders:
-        _add_clips(walk, block, load, (sent, received, held))
-    line = cost.line(walk.beside.pipelines)
-    both = line.fixed_ms * (size - 1) + line.each_ms * max(sent.max(), received.max())
+        _add_clips(walk, block, load, moved, held)
+    both = messages_ms(cost, walk.beside.pipelines, block, moved)
     if sizes.tensor == 1:
         return [both, both]
     gathered = held.max() * (sizes.tensor - 1) / sizes.tensor
     return [both + cost.tensor.fixed_ms + cost.tensor.each_ms * gathered, both]
 
 
-def _add_clips(walk: Walk, block: int, load: list[int], moved: tuple[np.ndarray, ...]) -> None:
-    sent, received, held = moved
+def _add_clips(
+    walk: Walk,
+    block: int,
+    load: list[int],
+    moved: list[tuple[int, int, float]],
+    held: np.ndarray,
+) -> None:
     own = walk.workload.rows(
         (walk.workload.step == walk.step)
         & (walk.workload.dp_rank // walk.beside.pipelines == block)
@@ -337,15 +350,12 @@ def _add_clips(walk: Walk, block: int, load: list[int], moved: tuple[np.ndarray,
     runs = share_items(
         {"audio": clips}, home, pipelines=walk.beside.pipelines,
         ranks_of_pipeline=walk.cost.ranks_of_pipeline, item_ms=walk.beside.item_ms,
-        load=np.array([load]), unit_ms=walk.unit_ms,
+        load=np.array([load]), unit_ms=walk.unit_ms, node=walk.node(block),
     )["audio"]  # fmt: skip
     for pack, count, source in zip(runs.pack, runs.count, runs.rank, strict=True):
         rows = count * walk.cost.encoders["audio"].feature_bytes
         held[home[pack]] += rows
-        target = home[pack] * walk.cost.ranks_of_pipeline
-        if source != target:
-            sent[source] += rows
-            received[target] += rows
+        moved.append((source, home[pack] * walk.cost.ranks_of_pipeline, rows))
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["", "frozen"])

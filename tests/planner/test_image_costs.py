@@ -30,7 +30,7 @@ from omnibal.model.units import unit_kinds, unit_names
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.recompute import Alike
 from omnibal.pipeline.stage_memory import LINKS, RunningPasses, memory_table
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts, unit_runs
 
 CLUSTER = load_cluster("h100-80g")
 WIDTH = 256
@@ -226,6 +226,28 @@ def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them() ->
         assert cell @ more == number * feature_bytes, name
         back = cost.units[name].output_gradient_bytes - plain.units[without].output_gradient_bytes
         assert cell @ back == number * feature_bytes, name
+
+
+def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
+    """Prevents deepstack features that are counted again in all stages behind those that add
+    them, and a search that counts less than a check."""
+    model = model_with(encoder(layers=4, deepstack_layers=(0, 1, 2)), layers=6)
+    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=2), "bf16")
+    names, kinds, one = unit_names(model), cost.kinds, np.ones(len(cost.features))
+    tables = [
+        memory_table(
+            cost, RunningPasses(own=0 * one[None], others=0 * one[None], links=links, largest=one)
+        )
+        for links in (np.zeros((1, len(LINKS))), np.array([[1.0, 1, 0, 0, 0]]))
+    ]
+    for cut in range(names.index("language_embed") + 1, len(names) - 1):
+        for stage in stages_from_cuts(model, (cut, len(names) - 1))[1:2]:
+            runs, none = unit_runs(kinds, [stage]), np.zeros(len(kinds), np.int64)
+            without, checked = (float(table.stage_bytes(runs)[0]) for table in tables)
+            before = cost.units[names[cut - 1]]
+            came = one @ (before.output_bytes + before.output_gradient_bytes)
+            assert checked - without == pytest.approx(came), cut
+            assert tables[1].pass_bytes(unit_counts(kinds, stage), none)[0] >= checked * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

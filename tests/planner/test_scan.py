@@ -27,8 +27,9 @@ from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.data.scan import Scan, scan_key, scan_lengths, write_skipped
-from omnibal.data.scan_journal import COUNTED, ScanJournal
+from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
 from omnibal.data.stored_files import ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig, load_model
@@ -413,7 +414,7 @@ def test_a_killed_scan_goes_on(data, whole, tokenizer, tmp_path, monkeypatch):
         finished.append(len(open_journal(data, tokenizer, tmp_path).finished))
     assert np.diff(finished).min() >= SAMPLES_PER_TASK
     journal = open_journal(data, tokenizer, tmp_path)
-    left = set(range(len(data))) - set(journal.finished["index"].tolist())
+    left = set(range(len(data))) - set(journal.finished.rows["index"].tolist())
     assert 0 < len(left) == len(data) - finished[-1]
     read = []
     get_sample = Annotations.__getitem__
@@ -458,8 +459,16 @@ def test_a_mended_file_needs_only_the_rest(tmp_path, tokenizer, monkeypatch):
     assert written(again.lengths, tmp_path) == written(whole, tmp_path)
 
 
-def rows_of(*indices: int) -> np.ndarray:
-    return np.array([tuple(range(k, k + len(COUNTED))) for k in indices], COUNTED)
+def rows_of(*indices: int) -> Counted:
+    """Samples of these indices, some with images."""
+    rows = np.array([tuple(range(k, k + len(COUNTED))) for k in indices], COUNTED)
+    shown = [[Segments(k, 3)] * (k % 3) for k in indices]
+    return Counted(rows=rows, image_sizes=sizes_of(shown))
+
+
+def listed(counted: Counted) -> tuple:
+    sizes = counted.image_sizes
+    return counted.rows.tolist(), sizes.counts.tolist(), sizes.images.tolist()
 
 
 def test_a_torn_journal_holds_what_was_whole(tmp_path):
@@ -484,11 +493,11 @@ def test_a_torn_journal_holds_what_was_whole(tmp_path):
         kept = [end for end in ends if end <= same]
         journal = ScanJournal.open(path, "key")
         expected = [[], [4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 9]][len(kept)]
-        assert journal.finished.tolist() == rows_of(*expected).tolist()
+        assert listed(journal.finished) == listed(rows_of(*expected))
         assert not journal.discarded
         journal.append(rows_of(7))
         again = ScanJournal.open(path, "key")
-        assert again.finished.tolist() == rows_of(*sorted([*expected, 7])).tolist()
+        assert listed(again.finished) == listed(rows_of(*sorted([*expected, 7])))
     again.remove()
     assert not path.exists()
 
@@ -501,7 +510,7 @@ def test_a_journal_of_other_settings_is_thrown_away(tmp_path):
     assert len(journal.finished) == 0
     assert journal.notes(9) == [f"note: {path} is of other data or settings; the scan begins anew"]
     journal.append(rows_of(2))
-    assert ScanJournal.open(path, "b" * 64).finished["index"].tolist() == [2]
+    assert ScanJournal.open(path, "b" * 64).finished.rows["index"].tolist() == [2]
 
 
 def test_a_foreign_file_is_no_journal(tmp_path):

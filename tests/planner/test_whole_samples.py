@@ -1,11 +1,13 @@
 """Whole samples dealt to an encoding group's ranks, and their passes, beside brute force."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
 from omnibal.data.lengths import Lengths
+from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
 from omnibal.dispatch.sample_passes import passes_of_samples
@@ -14,6 +16,7 @@ from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
@@ -90,7 +93,7 @@ def dealt_case(
     squares = items**2 // rng.integers(1, 4, count)
     dealt = deal_samples(
         pipeline, items, squares, pipelines=pipelines, ranks_of_pipeline=of_pipeline,
-        times=TIMES, unit_ms=1e-6,
+        times=TIMES, unit_ms=1e-6, node=np.zeros((1, pipelines * of_pipeline), int),
     )  # fmt: skip
     return (pipeline, items, squares), dealt
 
@@ -106,7 +109,7 @@ def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
     np.testing.assert_array_equal(dealt.squares, squares[dealt.place])
     keys = list(zip(dealt.rank, dealt.place, strict=True))
     assert keys == sorted(keys)
-    np.testing.assert_array_equal(dealt.is_home, dealt.rank // of_pipeline == pipeline[dealt.place])
+    np.testing.assert_array_equal(dealt.pipeline, pipeline[dealt.place])
     rank = np.empty(len(items), np.int64)
     rank[dealt.place] = dealt.rank
     weight = np.maximum(np.rint((0.02 * items + 1e-5 * squares) / 1e-6), 1).astype(np.int64)
@@ -160,13 +163,23 @@ def lengths_of(cells: np.ndarray) -> Lengths:
     )
 
 
+def split(cells: int, rng: np.random.Generator) -> list[int]:
+    """Images of so many cells together."""
+    cuts = np.sort(rng.choice(cells - 1, min(3, cells - 1), replace=False)) + 1 if cells > 1 else []
+    parts = np.diff([0, *cuts, cells])
+    return [int(part) for part in parts if part]
+
+
 @pytest.mark.parametrize("context", [1, 2, 4])
-def test_ranks_that_share_a_pack_have_whole_samples_of_it(context: int) -> None:
-    """Prevents: an image that two ranks encode a part of, or none; and a rank that holds far more
-    of a shared pack than an even part."""
+def test_ranks_that_share_a_pack_have_their_images_of_it(context: int) -> None:
+    """Prevents: data-parallel encoders that deal other images of a shared pack to a pipeline than
+    those whose features it sends on."""
     rng = np.random.default_rng(context)
     cells = rng.integers(0, 200, 60) * (rng.random(60) < 0.7)
-    lengths, lists = lengths_of(cells), np.split(np.arange(60), [20, 21, 45])
+    images = [split(int(each), rng) for each in cells]
+    lengths = replace(lengths_of(cells), image_sizes=sizes_of([[Segments(1, n) for n in own]
+                                                               for own in images]))  # fmt: skip
+    lists = np.split(np.arange(60), [20, 21, 45])
     packs = ScheduledPacks(
         packs=Packs.from_lists([part.tolist() for part in lists]),
         step=np.array([0, 0, 1, 1]),
@@ -181,18 +194,26 @@ def test_ranks_that_share_a_pack_have_whole_samples_of_it(context: int) -> None:
     shares = shares_of(packs, levels)
     found = SampleItems.of(packs, lengths, levels, "image_tokens")
     assert len(found.rows) == len(shares) == 4 * context
+    bounds = bounds_of_items(packs.packs, lengths, levels[0], "image_tokens")
     for pack, samples in enumerate(lists):
-        with_images = [sample for sample in samples.tolist() if cells[sample]]
-        total, in_order = int(cells[samples].sum()), []
         for part in range(context):
             (row,) = np.flatnonzero((shares.pack == pack) & (shares.part == part))
-            own = found.rows[row].tolist()
-            in_order += own
-            assert found.of_rows[row] == cells[own].sum()
-            for sample in own:
-                first = int(cells[[each for each in with_images if each < sample]].sum())
-                assert total * part // context <= first < total * (part + 1) // context
-        assert in_order == with_images
+            expected, start = [], 0
+            for sample in samples.tolist():
+                own = []
+                for image in images[sample]:
+                    if bounds[pack, part] <= start < bounds[pack, part + 1]:
+                        own.append(image)
+                    start += image
+                if own:
+                    expected.append((sum(own), sum(image**2 for image in own)))
+            held = found.rows[row]
+            got = zip(found.items[held].tolist(), found.squares[held].tolist(), strict=True)
+            if context > 1:
+                assert list(got) == expected
+            else:
+                assert held.tolist() == [sample for sample in samples if cells[sample]]
+            assert found.of_rows[row] == sum(items for items, _ in expected)
     picked = found.take(np.array([3, 0]))
     assert picked.rows[0].tolist() == found.rows[3].tolist()
     assert picked.with_empty(2).of_rows.tolist() == [*found.of_rows[[3, 0]], 0, 0]

@@ -78,6 +78,7 @@ def shares_of(
         model=plan.model,
         beside=plan.beside,
         ranks=ranks,
+        gpus_per_node=plan.cluster.gpus_per_node,
         packs=scheduled,
         levels=levels,
         lengths=lengths,

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from chunk_cases import with_chunks
 from data_parallel_cases import data_parallel_plan, own_stream
 from tensor_parallel_cases import (
     OPTIONS,
@@ -45,6 +46,7 @@ class Case:
     audio: bool = False
     experts: bool = False
     sharded: int = 1
+    chunks: int = 1
 
 
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
@@ -60,6 +62,7 @@ CASES = {
     "dp4": Case({"data": 4}, pipelines=2, kept=1, frozen=("projector",)),
     "dp4-frozen": Case({"data": 4}, pipelines=4, frozen=("vision", "projector")),
     "pp4": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3),
+    "pp2-of-two-chunks-dp2": Case({"data": 2}, cuts=(1, 2, 3), kept=1, tied=True, chunks=2),
     "pp2-dp2-audio": Case({"data": 2}, pipelines=2, cuts=(2,), audio=True),
     "tp2-sp-dp2-audio": Case(
         {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
@@ -117,11 +120,12 @@ def model_of_case(case):
 
 
 def plan_of(case):
-    return data_parallel_plan(
+    plan = data_parallel_plan(
         model_of_case(case), case.cuts, pipelines=case.pipelines, per_pass=case.per_pass,
         kept=case.kept, frozen=case.frozen, recompute=case.recompute, divided=case.sharded,
         **case.sizes,
     )  # fmt: skip
+    return plan if case.chunks == 1 else with_chunks(plan, case.chunks)
 
 
 def packs_of(model, number, drop_path):

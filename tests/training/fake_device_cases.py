@@ -53,11 +53,9 @@ MOST_OF_ADAPTERS = 0.005
 """The same with adapters: the first layer that has any keeps no input, which is of no one's
 gradient; of models of two layers that is much."""
 UNCOUNTED_GIB = 1 / 64
-"""The same of images at their native resolution, besides: angles of their patches, and gradients of
-deepstack features that wait, which is much of stages of two layers alone."""
-MOST_OF_IMAGES_BESIDE = 0.005
-"""The same of stages beside encoders of images at their native resolution: behind the stage that
-adds deepstack features, 32 MiB more are planned than are taken, of models of two layers."""
+"""The same of images at their native resolution, besides: angles of their patches, pixels that wait
+in float32 through a forward, and gradients of deepstack features, which is much of stages of two
+layers alone."""
 MOST_TOO_MUCH = 0.1
 """The same where a plan is on the safe side: of a pipeline's stages whose weights ranks divide, the
 gradients of the layer after are counted as waiting beside every layer, the stage's last too."""
@@ -282,6 +280,9 @@ LAYOUTS = (
         recompute=RecomputeRule.FULL,
     ),
     Layout(model="qwen3-30b-a3b", vision=0, language=4, stages=2, data=4, sharded=4, expert=2),
+    Layout(
+        model="qwen3-vl-30b-a3b", tensor=4, sequence=True, language=4, stages=2, data=4, expert=4
+    ),
     Layout(model="qwen3-vl-8b", tensor=2, sequence=True, stages=2),
     Layout(model="qwen3-vl-8b", tensor=4, sequence=True, stages=2, edited=True),
     Layout(model="qwen3-vl-2b", recompute=RecomputeRule.FULL, tied=True),
@@ -492,18 +493,17 @@ IMAGES_BESIDE = (
 
 def encoders_beside() -> None:
     """A peak as it is predicted of stages beside data-parallel encoders."""
-    _check_beside(BESIDE, beside_plan_of, MOST_DEVIATION)
+    _check_beside(BESIDE, beside_plan_of)
 
 
 def images_beside() -> None:
     """The same of encoders of images at their native resolution."""
-    _check_beside(IMAGES_BESIDE, images_plan_of, MOST_OF_IMAGES_BESIDE)
+    _check_beside(IMAGES_BESIDE, images_plan_of)
 
 
 def _check_beside(
     layouts: Sequence[Beside],
     plan_of: Callable[[Beside], tuple[Plan, tuple[ScheduledPacks, Lengths]]],
-    most_too_much: float,
 ) -> None:
     for layout in layouts:
         plan, (packs, lengths) = plan_of(layout)
@@ -515,7 +515,7 @@ def _check_beside(
             load = random_rows(plan, stage, packs, lengths)
             counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
             deviation = counted.deviation or 1.0
-            assert -MOST_DEVIATION < deviation < most_too_much, (layout, stage, deviation)
+            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
             assert any(one.phase == "encoder" for one in counted.operations)
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 
@@ -674,10 +674,14 @@ def _state_is_exact(plan: Plan, stage: int) -> None:
 
 def _room_bytes(trainer: Trainer, is_sharded: bool) -> float:
     """Bytes of what a rank keeps beside parameters, in all kinds of state."""
-    if not is_sharded:
-        buffers = trainer.model.buffers
-        return sum((2 + 4) * (one.numel - sum(p.numel() for p in one.params)) for one in buffers)
     room_bytes = 0.0
+    if not is_sharded:
+        for one in (*trainer.model.buffers, *trainer.model.expert_parallel_buffers):
+            held, ranks = sum(p.numel() for p in one.params), one.data_parallel_world_size
+            room_bytes += (2 + 4) * (one.numel - held)
+            # The first rank's part of the optimizer's state is full of parameters.
+            room_bytes += (4 + 4 + 4) * (min(one.numel / ranks, held) - held / ranks)
+        return room_bytes
     for flat in trainer.stage.sharded.flats:
         share = sum(p.numel() for p in flat.parameters) / flat.groups.shards.size()
         room_bytes += (flat.part_size - share) * (2 + 4 + 4 if flat.is_trained else 2)

@@ -99,6 +99,7 @@ def shares_of_all(seed):
             model=model,
             beside=beside,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
+            gpus_per_node=(2, 3, 8)[seed % 3],
             packs=packs,
             levels=[Level(caps=Caps.of(tokens=100))],
             lengths=lengths,

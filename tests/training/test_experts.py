@@ -125,7 +125,7 @@ def routed_tokens(links, plan, packs):
     batches = list(batches_of(plan.model, 0, packs))
     own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     result = train_step(trainer, MicroBatchStream.of(own))
-    return result.experts, take_expert_balance(trainer.stage, plan.parallel)
+    return result.experts, take_expert_balance(trainer.chunks, plan.parallel)
 
 
 def test_balance_is_told_of_once_and_without_padding():

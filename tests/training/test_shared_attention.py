@@ -56,7 +56,7 @@ def attend_shares(links, padding):
         for exchange in ContextExchange:
             for samples in PACKS:
                 level = level_of(cut, exchange)
-                share = Share.of(torch.tensor(samples).numpy(), 0, level, dist.get_rank())
+                share = Share.of(torch.tensor(samples).numpy(), level, dist.get_rank())
                 for again in (False, True):
                     key = (cut.value, exchange.value, samples, again)
                     worst[key] = difference(share, samples, padding, again)
@@ -105,7 +105,7 @@ def gathered_keys(links):
     """(Keys that live between forward and backward, gathers of both) not recomputed, and again."""
     samples, found = (200,), []
     level = level_of(CutRule.ZIGZAG, ContextExchange.GATHER)
-    share = Share.of(torch.tensor(samples).numpy(), 0, level, dist.get_rank())
+    share = Share.of(torch.tensor(samples).numpy(), level, dist.get_rank())
     rows, shared = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
     gather = shared_attention_module.gather_rows
     for one in (shared, shared.recomputed()):

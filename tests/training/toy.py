@@ -18,6 +18,8 @@ from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.steps.cut import item_bounds
+from omnibal.steps.item_shares import ImagePieces
 
 IMAGE_TOKEN = 0
 AUDIO_TOKEN = 1
@@ -179,7 +181,10 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
     """One rank's share of a pack, cut out of the fields of all of it, token by token."""
     if level.context == 1:
         return whole
-    share = Share.of(np.array(whole.segment_tokens), whole.tiles, level, part)
+    bounds = {"tiles": item_bounds(whole.tiles, level.context)}
+    if whole.patches_YX is not None:
+        bounds = {"image_tokens": _image_bounds(whole, level)}
+    share = Share.of(np.array(whole.segment_tokens), level, part, bounds)
     starts = np.cumsum(whole.segment_tokens) - whole.segment_tokens
     rows = {  # of every rank, in the pack
         rank: [
@@ -196,29 +201,29 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
     local = {row: index for index, row in enumerate(rows[part])}
     holder = {row: rank for rank, owned in rows.items() for row in owned}
     images: dict[str, object] = {}
-    if whole.pixels_TCPP is not None:
-        positions = whole.image_positions_M.tolist()
-        per_tile = len(positions) // max(whole.tiles, 1)
-        maker = np.searchsorted(share.tile_bounds, np.arange(whole.tiles), "right") - 1
-        made = [p for i, p in enumerate(positions) if maker[i // per_tile] == part]
+    if whole.image_positions_M is not None:
+        [(feature, each)] = bounds.items()
+        own_items, positions = share.own_items(feature), whole.image_positions_M.tolist()
+        per_item = len(positions) // max(int(each[-1]), 1)
+        maker = np.searchsorted(each, np.arange(each[-1]), "right") - 1
+        made = [p for i, p in enumerate(positions) if maker[i // per_item] == part]
         order = sorted(range(len(made)), key=lambda i: (holder[made[i]], i))
         own = [(i, p) for i, p in enumerate(positions) if holder[p] == part]
         counts = [
             tuple(who.count(rank) for rank in range(level.context))
-            for who in ([holder[p] for p in made], [maker[i // per_tile] for i, _ in own])
+            for who in ([holder[p] for p in made], [maker[i // per_item] for i, _ in own])
         ]
         images = {
-            "pixels_TCPP": whole.pixels_TCPP[share.own_tiles.start : share.own_tiles.stop],
             "image_positions_M": torch.tensor([local[p] for _, p in own], dtype=torch.int64),
-            "sent_features_F": torch.tensor(order, dtype=torch.int64) if whole.tiles else None,
-            "feature_counts": tuple(counts),
+            "sent_features_F": torch.tensor(order, dtype=torch.int64) if positions else None,
+            "feature_counts": tuple(counts) if positions else ((), ()),
+            **_own_items(whole, feature, own_items),
         }
-        if whole.drop_path_keys_T is not None:
-            own_tiles = slice(share.own_tiles.start, share.own_tiles.stop)
-            images["drop_path_keys_T"] = whole.drop_path_keys_T[own_tiles]
+    if whole.rope_positions_3S is not None:
+        images["rope_positions_3S"] = whole.rope_positions_3S[:, rows[part]]
     kept = [i for i, row in enumerate(whole.loss_positions_L.tolist()) if row in local]
     return MicroBatch(
-        tiles=len(share.own_tiles),
+        **{"tiles": 0, **{name: len(share.own_items(name)) for name in bounds}},
         tokens=len(local),
         segment_tokens=tuple(share.own_pieces.tokens.tolist()),
         level=whole.level,
@@ -232,6 +237,34 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
         loss_weight=whole.loss_weight * (int(share.own_pieces.tokens.sum()) / whole.tokens),
         loss_weights_L=whole.loss_weights_L[kept],
     )
+
+
+def _image_bounds(whole: MicroBatch, level: Level) -> np.ndarray:
+    """Bounds of the image tokens that each rank encodes, as the planner deals them."""
+    per_cell = len(whole.patches_YX) // max(whole.image_tokens, 1)
+    cells = [(g.rows * g.columns // per_cell) for g in whole.image_grids for _ in range(g.times)]
+    tokens = np.array(cells, np.int64)
+    pieces = ImagePieces(
+        tokens=tokens, squares=tokens**2, sample=0 * tokens, offsets=np.array([0, len(tokens)])
+    )
+    return pieces.tokens_before(pieces.bounds(level))[0]
+
+
+def _own_items(whole: MicroBatch, feature: str, own: range) -> dict[str, object]:
+    """Fields of these items alone."""
+    if feature == "tiles":
+        names = ("pixels_TCPP", "drop_path_keys_T")
+        fields = {name: vars(whole)[name] for name in names}
+        return {n: None if one is None else one[own.start : own.stop] for n, one in fields.items()}
+    per_cell, grids, start = len(whole.patches_YX) // max(whole.image_tokens, 1), [], 0
+    for grid in whole.image_grids:
+        cells = grid.rows * grid.columns // per_cell
+        places = range(start, start + grid.times * cells, cells)
+        times = sum(place in own for place in places)
+        grids += [grid._replace(times=times)] * (times > 0)
+        start += grid.times * cells
+    values = whole.patches_YX[own.start * per_cell : own.stop * per_cell]
+    return {"image_grids": tuple(grids), "patches_YX": values}
 
 
 def toy_batch(model: ModelConfig, samples: Sequence[tuple[int, ...]], seed: int) -> MicroBatch:

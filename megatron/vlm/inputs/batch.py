@@ -61,7 +61,9 @@ class MicroBatchShape:
     @classmethod
     def of_share(cls, share: Share) -> "MicroBatchShape":
         """Shape of one rank's share of a pack."""
-        return cls(tiles=len(share.own_tiles), tokens=share.tokens, context=share.context)
+        names = ("tiles", "clips", "image_tokens")
+        items = {name: len(share.own_items(name)) for name in names}
+        return cls(**items, tokens=share.tokens, context=share.context)
 
     def __str__(self) -> str:
         shared = f", shared by {self.context} ranks" if self.context > 1 else ""
@@ -113,8 +115,8 @@ class MicroBatch:
     """Positions in the pack that features of clips replace; where the language embed is, of a model
     that takes recordings."""
     sent_features_F: torch.Tensor | None = None
-    """Features of this rank's tiles in the order in which they are sent to the ranks that have
-    their image tokens, int64; where the language embed is, of a share of a pack with tiles."""
+    """Features of this rank's images in the order in which they are sent to the ranks that have
+    their image tokens, int64; where `image_positions_M` is, of a share of a pack with images."""
     feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     """Features sent to each rank and received from each, with `sent_features_F`."""
     labels_L: torch.Tensor | None = None

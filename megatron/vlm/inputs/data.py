@@ -122,6 +122,7 @@ class _Items:
 
     tiles: range
     clips: range
+    cells: range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,9 +131,9 @@ class _OwnPart:
 
     pieces: Pieces
     tiles: range
-    clips: range = range(0)
-    cells: range = range(0)
-    """Image tokens of images at their native resolution, of whole samples."""
+    clips: range
+    cells: range
+    """Image tokens of whole images, or times of videos, at their native resolution."""
     share: Share | None
     """Its share, where other ranks have the rest."""
 
@@ -199,6 +200,7 @@ class PackDataset(torch.utils.data.Dataset):
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
         sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
         sample_clips = self.lengths.column("clips")[indices].astype(np.int64)
+        sample_cells = self.lengths.column("image_tokens")[indices].astype(np.int64)
         fields: dict[str, Any] = {}
         if self._takes_tiles and self.stage.layers("vision") and self.options.drop_path:
             keys_T = self._drop_path_keys(indices, epoch)
@@ -206,7 +208,7 @@ class PackDataset(torch.utils.data.Dataset):
         drafts = {
             position: self._draft(int(indices[position]), items)
             for position, items in self._read_samples(
-                own, sample_tiles, sample_clips, self.lengths.column("image_tokens")[indices]
+                own, sample_tiles, sample_clips, sample_cells
             ).items()
         }
         if self._takes_tiles and self.stage.holds("vision embed"):
@@ -216,7 +218,8 @@ class PackDataset(torch.utils.data.Dataset):
         images = [draft.images for draft in drafts.values()]
         fields |= image_fields(images, self._native, self._needs)
         if self._reads_texts:
-            fields |= self._text_fields(drafts, own, sample_tiles)
+            sample_items = sample_tiles if self._native is None else sample_cells
+            fields |= self._text_fields(drafts, own, sample_items)
         return MicroBatch(
             tiles=len(own.tiles),
             clips=len(own.clips),
@@ -241,7 +244,13 @@ class PackDataset(torch.utils.data.Dataset):
         sharing = self.sharing
         share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
         if share is not None:
-            return _OwnPart(pieces=share.own_pieces, tiles=share.own_tiles, share=share)
+            return _OwnPart(
+                pieces=share.own_pieces,
+                tiles=share.own_items("tiles"),
+                clips=share.own_items("clips"),
+                cells=share.own_items("image_tokens"),
+                share=share,
+            )
         tokens = self.lengths.tokens[self.scheduled.packs[row]]
         tiles = range(self.scheduled.column("tiles")[row])
         clips = range(self.scheduled.column("clips")[row])
@@ -271,10 +280,12 @@ class PackDataset(torch.utils.data.Dataset):
             wanted |= set(with_tiles)
         if tells or stage.holds("audio embed"):
             wanted |= set(with_clips)
-        if self._needs.grids or self._needs.places or self._needs.rope:
+        # Where features of an image go is told by the places of its sample's image tokens.
+        if self._needs.grids or self._needs.places:
             wanted |= set(samples_of_items(own.cells, sample_cells))
+        if self._needs.places or self._needs.rope:
+            wanted |= {each for each in own.pieces.sample.tolist() if sample_cells[each]}
         if stage.holds("language embed"):
-            # Where a tile's features go is told by the places of its sample's image tokens.
             wanted |= {*own.pieces.sample.tolist(), *with_tiles}
         if stage.holds("head"):
             by_pack = self.options.loss_weighting is LossWeighting.MICRO_BATCH
@@ -283,6 +294,7 @@ class PackDataset(torch.utils.data.Dataset):
             position: _Items(
                 tiles=_within(own.tiles, sample_tiles, position),
                 clips=_within(own.clips, sample_clips, position),
+                cells=_within(own.cells, sample_cells, position),
             )
             for position in sorted(wanted)
         }
@@ -309,7 +321,8 @@ class PackDataset(torch.utils.data.Dataset):
         images = read_native_images(
             self.reader,
             sample,
-            int(self.lengths.column("image_tokens")[index]),
+            self.lengths.pieces_of_images(np.array([index]))[0].tolist(),
+            own.cells,
             patches=self._needs.patches,
             verdict=self._skips and self._checks,
         )
@@ -412,7 +425,7 @@ class PackDataset(torch.utils.data.Dataset):
         return list(map(degraded, draft.found, jpeg_qualities(own_keys)))
 
     def _text_fields(
-        self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_tiles: np.ndarray
+        self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_items: np.ndarray
     ) -> dict[str, Any]:
         texts = {}
         for position, draft in drafts.items():
@@ -423,7 +436,9 @@ class PackDataset(torch.utils.data.Dataset):
             texts[position] = replace(encoded, loss_mask=mask)
         fields = self._position_fields(drafts, texts, own.pieces)
         if self.stage.holds("language embed"):
-            fields |= self._embedding_fields(texts, own, sample_tiles)
+            fields |= self._embedding_fields(texts, own)
+        if "image_positions_M" in fields and own.share is not None and sample_items.any():
+            fields |= self._route_fields(texts, own.share, sample_items)
         if self.stage.holds("head"):
             fields |= _loss_fields(texts, own.pieces, self.options.loss_weighting)
         return fields
@@ -450,24 +465,26 @@ class PackDataset(torch.utils.data.Dataset):
         return fields
 
     def _embedding_fields(
-        self, texts: Mapping[int, EncodedSample], own: _OwnPart, sample_tiles: np.ndarray
+        self, texts: Mapping[int, EncodedSample], own: _OwnPart
     ) -> dict[str, Any]:
         runs = [texts[sample].token_ids[first:stop] for sample, first, stop in _runs(own.pieces)]
         token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
-        positions_M = self.reader.image_positions(token_ids_S)
-        fields = {
+        return {
             "token_ids_S": token_ids_S,
-            "image_positions_M": positions_M,
+            "image_positions_M": self.reader.image_positions(token_ids_S),
             "audio_positions_N": self.reader.audio_positions(token_ids_S),
         }
-        if own.share is None or not sample_tiles.any():
-            return fields
+
+    def _route_fields(
+        self, texts: Mapping[int, EncodedSample], share: Share, sample_items: np.ndarray
+    ) -> dict[str, Any]:
+        """Where features of images go, and whence those of this rank's image tokens come."""
         positions = {
             position: _image_places(text.token_ids, self.reader) for position, text in texts.items()
         }
-        per_tile = self.reader.model.vision.tokens_per_item
-        route = feature_route(own.share, sample_tiles, positions, per_tile)
-        return fields | {
+        tower = self._native or self.reader.model.vision
+        route = feature_route(share, tower.feature, sample_items, positions, tower.tokens_per_item)
+        return {
             "sent_features_F": torch.from_numpy(route.order_F),
             "feature_counts": (route.sent, route.received),
         }
@@ -510,9 +527,9 @@ def _within(own: range, sample_items: np.ndarray, position: int) -> range:
 def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
     """Errors of samples; of one that several ranks read, on the one that has its first item."""
     for draft in drafts:
-        items = draft.own.tiles if draft.tiles else draft.own.clips
-        is_first = draft.images.unreadable is not None or (items and items.start == 0)
-        if draft.unreadable is not None and is_first:
+        items = draft.own.cells if draft.images.shown else draft.own.clips
+        items = draft.own.tiles if draft.tiles else items
+        if draft.unreadable is not None and items and items.start == 0:
             yield draft.unreadable
 
 

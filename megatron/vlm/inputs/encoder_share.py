@@ -21,7 +21,7 @@ from omnibal.dispatch.sample_items import SampleItems, samples_of_shares
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
 from omnibal.model.encoders import Encoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
@@ -324,6 +324,8 @@ class EncoderShares:
     model: ModelConfig
     beside: DataParallelEncoders
     ranks: EncodingRanks
+    gpus_per_node: int
+    """GPUs of a node of the plan's cluster."""
     packs: ScheduledPacks
     levels: Sequence[Level]
     """Levels of the packs, which say how many ranks share one."""
@@ -366,7 +368,8 @@ class EncoderShares:
         pipeline = (held.dp_rank[rows] - data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         equal = {name: counts for name, counts in items.items() if name not in self._whole}
-        dealt, load = self._dealt(rows, pipeline, groups=1)
+        node = self._node[[self.ranks.block]]
+        dealt, load = self._dealt(rows, pipeline, node, groups=1)
         runs = share_items(
             equal,
             pipeline,
@@ -375,6 +378,7 @@ class EncoderShares:
             item_ms=self.beside.item_ms,
             load=load,
             unit_ms=self._unit_ms,
+            node=node[0],
         )
         runs |= {name: self._runs_of_samples(name, rows, one) for name, one in dealt.items()}
         return StepShares(
@@ -399,7 +403,8 @@ class EncoderShares:
         inside &= (dp_rank >= data_ranks.start) & (dp_rank < data_ranks.stop)
         cell = (step - first_step) * pipelines + dp_rank - data_ranks.start
         passes = np.zeros(steps, np.int64)
-        for each in self._passes_of_ranks(cell[inside], np.flatnonzero(inside), steps).values():
+        own = cell[inside], np.flatnonzero(inside), self._node[[self.ranks.block]]
+        for each in self._passes_of_ranks(*own, steps).values():
             passes += np.add(*each)[:, self.ranks.number]
         return passes
 
@@ -407,7 +412,7 @@ class EncoderShares:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        passes = self._passes_of_ranks(self._held.dp_rank[rows], rows, blocks)
+        passes = self._passes_of_ranks(self._held.dp_rank[rows], rows, self._node, blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
         return {
@@ -417,7 +422,7 @@ class EncoderShares:
         }
 
     def _passes_of_ranks(
-        self, cell: np.ndarray, rows: np.ndarray, groups: int
+        self, cell: np.ndarray, rows: np.ndarray, node: np.ndarray, groups: int
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Passes of every rank of some groups by encoder, those that are kept and the others, int64
         [groups, ranks] each.
@@ -425,9 +430,10 @@ class EncoderShares:
         Args:
             cell: place of what is held among the groups' pipelines.
             rows: of it.
+            node: of every rank of the groups, which repeat.
         """
         pipelines, found = self.ranks.pipelines, dict[str, tuple[np.ndarray, np.ndarray]]()
-        dealt, load = self._dealt(rows, cell, groups)
+        dealt, load = self._dealt(rows, cell, node, groups)
         size = pipelines * self.ranks.ranks_of_pipeline
         for name, one in dealt.items():
             passes = passes_of_samples(one, *self._sizes(name))
@@ -458,6 +464,11 @@ class EncoderShares:
         kept = np.minimum(items, kept_items)
         return -(-kept // most), -(-(items - kept) // most)
 
+    @cached_property
+    def _node(self) -> np.ndarray:
+        """Node of every rank of every group of the job, int64 [groups, ranks]."""
+        return nodes_of_groups(self.ranks.parallel, self.ranks.pipelines, self.gpus_per_node)
+
     @property
     def _whole(self) -> Collection[str]:
         """Encoders that take whole samples."""
@@ -472,7 +483,7 @@ class EncoderShares:
         return self.beside.items_per_pass[name], self.beside.kept_items[name]
 
     def _dealt(
-        self, rows: np.ndarray, cell: np.ndarray, groups: int
+        self, rows: np.ndarray, cell: np.ndarray, node: np.ndarray, groups: int
     ) -> tuple[dict[str, DealtSamples], np.ndarray]:
         """Samples of every rank of some groups, of encoders that take whole ones, and the ranks'
         load, int64 [groups, ranks].
@@ -480,6 +491,7 @@ class EncoderShares:
         Args:
             rows: of what is held.
             cell: its place among the groups' pipelines.
+            node: of every rank of the groups, which repeat.
         """
         size = self.ranks.pipelines * self.ranks.ranks_of_pipeline
         dealt, load = dict[str, DealtSamples](), NO_LOAD
@@ -491,6 +503,7 @@ class EncoderShares:
                 ranks_of_pipeline=self.ranks.ranks_of_pipeline,
                 times=times,
                 unit_ms=self._unit_ms,
+                node=node,
             )
             weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
             load = load + weights.reshape(groups, size)

@@ -14,9 +14,11 @@ from megatron.vlm.inputs.reader import (
     Prompt,
     SampleReader,
     UnreadableFile,
+    all_times,
     check_count,
     shown_frames,
 )
+from omnibal.base.errors import UserError
 from omnibal.data.chat import EncodedSample
 from omnibal.data.native_resolution import Grid, Shown, repeated_tokens, segments_of
 from omnibal.data.sample import Sample
@@ -62,27 +64,32 @@ class NativeImages:
     """Images and videos of one sample, as far as a stage reads them."""
 
     shown: tuple[Shown, ...] = ()
+    """All of the sample's."""
+    grids: tuple[Grid, ...] = ()
+    """Patches of those that this rank encodes."""
     patches_YX: torch.Tensor | None = None
     unreadable: str | None = None
     """Error of one of them; None if there is none."""
     blank_cells: int | None = None
     """Planned cells of a sample whose headers cannot be read, so that its text is not known."""
 
-    @property
-    def grids(self) -> list[Grid]:
-        """Patches of each."""
-        return [each.grid for each in self.shown]
-
 
 def read_native_images(
-    reader: SampleReader, sample: Sample, planned: int, *, patches: bool, verdict: bool
+    reader: SampleReader,
+    sample: Sample,
+    planned: Sequence[int],
+    own: range,
+    *,
+    patches: bool,
+    verdict: bool,
 ) -> NativeImages:
     """Read what a sample shows at its native resolution.
 
     What cannot be read has blank patches: as many as its header says, or else as were planned.
 
     Args:
-        planned: cells by the plan.
+        planned: cells by the plan, of every image and time of a video, or of all together.
+        own: cells that this rank encodes, of whole images and times.
         patches: whether values of patches are needed.
         verdict: whether it must be known if all can be decoded.
 
@@ -95,33 +102,72 @@ def read_native_images(
     try:
         shown = tuple(reader.shown(sample))
     except UnreadableFile as error:
-        return _blank(planned, encoder, patches, str(error))
-    cells = shown_cells(shown, encoder)
-    if cells != planned and any(video.file is None for video in sample.videos):
+        return _blank(sum(planned), len(own), encoder, patches, str(error))
+    found = [cells for each in shown for cells in _cells_of_times(each, encoder)]
+    cells = sum(found)
+    if cells != sum(planned) and any(video.file is None for video in sample.videos):
         fewer = (
-            f"{sample.where}: {cells} image tokens where the plan counted {planned}, and a video "
-            "of frames; restore frames that are missing, or take the sample out and plan anew"
+            f"{sample.where}: {cells} image tokens where the plan counted {sum(planned)}, and a "
+            "video of frames; restore frames that are missing, or take the sample out and plan anew"
         )
-        return _blank(planned, encoder, patches, fewer)
-    check_count(cells, planned, "image tokens", sample)
+        return _blank(sum(planned), len(own), encoder, patches, fewer)
+    check_count(cells, sum(planned), "image tokens", sample)
+    is_whole = len(own) == cells
+    if not is_whole and found != list(planned):
+        raise UserError(
+            f"{sample.where}: its images do not have the tokens that the plan counted for each; "
+            "the data changed after it was planned: run `omnibal lengths` and `omnibal plan` again"
+        )
+    times = _own_times(shown, own, encoder)
     values, unreadable = None, None
     try:
-        if patches:
-            values = reader.patches(sample, shown)
-        elif verdict:
-            for _ in shown_frames(sample, encoder):
+        if verdict and not (patches and is_whole):
+            # All ranks that have any of the sample come to one verdict by decoding the same files.
+            for _ in shown_frames(sample, encoder, all_times(shown)):
                 pass
+        if patches:
+            values = reader.patches(sample, shown, times)
     except UnreadableFile as error:
-        values, unreadable = _no_values(cells, encoder, patches), str(error)
-    return NativeImages(shown=shown, patches_YX=values, unreadable=unreadable)
-
-
-def _blank(cells: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
-    """An image of so many cells in one row, in place of what cannot be read."""
-    grid = Grid(1, encoder.merge_size, cells * encoder.merge_size)
+        values, unreadable = _no_values(len(own), encoder, patches), str(error)
+    pairs = zip(shown, times, strict=True)
     return NativeImages(
-        shown=(Shown(grid),) if cells else (),
-        patches_YX=_no_values(cells, encoder, patches),
+        shown=shown,
+        grids=tuple(each.grid._replace(times=len(own)) for each, own in pairs if own),
+        patches_YX=values,
+        unreadable=unreadable,
+    )
+
+
+def _cells_of_times(shown: Shown, encoder: ImagesEncoder) -> list[int]:
+    """Cells of an image, or of each time of a video."""
+    found = segments_of(shown.grid, encoder)
+    return [found.tokens] * found.number
+
+
+def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> list[range]:
+    """Times of every image and video that stand in these cells of a sample."""
+    times, start = [], 0
+    for each in shown:
+        found = segments_of(each.grid, encoder)
+        first, stop = (
+            min(max(cell - start, 0) // found.tokens, found.number)
+            for cell in (own.start, own.stop)
+        )
+        times.append(range(first, stop))
+        start += found.all_tokens
+    return times
+
+
+def _blank(cells: int, own: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
+    """An image of so many cells in one row, some of them this rank's, in place of what cannot be
+    read."""
+    all_cells, grid = (
+        Grid(1, encoder.merge_size, number * encoder.merge_size) for number in (cells, own)
+    )
+    return NativeImages(
+        shown=(Shown(all_cells),) if cells else (),
+        grids=(grid,) if own else (),
+        patches_YX=_no_values(own, encoder, patches),
         unreadable=error,
         blank_cells=cells,
     )

@@ -1,4 +1,4 @@
-"""A rank's share of a pack: the tokens and tiles it computes, and where its image features go.
+"""A rank's share of a pack: the tokens and items it computes, and where its image features go.
 
 Shapes: F image features that this rank makes, one an image token.
 """
@@ -12,8 +12,9 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.cut import Pieces, cut_pack, item_bounds
+from omnibal.steps.cut import Pieces, cut_pack
 from omnibal.steps.empty_slots import empty_slots
+from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import shares_of
 
 
@@ -23,26 +24,34 @@ class Share:
 
     part: int
     """Rank within the block that shares the pack, from 0."""
+    context: int
+    """Ranks that share the pack."""
     exchange: ContextExchange
     pieces: Pieces
     """Pieces of all ranks of the block."""
-    tile_bounds: np.ndarray
-    """Bounds of the pack's tiles that each rank encodes, int64 [context + 1]."""
+    item_bounds: Mapping[str, np.ndarray]
+    """Bounds of the pack's items that each rank encodes, int64 [context + 1], by their name."""
 
     @classmethod
-    def of(cls, sample_tokens: np.ndarray, tiles: int, level: Level, part: int) -> "Share":
-        """Cut a pack of samples of these token counts and so many tiles together."""
+    def of(
+        cls,
+        sample_tokens: np.ndarray,
+        level: Level,
+        part: int,
+        item_bounds: Mapping[str, np.ndarray] | None = None,
+    ) -> "Share":
+        """Cut a pack of samples of these token counts.
+
+        Args:
+            item_bounds: of the pack's items; None where it has none.
+        """
         return cls(
             part=part,
+            context=level.context,
             exchange=level.exchange,
             pieces=cut_pack(sample_tokens, level),
-            tile_bounds=item_bounds(tiles, level.context),
+            item_bounds=item_bounds or {},
         )
-
-    @property
-    def context(self) -> int:
-        """Ranks that share the pack."""
-        return len(self.tile_bounds) - 1
 
     @property
     def own_pieces(self) -> Pieces:
@@ -54,10 +63,10 @@ class Share:
         """Tokens of this rank; may be 0."""
         return int(self.own_pieces.tokens.sum())
 
-    @property
-    def own_tiles(self) -> range:
-        """Tiles of the pack that this rank encodes; may be none."""
-        return range(*self.tile_bounds[self.part : self.part + 2].tolist())
+    def own_items(self, feature: str) -> range:
+        """Items of the pack that this rank encodes; may be none."""
+        bounds = self.item_bounds.get(feature)
+        return range(0) if bounds is None else range(*bounds[self.part : self.part + 2].tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,8 +149,11 @@ class Sharing:
         if level.context == 1:
             return None
         part = self.dp_rank - int(scheduled.dp_rank[row])
-        tiles = int(scheduled.column("tiles")[row])
-        return Share.of(lengths.tokens[scheduled.packs[row]], tiles, level, part)
+        pack = scheduled.packs.take(np.array([row]))
+        bounds = {
+            name: bounds_of_items(pack, lengths, level, name)[0] for name in lengths.item_names
+        }
+        return Share.of(lengths.tokens[pack.samples], level, part, bounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -159,26 +171,28 @@ class FeatureRoute:
 
 def feature_route(
     share: Share,
-    sample_tiles: np.ndarray,
+    feature: str,
+    sample_items: np.ndarray,
     image_positions: Mapping[int, np.ndarray],
-    features_per_tile: int,
+    features_per_item: int,
 ) -> FeatureRoute:
-    """Route of the features of a pack's tiles to the ranks that have their image tokens.
+    """Route of the features of a pack's images to the ranks that have their image tokens.
 
     Args:
         share: the rank's.
-        sample_tiles: of every sample of the pack. int64 [samples]
-        image_positions: places of image tokens within a sample, for each sample of which the rank
-            has tokens or tiles.
-        features_per_tile: also the image tokens of a tile.
+        feature: name of the images' items.
+        sample_items: of every sample of the pack. int64 [samples]
+        image_positions: places of image tokens within a sample, for each sample with images of
+            which the rank has tokens or items.
+        features_per_item: also the image tokens of an item.
     """
-    tile_start = np.concatenate([[0], np.cumsum(sample_tiles)])
-    own_tiles, own = share.own_tiles, share.own_pieces
+    item_start = np.concatenate([[0], np.cumsum(sample_items)])
+    own_items, own = share.own_items(feature), share.own_pieces
     by_place = share.pieces.take(np.lexsort((share.pieces.first, share.pieces.sample)))
     targets = [np.zeros(0, np.int64)]
-    for sample in samples_of_items(own_tiles, sample_tiles):
-        first = max(own_tiles.start - tile_start[sample], 0) * features_per_tile
-        stop = min(own_tiles.stop - tile_start[sample], sample_tiles[sample]) * features_per_tile
+    for sample in samples_of_items(own_items, sample_items):
+        first = max(own_items.start - item_start[sample], 0) * features_per_item
+        stop = min(own_items.stop - item_start[sample], sample_items[sample]) * features_per_item
         low, high = np.searchsorted(by_place.sample, [sample, sample + 1])
         place = np.searchsorted(
             by_place.stop[low:high], image_positions[sample][first:stop], "right"
@@ -186,9 +200,11 @@ def feature_route(
         targets.append(by_place.rank[low + place])
     sources = [np.zeros(0, np.int64)]
     for sample, first, stop in zip(own.sample.tolist(), own.first, own.stop, strict=True):
+        if not sample_items[sample]:
+            continue
         wanted = np.arange(*np.searchsorted(image_positions[sample], [first, stop]))
-        tile = tile_start[sample] + wanted // features_per_tile
-        sources.append(np.searchsorted(share.tile_bounds, tile, "right") - 1)
+        item = item_start[sample] + wanted // features_per_item
+        sources.append(np.searchsorted(share.item_bounds[feature], item, "right") - 1)
     target, source = np.concatenate(targets), np.concatenate(sources)
     return FeatureRoute(
         order_F=np.argsort(target, kind="stable"),
@@ -198,7 +214,7 @@ def feature_route(
 
 
 def samples_of_items(items: range, sample_items: np.ndarray) -> list[int]:
-    """Samples of a pack, by their positions in it, that have any of these tiles or clips."""
+    """Samples of a pack, by their positions in it, that have any of these items."""
     ends = np.cumsum(sample_items)
     has_some = (ends > items.start) & (ends - sample_items < items.stop) & (sample_items > 0)
     return np.flatnonzero(has_some).tolist() if items else []

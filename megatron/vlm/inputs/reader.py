@@ -24,7 +24,7 @@ from omnibal.data.log_mel import log_mel
 from omnibal.data.native_resolution import Shown, repeated_tokens
 from omnibal.data.recordings import BadRecording, read_clips, read_duration
 from omnibal.data.rope_positions import rope_positions
-from omnibal.data.sample import Sample
+from omnibal.data.sample import Sample, Video
 from omnibal.data.shown import seen_videos, shown_of, tokens_of_places
 from omnibal.data.stored_files import AudioFile, ImageFile, VideoFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
@@ -157,20 +157,26 @@ class SampleReader:
         except UserError as error:
             raise UnreadableFile(f"{error}, and plan anew") from error
 
-    def patches(self, sample: Sample, shown: Sequence[Shown]) -> torch.Tensor:
+    def patches(
+        self, sample: Sample, shown: Sequence[Shown], times: Sequence[range] | None = None
+    ) -> torch.Tensor:
         """Values of the patches of what the sample shows, in order, float32 [Y, X]; Y may be 0.
 
         Args:
             shown: what `shown` has found, or the first of it.
+            times: of every image and video that are read, which may be none; None: all.
 
         Raises:
             UnreadableFile: an image or a video cannot be decoded, or is not as its header says.
         """
         encoder = self.model.images
         assert encoder is not None, "the model takes images at their native resolution"
+        times = all_times(shown) if times is None else times
         found = [torch.zeros((0, encoder.values_per_patch))]
-        # Grids first, so that nothing is decoded behind the last of them.
-        for (grid, _), frames in zip(shown, shown_frames(sample, encoder), strict=False):
+        grids = [
+            each.grid._replace(times=len(t)) for each, t in zip(shown, times, strict=True) if t
+        ]
+        for grid, frames in zip(grids, shown_frames(sample, encoder, times), strict=True):
             found.append(patches_of(frames, grid, encoder))
         return torch.cat(found)
 
@@ -362,11 +368,19 @@ def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> I
         raise _bad_image(image, sample, error) from error
 
 
-def shown_frames(sample: Sample, rule: ImageRule) -> Iterator[np.ndarray]:
-    """Frames of every image and video that the sample shows, uint8 [F, H, W, C], one of an image.
+def all_times(shown: Sequence[Shown]) -> list[range]:
+    """All times of every image and video."""
+    return [range(each.grid.times) for each in shown]
+
+
+def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Iterator[np.ndarray]:
+    """Frames of the images and videos that the sample shows, uint8 [F, H, W, C], one of an image.
 
     Images are loaded as Transformers does (`load_image`): turned as EXIF says, and without what an
     alpha channel covers. Each is decoded when it is asked for.
+
+    Args:
+        times: of every image and video, or of the first ones; what has none is passed over.
 
     Raises:
         UnreadableFile: one of them is missing or broken.
@@ -375,18 +389,33 @@ def shown_frames(sample: Sample, rule: ImageRule) -> Iterator[np.ndarray]:
     def pixels(image: ImageFile) -> np.ndarray:
         return np.array(_read_image(image, sample, upright=True))
 
+    together = rule.frames_per_patch
+    for (item, frames), own in zip(_shown_items(sample, rule), times, strict=False):
+        wanted = frames[own.start * together : own.stop * together]
+        if not own:
+            continue
+        if isinstance(item, ImageFile):
+            yield pixels(item)[None]
+        elif item.file is not None:
+            yield _read_frames(item.file, sample, wanted)
+        else:
+            yield np.stack([pixels(item.frames[number]) for number in wanted])
+
+
+def _shown_items(
+    sample: Sample, rule: ImageRule
+) -> Iterator[tuple[ImageFile | Video, tuple[int, ...]]]:
+    """Every image and video that the sample shows, and the frames of it that are seen."""
     seen = iter(seen_videos(sample, rule))
     for item in sample.shown_in_order:
         if isinstance(item, ImageFile):
-            yield pixels(item)[None]
+            yield item, ()
             continue
-        wanted = next(seen).frames
-        if item.file is not None:
-            yield _read_frames(item.file, sample, wanted)
-        elif rule.video is not None:
-            yield np.stack([pixels(item.frames[number]) for number in wanted])
+        frames = next(seen).frames
+        if rule.video is None:
+            yield from ((item.frames[number], ()) for number in frames)
         else:
-            yield from (pixels(item.frames[number])[None] for number in wanted)
+            yield item, frames
 
 
 def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.ndarray:

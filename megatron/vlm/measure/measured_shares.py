@@ -61,7 +61,7 @@ def shares_of_process(
 
 def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
     tokens = np.array(sample_tokens)
-    share = Share.of(tokens, 0, level, dist.get_rank() % level.context)
+    share = Share.of(tokens, level, dist.get_rank() % level.context)
     batch = MicroBatch(
         tiles=0,
         tokens=share.tokens,

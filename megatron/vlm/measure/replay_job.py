@@ -133,7 +133,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     if planned.plan.schedule != ONE_FORWARD_ONE_BACKWARD:
         raise UserError(
             f"{plan_directory}: its schedule is {planned.plan.schedule.name}, and a replay runs "
-            "1f1b: give a plan that names no schedule"
+            "1f1b: give a plan of `omnibal plan --schedule 1f1b`"
         )
     packs, lengths = planned.steps
     reader = _reader(planned.plan, data, tokenizer)

@@ -14,8 +14,7 @@ layer that they are of to the language layer that takes them.
 """
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -260,8 +259,11 @@ class VLMStage(MegatronModule):
         of_model = deepstack_of(self.model_config)
         return [each.name for each in of_model if each.tower == encoder and each.layer in layers]
 
-    def read_text(self, batch: MicroBatch, hidden: ByTower) -> torch.Tensor:
-        """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E]."""
+    def read_text(self, batch: MicroBatch, hidden: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E].
+
+        Deepstack features are taken out of `hidden`, so that each goes once it is added.
+        """
         hidden_S1E = (
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
         )
@@ -277,15 +279,22 @@ class VLMStage(MegatronModule):
             )
         return hidden_S1E
 
-    def _added_features(self, batch: MicroBatch, features: ByTower) -> Beside | None:
+    def _added_features(
+        self, batch: MicroBatch, features: dict[str, torch.Tensor]
+    ) -> Beside | None:
         """What adds deepstack features to the outputs of the layers that take them."""
         assert self.language is not None
         numbers = [layer.layer_number - 1 for layer in self.language.layers]
         taken = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
         if not taken:
             return None
-        added = {n: partial(self.add_features, batch, features[name]) for n, name in taken.items()}
-        return Beside(adds=added)
+
+        def adder(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda hidden_S1E: self.add_features(batch, features.pop(name), hidden_S1E)
+
+        for name in taken.values():
+            features[name] = self._features_of_own_tokens(batch, features[name])
+        return Beside(adds={number: adder(name) for number, name in taken.items()})
 
     def add_features(
         self, batch: MicroBatch, features_KE: torch.Tensor, hidden_S1E: torch.Tensor

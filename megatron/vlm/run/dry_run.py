@@ -35,8 +35,14 @@ def _stages_table(plan: Plan) -> Table:
     table = Table("stage", "holds", "recomputes", "loads", box=box.SIMPLE_HEAD)
     if plan.prediction is not None:
         table.add_column("predicted GiB", justify="right")
-    for number, stage in enumerate(plan.stages):
-        cells = [str(number), _words(stage.units), _recomputed(plan, number), _loaded(stage)]
+    for number in range(plan.parallel.pipeline):
+        parts = plan.parts_of(number)
+        cells = [
+            str(number),
+            "\n".join(_words(plan.stages[part].units) for part in parts),
+            "\n".join(_recomputed(plan, part) for part in parts),
+            _loaded(plan.units_of(number)),
+        ]
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
         table.add_row(*cells)
@@ -56,9 +62,9 @@ def _words(spans: Sequence[Span]) -> str:
     return ", ".join(map(str, spans)) or "nothing"
 
 
-def _recomputed(plan: Plan, stage: int) -> str:
-    """Recomputed layers of a stage, a line for each of the plan's levels."""
-    again = [_words(stages[stage].recompute) for stages in plan.stages_at_levels]
+def _recomputed(plan: Plan, part: int) -> str:
+    """Recomputed layers of a part of the model, a line for each of the plan's levels."""
+    again = [_words(stages[part].recompute) for stages in plan.stages_at_levels]
     if not plan.levels:
         return again[0]
     return "\n".join(f"level {level}: {layers}" for level, layers in enumerate(again))

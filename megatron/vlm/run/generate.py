@@ -90,7 +90,7 @@ def generate(
     for answered in range(max_new_tokens):
         fields = asked_fields(reader, [(prompt, answered)], [])
         batch = replace(_with_text(asked, ids_S), **fields).to(device)
-        next_id = stage.head_output(batch, stage.read_text(batch, features))
+        next_id = stage.head_output(batch, stage.read_text(batch, dict(features)))
         token = int(next_id.item())
         if token == reader.answer_end:
             return

@@ -290,6 +290,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
         model=plan.model,
         beside=plan.beside,
         ranks=ranks,
+        gpus_per_node=plan.cluster.gpus_per_node,
         packs=run.packs,
         levels=plan.pack_levels,
         lengths=run.lengths,

@@ -187,7 +187,9 @@ class Replicated:
 
     def gradients(self) -> Iterator[torch.Tensor]:
         """Core's buffers of them."""
-        yield from (buffer.grad_data for model in self.models for buffer in model.buffers)
+        for model in self.models:
+            buffers = (*model.buffers, *model.expert_parallel_buffers)
+            yield from (buffer.grad_data for buffer in buffers)
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         """The parts of weights in float32 and the moments."""

@@ -6,22 +6,25 @@ order of the sender's operations, and those that come before they are needed wai
 
 No stage waits for ever, by gloo's rules or by NCCL's:
 
-- A stage waits for a message, which its sender sends when its list comes to it, and for nothing
-  later: what was sent before on the channel was sent by then too. That the lists do not wait for
-  each other in a ring, `OperationGraph` has checked.
+- A stage waits for a message, which its sender sends when its list comes to it. What is sent before
+  it on the channel has been sent by then too, so that a channel's order never holds it up. That the
+  lists do not wait for each other in a ring, `OperationGraph` has checked.
 - A stage that sends may wait until the message before it on the channel has left, that is, until
-  its receiver has asked for it. `StepMessages.sends_wait` says whether it may: whether the waits of
-  all stages, these among them, still have no ring. All planned schedules allow it, and it keeps no
-  more than one message of a channel in memory; of other lists, sends wait for nothing.
-- Under NCCL a receive is a kernel that spins until its message comes, and a host may wait for its
-  whole device, as when it loads a kernel at its first launch: in the first forward and the first
-  backward of every chunk. What is on its way then must not depend on this launch, and if stages
-  wait so at the same time, not on theirs in a ring. So each message has the operation after whose
-  launch it may be asked for, and the waits at first launches are part of the same check.
+  its receiver has asked for it, at the latest where its list takes it. `StepMessages.sends_wait`
+  says whether it may: whether there is still no ring with these waits. All planned schedules allow
+  it, and it keeps no more than one message of a channel in memory; with other lists, what is sent
+  waits for nothing.
+- Under NCCL a receive is a kernel that spins until its message comes, and whatever waits for the
+  whole device waits for it too: a kernel that is loaded at its first launch, memory that is given
+  back to the driver. First launches are those of the first forward and the first backward of every
+  chunk. What is on its way then must not depend on that launch. So each message has the operation
+  after whose launch it may be asked for: the last first launch before it is needed that it depends
+  on. Nor is any asked for at the first launch of the operation that took the one before it. Later,
+  only two neighbours that both wait for their devices could block each other; the launchers'
+  settings (scripts/job.sh) keep them from it.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -82,10 +85,7 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
-    waits = with_sends if sends_wait else waits
-    asked = flows.asked_early(waits)
-    if flows.order([*waits, *flows.waits_of_launches(asked)]) is None:
-        asked = flows.asked_late()
+    asked = flows.asked(with_sends if sends_wait else waits)
     channels = {
         channel: tuple(
             Message(
@@ -157,26 +157,11 @@ class _Flows:
         return by_list + [(one.sender, one.receiver) for one in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
-        """Waits, right after a send, until the receiver comes to where it takes the message before
-        at the latest."""
+        """Waits, in an operation that sends, until the receiver comes to where it takes the message
+        before at the latest."""
         for channel, sent in self.channels.items():
             for taken, following in zip(self._taken[channel], sent[1:], strict=False):
-                if following.sender + 1 < self.first[channel.source + 1]:
-                    yield from self._until_taken(channel, taken, following.sender + 1)
-
-    def waits_of_launches(self, asked: _Asked) -> Iterator[tuple[int, int]]:
-        """Waits of first launches for all that is on its way then, to the stage and from it."""
-        for channel, sent in self.channels.items():
-            taken = self._taken[channel]
-            for number, after in enumerate(asked[channel]):
-                if after is not None:
-                    coming = self._launches_between(channel, number)
-                    yield from ((sent[number].sender, one) for one in coming if one > after)
-            senders = [one.sender for one in sent]
-            for launch in self._launches[channel.source]:
-                leaving = bisect_left(senders, launch)
-                if leaving:
-                    yield from self._until_taken(channel, taken[leaving - 1], launch)
+                yield from self._until_taken(channel, taken, following.sender)
 
     def _until_taken(self, channel: Channel, taken: int, waiting: int) -> _Waits:
         return [(taken - 1, waiting)] if taken > self.first[channel.target] else []
@@ -187,9 +172,9 @@ class _Flows:
         start, end = self._taken[channel][number - 1 : number + 1]
         return [one for one in self._launches[channel.target] if start <= one < end]
 
-    def asked_early(self, waits: _Waits) -> _Asked:
-        """Each message before the first launches that it does not depend on, but for that of the
-        operation which took the one before it."""
+    def asked(self, waits: _Waits) -> _Asked:
+        """When messages may be asked for: each before the first launches that it does not depend
+        on, but for that of the operation which took the one before it."""
         needs = self._launches_needed(waits)
 
         def after(channel: Channel, number: int) -> int:
@@ -198,17 +183,6 @@ class _Flows:
             late = [one for one in between if one == start or needs[sender] >> one & 1]
             return max(late, default=self.first[channel.target] - 1)
 
-        return self._asked(after)
-
-    def asked_late(self) -> _Asked:
-        """Each message after all first launches that come before it is needed."""
-        return self._asked(
-            lambda channel, number: max(
-                self._launches_between(channel, number), default=self.first[channel.target] - 1
-            )
-        )
-
-    def _asked(self, after: Callable[[Channel, int], int]) -> _Asked:
         return {
             channel: [None, *(after(channel, number) for number in range(1, len(sent)))]
             for channel, sent in self.channels.items()

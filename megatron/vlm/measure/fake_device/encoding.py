@@ -177,6 +177,7 @@ class HeaviestEncoding:
             model=plan.model,
             beside=plan.beside,
             ranks=ranks,
+            gpus_per_node=plan.cluster.gpus_per_node,
             packs=self.packs,
             levels=plan.pack_levels,
             lengths=self.lengths,

@@ -1,0 +1,198 @@
+"""Nodes of an encoding group's ranks, and items kept on the node whose ranks embed their tokens.
+
+The features of an item go to the first stage of the pipeline that holds it, which is its *home*. A
+node's links are many times as fast as the network, so that what is encoded on the home's node costs
+next to nothing to send. No rank's load grows for that: ranks have their shares before, and of whole
+samples none is moved to where the busiest rank would be busier.
+
+Shapes: L pipelines of a group, R ranks of a pipeline, N = L x R.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Homes:
+    """Where the ranks of some groups are, and the homes of what their pipelines hold.
+
+    Ranks, pipelines and nodes are numbered over all groups; arrays are int64.
+    """
+
+    pipeline: np.ndarray
+    """The pipeline of every rank."""
+    node: np.ndarray
+    """The node of every rank."""
+    home: np.ndarray
+    """Node of every pipeline's first rank; these ascend."""
+
+    @classmethod
+    def of(cls, node: np.ndarray, ranks_of_pipeline: int) -> Self:
+        """From the nodes of every group's ranks, [groups, N]."""
+        groups, ranks = node.shape
+        inside = node - node.min(axis=1, keepdims=True)
+        of_group = int(inside.max(initial=0)) + 1
+        numbers = (inside + of_group * np.arange(groups)[:, None]).ravel()
+        return cls(
+            pipeline=np.arange(groups * ranks) // ranks_of_pipeline,
+            node=numbers,
+            home=numbers[::ranks_of_pipeline],
+        )
+
+    @property
+    def is_home(self) -> np.ndarray:
+        """Whether a rank is on its own pipeline's home, [ranks]."""
+        return self.node == self.home[self.pipeline]
+
+
+def nearest_first(
+    items: np.ndarray, pipeline: np.ndarray, room: np.ndarray, homes: Homes
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Match items with room on ranks in four rounds, as many as may be in each.
+
+    First with room of their own pipeline's ranks on its home, then of others' there, then of their
+    own pipeline's elsewhere, then anywhere, which is of one group alone. No matching leaves fewer
+    for the last two rounds: what is left for them has no room on its home.
+
+    Args:
+        items: of every entry.
+        pipeline: of every entry, ascending.
+        room: of every rank, of all rounds as much as there are items.
+
+    Yields:
+        Items of every entry that are matched, room of every rank that is, and the ranks in the
+        order in which they are.
+    """
+    nowhere = len(homes.home)
+    own_at_home = np.where(homes.is_home, homes.pipeline, nowhere)
+    rounds = (
+        (pipeline, own_at_home),
+        (homes.home[pipeline], homes.node),
+        (pipeline, homes.pipeline),
+        (np.zeros_like(pipeline), np.zeros_like(homes.node)),
+    )
+    for of_entry, of_rank in rounds:
+        order = np.argsort(of_rank, kind="stable")
+        keys = max(nowhere, int(homes.node.max())) + 1
+        both = np.bincount(of_entry, items, keys), np.bincount(of_rank, room, keys)
+        limit = np.minimum(*both).astype(np.int64)
+        here, taken = first_of_each(items, of_entry, limit), np.empty_like(room)
+        taken[order] = first_of_each(room[order], of_rank[order], limit)
+        yield here, taken, order
+        items, room = items - here, room - taken
+
+
+def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """How many of each entry's counts are among the first `limit` of its group; groups ascend."""
+    before = np.cumsum(counts) - counts
+    of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
+    before_in_group = before - (np.cumsum(of_group) - of_group)[group]
+    return np.clip(limit[group] - before_in_group, 0, counts)
+
+
+def brought_home(
+    weight: np.ndarray, pipeline: np.ndarray, rank: np.ndarray, homes: Homes
+) -> np.ndarray:
+    """Bring samples that are away from home there, alone or for another that is away, as far as no
+    rank gets busier than the busiest one is. The rank of every sample, int64 [samples]
+
+    Heaviest samples come first; of their exchanges one that brings both home, or else the one that
+    leaves the busier of the two ranks with least.
+
+    Args:
+        weight: of every sample, whole, [samples].
+        pipeline: that holds it, [samples].
+        rank: that encodes it, [samples].
+    """
+    target = homes.home[pipeline]
+    away = np.flatnonzero(homes.node[rank] != target)
+    if not len(away):
+        return rank
+    load = np.bincount(rank, weight, len(homes.node)).astype(np.int64)
+    moves = _Moves(
+        weight=weight.tolist(),
+        target=target.tolist(),
+        rank=rank.tolist(),
+        node=homes.node.tolist(),
+        load=load.tolist(),
+        most=int(load.max()),
+    )
+    heaviest_first = away[np.argsort(-weight[away], kind="stable")].tolist()
+    moves.bring_home(heaviest_first)
+    return np.array(moves.rank, np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Moves:
+    """Samples and ranks, as lists: a node's are too few for arrays to be quick."""
+
+    weight: list[int]
+    target: list[int]
+    """Node that every sample is to be on."""
+    rank: list[int]
+    node: list[int]
+    load: list[int]
+    most: int
+    """No rank's load may be more."""
+
+    def bring_home(self, away: list[int]) -> None:
+        """Bring home those of some samples, heaviest first, for which there is an exchange."""
+        ranks_on, guests = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for rank, node in enumerate(self.node):
+            ranks_on[node].append(rank)
+        for sample in away:
+            guests[self.node[self.rank[sample]]].append(sample)
+        for sample in away:
+            home, source = self.target[sample], self.node[self.rank[sample]]
+            if home == source:  # came home for another
+                continue
+            given, place = self._best(sample, guests[home], ranks_on[home])
+            if place is None:
+                continue
+            guests[source].remove(sample)
+            if given is not None:
+                self._put(given, self.rank[sample])
+                guests[home].remove(given)
+                if self.target[given] != source:
+                    guests[source].append(given)
+            self._put(sample, place)
+
+    def _best(
+        self, sample: int, guests: list[int], ranks: list[int]
+    ) -> tuple[int | None, int | None]:
+        """The best of a sample's exchanges: what is given for it if anything, and its new rank;
+        None without any.
+
+        Args:
+            guests: samples that are encoded on its home and away from their own.
+            ranks: on its home.
+        """
+        own, weight, load = self.rank[sample], self.weight[sample], self.load
+        source, best = self.node[own], (True, self.most + 1)
+        # Most exchanges would leave a rank busier than any may be: these are told first.
+        upper, lower = self.most - weight, load[own] - weight - self.most
+        found: tuple[int | None, int | None] = None, None
+        for given in guests:
+            place, less = self.rank[given], self.weight[given]
+            if load[place] - less > upper or lower + less > 0:
+                continue
+            busier = max(load[place] + weight - less, load[own] - weight + less)
+            offer = self.target[given] != source, busier
+            if offer < best:
+                best, found = offer, (given, place)
+        for place in ranks:
+            if load[place] > upper:
+                continue
+            offer = True, max(load[place] + weight, load[own] - weight)
+            if offer < best:
+                best, found = offer, (None, place)
+        return found
+
+    def _put(self, sample: int, rank: int) -> None:
+        self.load[self.rank[sample]] -= self.weight[sample]
+        self.load[rank] += self.weight[sample]
+        self.rank[sample] = rank

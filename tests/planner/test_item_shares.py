@@ -1,0 +1,123 @@
+"""Images of packs that ranks share, dealt whole, beside every dealing there is."""
+
+from itertools import combinations_with_replacement, pairwise
+
+import numpy as np
+import pytest
+from length_cases import lengths_of
+
+from omnibal.cost.share_features import part_features
+from omnibal.data.lengths import Lengths
+from omnibal.data.native_resolution import Segments, sizes_of
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs
+from omnibal.steps.cut import item_bounds
+from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
+
+CAPS = Caps.of(image_tokens=1, tokens=1)
+
+
+def shown(rng: np.random.Generator, images: int) -> list[Segments]:
+    """Images of any size, and now and then a video."""
+    sizes = np.exp(rng.normal(5, 1, images)).astype(int) + 1
+    return [Segments(int(rng.integers(2, 5)) if rng.random() < 0.2 else 1, int(n)) for n in sizes]
+
+
+def lengths_with(samples: list[list[Segments]], *, listed: bool = True) -> Lengths:
+    sizes = sizes_of(samples)
+    cells = sizes.tokens
+    found = lengths_of(tokens=cells + 7, image_tokens=cells)
+    found.squares["squared_image_tokens"] = sizes.squares
+    if listed:
+        object.__setattr__(found, "image_sizes", sizes)
+    return found
+
+
+def pieces_of(samples: list[list[Segments]]) -> list[int]:
+    """Tokens of every image and every time of a video, in order."""
+    return [one.tokens for sample in samples for one in sample for _ in range(one.number)]
+
+
+def least_of_runs(costs: list[float], ranks: int) -> float:
+    """Largest cost of a run in the best division into runs, by trying all."""
+    cuts = combinations_with_replacement(range(len(costs) + 1), ranks - 1)
+    return min(
+        max(sum(costs[first:stop]) for first, stop in pairwise((0, *each, len(costs))))
+        for each in cuts
+    )
+
+
+@pytest.mark.parametrize("context", [2, 4])
+@pytest.mark.parametrize("weight", [0.0, 0.01])
+def test_images_go_whole_and_nearly_as_evenly_as_runs_can(context: int, weight: float) -> None:
+    """Prevents: an image that two ranks have a part of, one that none or two have, and a rank that
+    encodes much more than it must."""
+    rng = np.random.default_rng(context)
+    level = Level(caps=CAPS, context=context, image_weight=weight)
+    for _ in range(40):
+        samples = [shown(rng, int(rng.integers(0, 4))) for _ in range(6)]
+        lengths, parts = lengths_with(samples), [samples[:4], samples[4:5], samples[5:]]
+        packs = Packs.from_lists([[0, 1, 2, 3], [4], [5]])
+        bounds = bounds_of_items(packs, lengths, level, "image_tokens")
+        squares = squares_of_shares(packs, lengths, level)
+        for pack, part in enumerate(parts):
+            pieces = pieces_of(part)
+            ends = np.cumsum([0, *pieces]).tolist()
+            assert bounds[pack, 0] == 0 and bounds[pack, -1] == ends[-1]
+            runs = [pieces[ends.index(a) : ends.index(b)] for a, b in pairwise(bounds[pack])]
+            assert [n for run in runs for n in run] == pieces
+            assert squares[pack].tolist() == [sum(n**2 for n in run) for run in runs]
+            costs = [sum(n + weight * n**2 for n in run) for run in runs]
+            each = [n + weight * n**2 for n in pieces]
+            largest = max(each, default=0)
+            least = least_of_runs(each, context)
+            # Rounding is a sixteenth of a token a piece, and the limit within 1/128 of the largest.
+            assert max(costs) <= least + largest / 128 + 1
+            assert max(costs) <= sum(each) / context + largest + 1
+
+
+def test_a_sample_of_many_images_is_divided(context: int = 4) -> None:
+    """Prevents: a long sample all of whose images one rank encodes."""
+    lengths = lengths_with([[Segments(1, 50)] * 30, [Segments(64, 10)]])
+    level, packs = Level(caps=CAPS, context=context), Packs.from_lists([[0], [1]])
+    bounds = bounds_of_items(packs, lengths, level, "image_tokens")
+    assert np.diff(bounds[0]).max() <= 400 and np.diff(bounds[1]).tolist() == [160] * 4
+
+
+def test_samples_go_whole_where_images_are_not_listed() -> None:
+    """Prevents: an image that two ranks have a part of, with lengths of an earlier version."""
+    rng = np.random.default_rng(1)
+    samples = [shown(rng, 3) for _ in range(8)]
+    lengths, packs = lengths_with(samples, listed=False), Packs.from_lists([list(range(8))])
+    level = Level(caps=CAPS, context=4, image_weight=0.01)
+    [bounds] = bounds_of_items(packs, lengths, level, "image_tokens")
+    ends = np.cumsum([0, *lengths.column("image_tokens")])
+    assert set(bounds) <= set(ends.tolist())
+    [squares] = squares_of_shares(packs, lengths, level)
+    places = np.searchsorted(ends, bounds)
+    of_samples = lengths.column("squared_image_tokens")
+    assert squares.tolist() == [of_samples[a:b].sum() for a, b in pairwise(places)]
+
+
+def test_features_of_parts_are_those_of_their_images() -> None:
+    """Prevents: times and memory of shares that the trainer does not run."""
+    rng = np.random.default_rng(2)
+    samples = [shown(rng, int(rng.integers(0, 5))) for _ in range(12)]
+    lengths = lengths_with(samples)
+    packs = Packs.from_lists([list(range(5)), list(range(5, 12))])
+    level = Level(caps=CAPS, context=2, image_weight=0.002)
+    names = ["image_tokens", "squared_image_tokens", "tokens"]
+    found = part_features(packs, lengths, level, names)
+    bounds = bounds_of_items(packs, lengths, level, "image_tokens")
+    assert found[..., 0].tolist() == np.diff(bounds).tolist()
+    assert found[..., 1].tolist() == squares_of_shares(packs, lengths, level).tolist()
+    assert found[..., 2].sum(axis=1).tolist() == packs.sums(lengths.tokens).tolist()
+
+
+def test_tiles_are_dealt_one_by_one() -> None:
+    """Prevents: tiles that go whole images to a rank, which nothing asks for."""
+    lengths = lengths_of(tokens=[9, 9, 9], tiles=[5, 0, 6])
+    packs = Packs.from_lists([[0, 1], [2]])
+    found = bounds_of_items(packs, lengths, Level(caps=CAPS, context=4), "tiles")
+    assert found.tolist() == item_bounds(np.array([5, 6]), 4).tolist()

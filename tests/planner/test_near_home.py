@@ -1,0 +1,136 @@
+"""What an encoding group's nodes keep of the features that they need, beside all dealings."""
+
+from collections import Counter
+from itertools import product
+
+import numpy as np
+import pytest
+
+from omnibal.dispatch.items import items_at_home, share_items
+from omnibal.dispatch.near_home import Homes, brought_home
+from omnibal.dispatch.whole_samples import deal_group
+from omnibal.model.data_parallel_encoders import nodes_of_groups
+from omnibal.model.parallel import Parallel
+
+pytestmark = pytest.mark.quick
+
+
+def random_nodes(rng: np.random.Generator, most: int = 4) -> tuple[np.ndarray, int, int]:
+    """Node of every rank of a group of some job, its pipelines, and their ranks."""
+    pipelines, blocks = int(rng.integers(1, most)), int(rng.integers(1, 3))
+    sizes = Parallel(
+        tensor=int(rng.integers(1, 3)),
+        pipeline=int(rng.integers(1, 3)),
+        data=pipelines * blocks,
+    )
+    node = nodes_of_groups(sizes, pipelines, int(rng.integers(1, 5)))
+    return node[rng.integers(0, blocks)], pipelines, sizes.tensor * sizes.pipeline
+
+
+@pytest.mark.parametrize("gpus_per_node", [1, 3, 8])
+def test_ranks_are_on_the_nodes_of_megatrons_order(gpus_per_node: int) -> None:
+    """Prevents: shares that keep items on a node that is another one in the job."""
+    sizes = Parallel(tensor=2, pipeline=3, data=4)
+    found = nodes_of_groups(sizes, 2, gpus_per_node)
+    assert found.shape == (2, 12)
+    for rank in range(sizes.world_size):
+        place = sizes.place(rank)
+        group, pipeline = divmod(place["data"], 2)
+        number = (pipeline * 3 + place["pipeline"]) * 2 + place["tensor"]
+        assert found[group, number] == rank // gpus_per_node
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) -> None:
+    """Prevents: features sent between nodes although the node that needs them had room, and shares
+    that are less even for it; against all orders of the items."""
+    rng = np.random.default_rng(seed)
+    node, pipelines, of_pipeline = random_nodes(rng)
+    home = np.sort(rng.integers(0, pipelines, 4))
+    items = rng.integers(0, 3, 4)
+    given = {"pipelines": pipelines, "ranks_of_pipeline": of_pipeline, "item_ms": {"vision": 1.0}}
+    found = share_items({"vision": items}, home, **given, node=node)["vision"]
+    anywhere = share_items({"vision": items}, home, **given)["vision"]
+    ranks = len(node)
+    share = np.bincount(found.rank, found.count, ranks)
+    np.testing.assert_array_equal(share, np.bincount(anywhere.rank, anywhere.count, ranks))
+    encoded = Counter(
+        (pack, number)
+        for pack, first, count in zip(found.pack, found.first, found.count, strict=True)
+        for number in range(first, first + count)
+    )
+    assert set(encoded) == {(pack, number) for pack in range(4) for number in range(items[pack])}
+    assert set(encoded.values()) <= {1}
+    target = node[::of_pipeline]
+    at_home = int(found.count[node[found.rank] == target[home[found.pack]]].sum())
+    states: dict[tuple[int, ...], int] = {tuple(share.astype(int).tolist()): 0}
+    for pack in range(4):
+        for _ in range(items[pack]):
+            after: dict[tuple[int, ...], int] = {}
+            for left, kept in states.items():
+                for rank in np.flatnonzero(left).tolist():
+                    key = (*left[:rank], left[rank] - 1, *left[rank + 1 :])
+                    gain = int(node[rank] == target[home[pack]])
+                    after[key] = max(after.get(key, 0), kept + gain)
+            states = after
+    assert at_home == max(states.values())
+    # What the planner counts without laying items on ranks.
+    held = np.bincount(home, items, pipelines).astype(int)
+    homes = Homes.of(node[None], of_pipeline)
+    own, near, of_pipelines = items_at_home(held, share.astype(int), homes)
+    is_near = node[found.rank] == target[home[found.pack]]
+    is_own = is_near & (found.rank // of_pipeline == home[found.pack])
+    np.testing.assert_array_equal(own, np.bincount(found.rank, found.count * is_own, ranks))
+    np.testing.assert_array_equal(near, np.bincount(found.rank, found.count * is_near, ranks))
+    by_home = np.bincount(home[found.pack], found.count * is_near, pipelines)
+    np.testing.assert_array_equal(of_pipelines, by_home)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_samples_come_home_and_no_rank_gets_busier(seed: int) -> None:
+    """Prevents: a sample that is sent to another node though it could be encoded at home, a busier
+    rank for the sake of the network, and one brought home for another that was there."""
+    rng = np.random.default_rng(seed)
+    node, pipelines, of_pipeline = random_nodes(rng)
+    count, ranks = int(rng.integers(1, 6)), len(node)
+    weight, pipeline = rng.integers(1, 20, count), rng.integers(0, pipelines, count)
+    before = deal_group(weight, pipeline, pipelines, of_pipeline)
+    homes = Homes.of(node[None], of_pipeline)
+    rank = brought_home(weight, pipeline, before, homes)
+    most = np.bincount(before, weight, ranks).max()
+    assert np.bincount(rank, weight, ranks).max() <= most
+    target = node[::of_pipeline][pipeline]
+    was_home, is_home = node[before] == target, node[rank] == target
+    assert (is_home >= was_home).all()
+    assert (rank[was_home] == before[was_home]).all()
+    load = np.bincount(rank, weight, ranks)
+    for sample in np.flatnonzero(~is_home):
+        # No room for it alone is left at home.
+        assert (load[node == target[sample]] + weight[sample] > most).all()
+    if ranks > 4:
+        return
+    every = (np.array(each) for each in product(range(ranks), repeat=count))
+    best = max(
+        weight[node[each] == target].sum()
+        for each in every
+        if np.bincount(each, weight, ranks).max() <= most
+    )
+    assert weight[is_home].sum() <= best
+
+
+def test_two_that_are_away_trade_places() -> None:
+    """Prevents: equal samples of two nodes that are each encoded on the other's."""
+    homes = Homes.of(np.array([[0, 0, 1, 1]]), 1)
+    weight, pipeline = np.array([5, 5, 5, 5, 4, 4]), np.array([0, 1, 2, 3, 0, 3])
+    rank = brought_home(weight, pipeline, np.array([2, 1, 0, 3, 3, 1]), homes)
+    np.testing.assert_array_equal(homes.node[rank], homes.home[pipeline])
+    assert np.bincount(rank, weight).max() == 9
+
+
+def test_samples_of_different_groups_keep_to_their_own_nodes() -> None:
+    """Prevents: nodes of one group that count as another's where steps are dealt together."""
+    homes = Homes.of(np.array([[2, 2, 3, 3], [0, 1, 0, 1]]), 2)
+    assert homes.pipeline.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert len({*homes.node[:4]} | {*homes.node[4:]}) == 4
+    assert homes.home.tolist() == homes.node[::2].tolist()
+    assert homes.is_home.tolist() == [True] * 5 + [False, True, False]
