@@ -155,10 +155,11 @@ def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]
             f"plan has {plan.data.packs_sha256[:12]}; give the run that was trained from this plan"
         )
     records = read_run(run_directory / RUN_FILE)
-    if any(len(record.stages) != plan.parallel.pipeline for record in records):
+    stages = len(plan.held(plan.stages))
+    if any(len(record.stages) != stages for record in records):
         raise UserError(
             f"{run_directory}: the run has {len(records[0].stages)} pipeline stages and the plan "
-            f"{plan.parallel.pipeline}; give the run that was trained from this plan"
+            f"{stages}; give the run that was trained from this plan"
         )
     return info, records
 
