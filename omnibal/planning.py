@@ -10,7 +10,7 @@ encoders the faster plan is taken.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
@@ -31,6 +31,7 @@ from omnibal.model.limits import (
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import OWN, PackRules
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
@@ -62,6 +63,7 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
+from omnibal.search.schedule_choice import ScheduleChoice, in_schedule, with_best_schedule
 from omnibal.search.sizes_with_levels import (
     levels_total,
     need_levels,
@@ -77,6 +79,9 @@ _SMALL_COPY = 0.05
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Strategies of at most so many times the best time on drawn samples are planned on all data, and
 most of them: packs of 20,000 samples and of all differ by about a percent."""
+_SCHEDULE_GAINS, _PIPELINES = 1.1, 2
+"""Pipelines of at most so many times the best time are planned in other schedules too, which may
+save as much, and most of them besides."""
 _ROOM_OF_CAPS = 1.25
 """Tokens of the smallest packs that are compared, of the longest sample's, at most."""
 
@@ -90,6 +95,8 @@ class Planned:
     """The placement of encoders, and what is predicted of the other one."""
     sharding: ShardingChoice
     """How ranks hold weights, and why not otherwise."""
+    schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
+    """The pipeline's schedule, beside those that were tried."""
     strategies: StrategySearch | None = None
     """Parallel sizes that were compared, with the reason why each is slower; None where they were
     given."""
@@ -186,6 +193,10 @@ class _RequestDoesNotFit(DoesNotFit):
         self.request = request
 
 
+_Finalist = tuple[Strategy, PlanRequest, PlanResult]
+"""A strategy, its request on all data, and its plan."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Search:
     """The search for a goal's plan."""
@@ -232,7 +243,8 @@ class _Search:
         """The plan of the fastest sharding of weights and placement of encoders, at the job's
         sizes."""
         jobs = self._sharded_jobs()
-        planned, refused = dict[Parallel, Planned](), dict[Parallel, UserError]()
+        planned = dict[Parallel, tuple[PlanRequest, Planned]]()
+        refused = dict[Parallel, UserError]()
         for job in jobs:
             try:
                 planned[job.parallel] = self._at_placements(job)
@@ -242,11 +254,13 @@ class _Search:
                 refused[job.parallel] = error
         if not planned:
             raise next(iter(refused.values()))
-        predicted = {each: made.prediction for each, made in planned.items()}
+        predicted = {each: made.prediction for each, (_, made) in planned.items()}
         best = min(predicted, key=lambda each: relative_ms(predicted[each]))
         reasons = {each: _cause(error) for each, error in refused.items()}
         sharding = ShardingChoice.of_plans(best, predicted, reasons)
-        return replace(planned[best], sharding=sharding)
+        request, chosen = planned[best]
+        result, schedule = self._scheduled(chosen.result, request)
+        return replace(chosen, result=result, sharding=sharding, schedule=schedule)
 
     def _sharded_jobs(self) -> list[JobSpec]:
         """The job with weights held in every way that is free and that its sizes allow."""
@@ -269,22 +283,22 @@ class _Search:
             f"{of_experts if sharing > 1 else ''}: give --sharding full, or another --dp"
         )
 
-    def _at_placements(self, given: JobSpec) -> Planned:
-        """The plan of the fastest placement of encoders."""
+    def _at_placements(self, given: JobSpec) -> tuple[PlanRequest, Planned]:
+        """The plan of the fastest placement of encoders, and its request."""
         placements = self.goal.free.placements
-        results: dict[EncoderPlacement, PlanResult] = {}
+        made: dict[EncoderPlacement, tuple[PlanResult, PlanRequest]] = {}
         refused: dict[EncoderPlacement, UserError] = {}
         for placement in placements:
             try:
                 job = replace(given, placement=placement)
-                results[placement] = self._make_plan_of_levels(self._request(job))
+                made[placement] = self._make_plan_of_levels(self._request(job))
             except UserError as error:
                 if len(placements) == 1:
                     raise
                 refused[placement] = error
-        if not results:
+        if not made:
             raise _neither(refused)
-        predicted = {placement: _prediction(result) for placement, result in results.items()}
+        predicted = {placement: _prediction(result) for placement, (result, _) in made.items()}
         chosen = fastest(predicted)
         choice = PlacementChoice(
             chosen=chosen,
@@ -292,7 +306,30 @@ class _Search:
             refused={placement: _cause(error) for placement, error in refused.items()},
         )
         sharding = ShardingChoice(parallel=given.parallel, others={})
-        return Planned(result=results[chosen], placement=choice, sharding=sharding)
+        result, request = made[chosen]
+        return request, Planned(result=result, placement=choice, sharding=sharding)
+
+    def _scheduled(
+        self, result: PlanResult, request: PlanRequest
+    ) -> tuple[PlanResult, ScheduleChoice]:
+        """The plan in the schedule that is asked for, or in the fastest that the trainer runs."""
+        name, names = self.goal.free.schedule, self._schedules
+        if request.data.levels != result.plan.pack_levels:
+            return result, ScheduleChoice()  # packs of an earlier plan, which had to be shared
+        if name is not None and names:
+            with self.listener.status(f"cutting the model for schedule {name}"):
+                return in_schedule(request, result, name)
+        if not names:
+            return result, ScheduleChoice()
+        with self.listener.status("trying other schedules"):
+            return with_best_schedule(request, result, names)
+
+    @property
+    def _schedules(self) -> frozenset[str]:
+        """Names of schedules to choose from besides 1F1B."""
+        name = self.goal.free.schedule
+        names = self.goal.job.trainer.schedules if name is None else {name}
+        return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
 
     def _request(self, job: JobSpec) -> PlanRequest:
         return self._request_of_data(job, self._data(job))
@@ -450,10 +487,16 @@ class _Search:
             found = search_with_levels(
                 request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
             )
-        result, found = self._plan_of_strategies(request, found)
+        result, found, schedule = self._plan_of_strategies(request, found)
         placement = _placement_of(request, found, _prediction(result))
         sharding = ShardingChoice.of_strategies(found)
-        return Planned(result=result, placement=placement, sharding=sharding, strategies=found)
+        return Planned(
+            result=result,
+            placement=placement,
+            sharding=sharding,
+            schedule=schedule,
+            strategies=found,
+        )
 
     def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
         """The search of the goal on these devices."""
@@ -515,15 +558,15 @@ class _Search:
 
     def _plan_of_strategies(
         self, request: StrategyRequest, found: StrategySearch
-    ) -> tuple[PlanResult, StrategySearch]:
-        """The fastest plan on all data of the strategies that are about as fast as the best, and
-        the strategies from it on.
+    ) -> tuple[PlanResult, StrategySearch, ScheduleChoice]:
+        """The fastest plan on all data of the strategies that are about as fast as the best, each
+        in its best schedule, and the strategies from it on.
 
         Strategies were compared on samples that were drawn, and all may need slightly more memory.
         """
         left, first_error, first = found, None, None
         while True:
-            finalists = _finalists(left)
+            finalists = _finalists(left, other_schedules=bool(self._schedules))
             requests = [self._request_of(request, strategy) for strategy in finalists]
             first = first or requests[0]
             results = _planned_each(requests)
@@ -533,8 +576,12 @@ class _Search:
                 if isinstance(result, PlanResult)
             ]
             if fitting:
-                best, planned, result = min(fitting, key=lambda each: _final_ms(each[2]))
-                return self._in_use(result, planned), left.led_by(best)
+                scheduled = [
+                    (strategy, *self._scheduled(*self._in_use(result, planned)))
+                    for strategy, planned, result in self._worth_scheduling(fitting)
+                ]
+                best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
+                return result, left.led_by(best), schedule
             first_error = first_error or results[0]
             for _ in finalists:
                 if len(left.ranking) == 1:
@@ -545,6 +592,13 @@ class _Search:
                     f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"
                 )
+
+    def _worth_scheduling(self, fitting: list[_Finalist]) -> list[_Finalist]:
+        """Plans of which the best schedule is looked for: all, or the fastest where there is one
+        schedule."""
+        if self._schedules:
+            return fitting
+        return [min(fitting, key=lambda each: _final_ms(each[2]))]
 
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """The request of a strategy's plan on all data."""
@@ -579,21 +633,22 @@ class _Search:
         )
         return self._make_plan(shared)
 
-    def _make_plan_of_levels(self, request: PlanRequest) -> PlanResult:
+    def _make_plan_of_levels(self, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
         return self._in_use(self._make_plan(request), request)
 
-    def _in_use(self, result: PlanResult, request: PlanRequest) -> PlanResult:
-        """The plan, made again without levels of no packs: levels are chosen by other packs.
+    def _in_use(self, result: PlanResult, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
+        """The plan, made again without levels of no packs, and its request: levels are chosen by
+        other packs.
 
         The steps of an earlier plan keep their levels.
         """
         while True:
             data = request.data
             if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
-                return result
+                return result, request
             used = levels_in_use(data.levels, result.data[0].level, data.least_caps())
             if used == data.levels:
-                return result
+                return result, request
             for level in data.levels:
                 if level not in used:
                     self.listener.note(
@@ -637,11 +692,21 @@ def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
     return _RequestDoesNotFit(short[0].request, DoesNotFit(str(neither(causes)), short[0].advice))
 
 
-def _finalists(found: StrategySearch) -> list[Strategy]:
-    """The best strategy, and those so near that all data may rank them otherwise."""
-    limit_ms = _ABOUT_AS_FAST * found.best.ms_per_sample
-    near = [each for each in found.ranking if each.ms_per_sample <= limit_ms]
-    return near[:_FINALISTS]
+def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy]:
+    """The best strategy, those so near that all data may rank them otherwise, and pipelines so near
+    that another schedule may."""
+    best_ms = found.best.ms_per_sample
+    near = [each for each in found.ranking if each.ms_per_sample <= _ABOUT_AS_FAST * best_ms]
+    near = near[:_FINALISTS]
+    pipelines = [
+        each
+        for each in found.ranking
+        if other_schedules
+        and each not in near
+        and each.parallel.pipeline > 1
+        and each.ms_per_sample <= _SCHEDULE_GAINS * best_ms
+    ]
+    return near + pipelines[:_PIPELINES]
 
 
 def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:

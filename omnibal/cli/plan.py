@@ -43,6 +43,7 @@ from omnibal.model.targets import trainer_of
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.report import command_tables
 from omnibal.search.conflicts import Feature, check_complete, check_together
 
@@ -75,6 +76,7 @@ _FEATURES = {
     "steps_of": Feature.EARLIER,
     "method": Feature.SPLIT,
     "recompute": Feature.SPLIT,
+    "schedule": Feature.SCHEDULE,
     "made_for": Feature.TRAINER,
     "compare": Feature.COMPARE,
 }
@@ -268,6 +270,25 @@ class EncoderChoice(StrEnum):
     DATA_PARALLEL = "data-parallel"
 
 
+class ScheduleOption(StrEnum):
+    """Pipeline schedules to plan for."""
+
+    AUTO = "auto"
+    ONE_FORWARD_ONE_BACKWARD = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZERO_BUBBLE_H1 = "zb-h1"
+    ZERO_BUBBLE_V = "zb-v"
+
+
+_SCHEDULE_NAMES: Mapping[ScheduleOption, ScheduleName | None] = {
+    ScheduleOption.AUTO: None,
+    ScheduleOption.ONE_FORWARD_ONE_BACKWARD: "1f1b",
+    ScheduleOption.INTERLEAVED: "interleaved",
+    ScheduleOption.ZERO_BUBBLE_H1: "zb-h1",
+    ScheduleOption.ZERO_BUBBLE_V: "zb-v",
+}
+
+
 class ShardingChoice(StrEnum):
     """Ways to hold weights to plan, of which the fastest is taken."""
 
@@ -298,6 +319,20 @@ class PlacementOptions(PartitionOptions):
             "--gpus, else pipeline)"
         ),
     ] = None
+
+    schedule: Annotated[
+        ScheduleOption,
+        typer.Option(
+            help="order of the pipeline's forwards and backwards: 1F1B, interleaved with several "
+            "chunks of the model a stage, zero-bubble with backwards in two parts, or the fastest "
+            "of those that the trainer runs"
+        ),
+    ] = ScheduleOption.AUTO
+
+    @property
+    def schedule_name(self) -> ScheduleName | None:
+        """The schedule that is asked for; None for the fastest."""
+        return _SCHEDULE_NAMES[self.schedule]
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
         """Ways to hold weights to choose from, where sizes are free or given; None for the job's
@@ -355,6 +390,8 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
+    if partition.schedule_name in (None, ONE_FORWARD_ONE_BACKWARD.name):
+        given.pop(Feature.SCHEDULE, None)
     if partition.encoder is EncoderChoice.DATA_PARALLEL:
         given[Feature.BESIDE] = Feature.BESIDE.value
     check_together(given)
@@ -395,6 +432,7 @@ def _goal(
         placements=placements,
         shardings=partition.shardings(is_free=free_sizes is not None),
         split=partition.split_rule(),
+        schedule=partition.schedule_name,
     )
     return Goal(job=job, data=of_goal, free=free)
 
@@ -475,7 +513,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
         summary["encoder"] = _encoder_summary(plan, choice)
-    summary |= planned.sharding.as_dict()
+    summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
@@ -497,7 +535,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         command_tables.stages_table(plan, prediction),
         memory,
         command_tables.lost_time_table(prediction),
-        command_tables.plan_facts(plan, prediction, planned.sharding),
+        command_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
     )
 
 

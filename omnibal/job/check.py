@@ -18,7 +18,7 @@ from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
-from omnibal.model.targets import trainer_of
+from omnibal.model.targets import OWN, trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
@@ -120,6 +120,11 @@ def training_obstacles(plan: Plan) -> list[str]:
         obstacles.append(
             "the lengths do not say which data they are of: the plan can be studied but not "
             "trained; to train, plan with one file of `omnibal lengths`"
+        )
+    if plan.schedule.name not in OWN.schedules:
+        obstacles.append(
+            f"the plan's schedule is {plan.schedule.name}, and the trainer runs "
+            f"{words(sorted(OWN.schedules))}: the plan can be studied but not trained"
         )
     foreign = model_obstacle(plan.model)
     if foreign is not None:

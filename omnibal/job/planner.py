@@ -17,11 +17,13 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.chunk_search import search_parts
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots, waits_at_the_end
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
@@ -43,6 +45,8 @@ class PlanRequest:
     """Method that splits the model over pipeline stages."""
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
     """Rule for the layers that recompute their activations."""
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    """Schedule that the model is cut for; of another than 1F1B by the joint search alone."""
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
@@ -138,13 +142,18 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
-    if job.has_data_parallel_encoders:
+    is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
+    # Data-parallel encoders that are chosen stay so where the pipeline has another schedule.
+    if job.has_data_parallel_encoders and (is_1f1b or job.beside is None):
         found = search_encoders(placement_problem(job, workload, levels), effort)
         job = replace(job, beside=found.beside)
         stages_at, search = found.search.stages_at, found.search
         workload = job.workload(packs, lengths, levels)
-    else:
+    elif is_1f1b:
         stages_at, search = _stages(request, workload, effort)
+    if not is_1f1b:
+        search = searched_parts(replace(request, job=job), workload, effort)
+        stages_at = search.stages_at
     described = request.data.described(packs, job)
     data = described if isinstance(described, DataPlan) else None
     model = request.data.trained_model(job.model)
@@ -155,6 +164,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         frozen=job.frozen,
         adapters=job.adapters,
         made_for=job.trainer.name,
+        schedule=request.schedule,
         stages=stages_at[0] if are_plain(levels) else _without_recompute(stages_at[0]),
         levels=() if are_plain(levels) else _planned(levels, stages_at),
         beside=job.beside,
@@ -169,6 +179,26 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
         data=None if data is None else (packs, lengths),
         search=search,
         cost_source=job.cost_source,
+    )
+
+
+def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
+    """The parts that are found for the schedule of a request, whose data-parallel encoders are
+    chosen.
+
+    Raises:
+        DoesNotFit: no cut was found that fits the memory cap.
+    """
+    job = request.job
+    return search_parts(
+        job.cost_of_all(request.data.levels),
+        job.pipeline_model,
+        workload,
+        job.parallel.pipeline,
+        job.memory_cap_gib * GIB,
+        request.schedule,
+        rules=job.trainer.stages,
+        effort=effort,
     )
 
 

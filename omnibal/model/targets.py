@@ -119,6 +119,8 @@ class TrainerConstraints(Frozen):
     """Ways in which data-parallel ranks may hold weights."""
     runtime: RuntimeOptions = OWN_RUNTIME
     """How it runs a step where an export says nothing of it."""
+    schedules: frozenset[str] = frozenset({"1f1b"})
+    """Pipeline schedules that it runs, by name (`omnibal.pipeline.schedules.ScheduleName`)."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
     """Most pipeline stages; None where there is no limit."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
@@ -179,7 +181,7 @@ class TrainerConstraints(Frozen):
 
 _FULLY = (WeightSharding.FULL,)
 _WHOLE = (WeightSharding.REPLICATED,)
-OWN = TrainerConstraints(has_adapters=True)
+OWN = TrainerConstraints(has_adapters=True, schedules=frozenset({"1f1b"}))
 """This project's trainer, which takes any plan."""
 
 _MEGATRON = StageRules(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.caps import CapSearch
     from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
+    from omnibal.search.schedule_choice import ScheduleChoice
     from omnibal.search.strategy import Sizing
     from omnibal.search.weight_sharding import ShardingChoice
 
@@ -267,9 +268,12 @@ def _data_text(plan: Plan) -> str:
 
 
 def plan_facts(
-    plan: Plan, prediction: Prediction, sharding: "ShardingChoice | None" = None
+    plan: Plan,
+    prediction: Prediction,
+    sharding: "ShardingChoice | None" = None,
+    schedule: "ScheduleChoice | None" = None,
 ) -> Facts:
-    """The prediction of the whole job, and why weights are not held otherwise."""
+    """The prediction of the whole job, and why its weights and its schedule are as they are."""
     parallel, exchange = plan.parallel, prediction.exchange
     entries = [
         ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
@@ -277,6 +281,8 @@ def plan_facts(
         ("step", milliseconds(prediction.step_ms, 4)),
         ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
     ]
+    if schedule is not None and schedule.reason:
+        entries.append(("schedule", schedule.reason))
     if exchange.total_ms:
         exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
         entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))

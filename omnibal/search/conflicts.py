@@ -22,6 +22,7 @@ class Feature(StrEnum):
     LEVELS = "--packing-levels"
     CURRICULUM = "--curriculum-steps"
     BESIDE = "--encoder data-parallel"
+    SCHEDULE = "--schedule"
     SPLIT = "--method or --recompute"
     SAMPLES_PER_STEP = "--samples-per-step"
     MICRO_BATCHES = "--micro-batches"
@@ -66,6 +67,11 @@ CONFLICTS = (
         Feature.SPLIT,
         "the encoders' memory is shared with the stages by the joint search alone",
     ),
+    Conflict(
+        Feature.SCHEDULE,
+        Feature.SPLIT,
+        "only the joint search cuts a model for another schedule than 1f1b",
+    ),
     Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
     Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
     Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),
@@ -96,6 +102,7 @@ CONFLICTS = (
             (Feature.LEVELS, _SEVERAL_LEVELS),
             (Feature.CURRICULUM, _SEVERAL_LEVELS),
             (Feature.BESIDE, "only this project's trainer has data-parallel encoders"),
+            (Feature.SCHEDULE, "other trainers' plans are of 1f1b"),
             (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
             (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
         )

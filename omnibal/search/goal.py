@@ -20,6 +20,7 @@ from omnibal.model.parallel import WeightSharding
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.search.conflicts import Feature, check_together
 from omnibal.search.level_estimates import ANY_LEVELS, LevelRule
 from omnibal.search.strategy import FreeSizes
@@ -122,6 +123,8 @@ class Free:
     shardings: tuple[WeightSharding, ...] | None = None
     """Ways to hold weights to choose from, as far as the trainer has them; None for the job's."""
     split: SplitRule = JOINT
+    schedule: ScheduleName | None = None
+    """Pipeline schedule; None for the fastest of those that the trainer runs."""
 
     def __post_init__(self) -> None:
         if self.shardings == ():
@@ -177,6 +180,7 @@ class Goal:
             Feature.SIZES: free.sizes is not None,
             Feature.LEVELS: free.levels.is_forced,
             Feature.SPLIT: not free.split.is_joint,
+            Feature.SCHEDULE: free.schedule not in (None, ONE_FORWARD_ONE_BACKWARD.name),
             Feature.BESIDE: free.placements == (EncoderPlacement.DATA_PARALLEL,),
             Feature.TRAINER: self.job.trainer.name is not None,
             Feature.WINDOW: isinstance(data, Stream),

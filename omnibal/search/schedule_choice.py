@@ -1,0 +1,210 @@
+"""Pipeline schedules compared: the fastest at the same memory cap, and why it is.
+
+1F1B's plan is made first, and its encoders, packs and sizes stay. What other schedules may gain is
+known from it: its idle time, and what it recomputes. Where that is little, none is tried. Of the
+others a quick search finds a step each, and the fastest is planned in full.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.worker_pool import map_unordered, usable_cores
+from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, searched_parts
+from omnibal.model.limits import words
+from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
+from omnibal.search.encoder_placement import relative_ms
+
+_TRIED_CHUNKS = range(2, 5)
+"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
+_TRIAL_EFFORT = 0.1
+"""Effort of the search for a schedule's parts; the fastest's are searched for again, in full."""
+LEAST_GAIN = 0.005
+"""Share of the step that another schedule must save to be taken in place of 1F1B: it asks more of
+trainers and of links."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ScheduleChoice:
+    """The schedule of a plan, beside those that were tried."""
+
+    chosen: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
+    """Steps of schedules that were looked at, of 1F1B and the chosen one as planned, of others as
+    a quick search has them."""
+    idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
+    """Idle share of the step of schedules that were planned."""
+    refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
+    """Why others cannot be."""
+
+    @property
+    def reason(self) -> str:
+        """Why the schedule was taken, in a sentence; empty where there was no other."""
+        usual, chosen = ONE_FORWARD_ONE_BACKWARD, self.chosen
+        others = {each: ms for each, ms in self.steps_ms.items() if each != chosen}
+        if not others:
+            return "; ".join(
+                f"{_words(each)} cannot be: {why}" for each, why in self.refused.items()
+            )
+        if chosen != usual:
+            if usual not in others:
+                return ""
+            faster = 1 - self.steps_ms[chosen] / others[usual]
+            verdict = f"{abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
+            idle = f"{self.idle[chosen]:.1%} of the step is idle in place of {self.idle[usual]:.1%}"
+            return f"in {_words(chosen)} it is {verdict} than in 1f1b: {idle}"
+        nearest = min(others, key=lambda each: others[each])
+        slower = others[nearest] / self.steps_ms[chosen] - 1
+        return f"in {_words(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
+
+    def as_dict(self) -> dict[str, object]:
+        """Values for JSON."""
+        return {
+            "schedule": {"name": self.chosen.name, "chunks": self.chosen.chunks},
+            "schedule_reason": self.reason,
+            "schedule_steps_ms": {_words(each): ms for each, ms in self.steps_ms.items()},
+        }
+
+
+def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineSchedule]:
+    """Schedules of these names besides 1F1B that a request's model and sizes have room for."""
+    stages, model = request.job.parallel.pipeline, request.job.pipeline_model
+    layers = model.language.layers + sum(each.layers for each in model.encoders.values())
+    every = [
+        PipelineSchedule(name="zb-h1"),
+        PipelineSchedule(name="zb-v", chunks=2),
+        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in _TRIED_CHUNKS),
+    ]
+    has_room = (each for each in every if each.name in names and stages * each.chunks <= layers)
+    return [each for each in has_room if stages > 1]
+
+
+def obstacle(request: PlanRequest, schedule: PipelineSchedule) -> str | None:
+    """Why a job cannot run in a schedule, in words; None if it can."""
+    if not request.is_joint:
+        return "only the joint search cuts a model for it"
+    if Pass.BACKWARD_WEIGHT not in schedule.passes:
+        return None
+    if request.job.parallel.sharded > 1:
+        return "gradients of divided weights are summed with every whole backward"
+    if request.job.precision == "fp8":
+        return "products in FP8 give gradients of weights with every whole backward"
+    return None
+
+
+def with_best_schedule(
+    request: PlanRequest, planned: PlanResult, names: Collection[str]
+) -> tuple[PlanResult, ScheduleChoice]:
+    """The plan in the fastest schedule, and what it was chosen from.
+
+    Args:
+        planned: the plan in 1F1B.
+        names: schedules to choose from.
+    """
+    usual = ONE_FORWARD_ONE_BACKWARD
+    before = _prediction(planned)
+    tried = dict(_possible(request, planned, names))
+    free = {each: again for each, again in tried.items() if not isinstance(again, str)}
+    refused = {each: why for each, why in tried.items() if isinstance(why, str)}
+    if planned.search is None or _may_gain(before) < LEAST_GAIN * before.step_ms:
+        free = {}
+    steps_ms = {usual: before.step_ms}
+    choice = ScheduleChoice(steps_ms=steps_ms, refused=refused)
+    quick = _quick_steps_ms(free)
+    if not quick or planned.search is None:
+        return planned, choice
+    # On the scale of the plan: a quick step is of some steps of the run.
+    scale = before.step_ms / planned.search.step_ms
+    steps_ms |= {each: ms * scale for each, ms in quick.items()}
+    best = min(quick, key=lambda each: quick[each])
+    if quick[best] >= planned.search.step_ms:
+        return planned, choice
+    try:
+        result = make_ordered_plan(free[best])
+    except DoesNotFit:
+        return planned, choice
+    after = _prediction(result)
+    steps_ms[best] = after.step_ms
+    if relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
+        return planned, choice
+    idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
+    return result, replace(choice, chosen=best, idle=idle)
+
+
+def in_schedule(
+    request: PlanRequest, planned: PlanResult, name: str
+) -> tuple[PlanResult, ScheduleChoice]:
+    """The plan in a schedule of this name, which is the fastest of it by a quick search.
+
+    Raises:
+        UserError: the job cannot run in it, or does not fit.
+    """
+    found = dict(_possible(request, planned, {name}))
+    free = {each: again for each, again in found.items() if not isinstance(again, str)}
+    if not free:
+        whys = list(dict.fromkeys(why for why in found.values() if isinstance(why, str)))
+        stages = request.job.parallel.pipeline
+        few = f"{stages} pipeline stages, of which it needs 2 at least with a layer in every chunk"
+        raise UserError(
+            f"--schedule {name} cannot be: {words(whys) if whys else few}; give --schedule 1f1b"
+        )
+    quick = _quick_steps_ms(free) if len(free) > 1 else {}
+    best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
+    result = make_ordered_plan(free[best])
+    plans = {ONE_FORWARD_ONE_BACKWARD: _prediction(planned), best: _prediction(result)}
+    choice = ScheduleChoice(
+        chosen=best,
+        steps_ms={each: prediction.step_ms for each, prediction in plans.items()},
+        idle={each: prediction.bubble_fraction for each, prediction in plans.items()},
+    )
+    return result, choice
+
+
+def _possible(
+    request: PlanRequest, planned: PlanResult, names: Collection[str]
+) -> Iterator[tuple[PipelineSchedule, PlanRequest | str]]:
+    """Schedules with their requests, or why they cannot be."""
+    job = request.job
+    if planned.plan.beside is not None:
+        job = replace(job, beside=planned.plan.beside)
+    for schedule in schedules_of(names, request):
+        why = obstacle(request, schedule)
+        yield schedule, why or replace(request, job=job, schedule=schedule)
+
+
+def _quick_steps_ms(
+    requests: Mapping[PipelineSchedule, PlanRequest],
+) -> dict[PipelineSchedule, float]:
+    """Steps of those that fit, by a quick search, in as many processes as are of use."""
+    tasks = list(requests.items())
+    if not tasks:
+        return {}
+    found = dict(map_unordered(_quick_step_ms, tasks, min(usable_cores(), len(tasks))))
+    return {each: ms for each, _ in tasks if (ms := found[each]) is not None}
+
+
+def _quick_step_ms(
+    task: tuple[PipelineSchedule, PlanRequest],
+) -> tuple[PipelineSchedule, float | None]:
+    schedule, request = task
+    try:
+        return schedule, searched_parts(request, request.workload(), _TRIAL_EFFORT).step_ms
+    except DoesNotFit:
+        return schedule, None
+
+
+def _may_gain(prediction: Prediction) -> float:
+    """Most that another schedule may save of a step in ms: what is lost of it between stages."""
+    lost = prediction.lost
+    return lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
+
+
+def _words(schedule: PipelineSchedule) -> str:
+    chunks = f" of {schedule.chunks} chunks" if schedule.name == "interleaved" else ""
+    return f"{schedule.name}{chunks}"
+
+
+def _prediction(result: PlanResult) -> Prediction:
+    assert result.plan.prediction is not None
+    return result.plan.prediction

@@ -1,0 +1,97 @@
+"""The schedule of a plan is the fastest that fits, and is said why."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from omnibal import Free, Goal, Planned, plan, training_job
+from omnibal.base.errors import UserError
+from omnibal.job.job import JobSpec
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN
+from omnibal.pipeline.schedules import ScheduleName
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search.conflicts import Feature
+from omnibal.search.goal import ShapesAlone
+from omnibal.search.strategy import FreeSizes
+
+EVERY = OWN.model_copy(update={"schedules": frozenset({"1f1b", "interleaved", "zb-h1", "zb-v"})})
+DATA = ShapesAlone(caps=Caps.of(tokens=4096, tiles=8), micro_batches=4)
+
+
+def job(*, runs_all: bool) -> JobSpec:
+    """A model on two stages of two pipelines, for a trainer that runs all schedules or 1F1B."""
+    made = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=2, data=2))
+    return replace(made, trainer=EVERY) if runs_all else made
+
+
+@cache
+def planned(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
+    """The plan in a schedule, or in the best that the trainer runs."""
+    goal = Goal(job=job(runs_all=runs_all), data=DATA, free=Free(schedule=schedule))
+    return plan(goal)
+
+
+def test_the_fastest_of_all_schedules_is_taken() -> None:
+    """Prevents: a schedule that is slower than another one, or over the memory cap, or without the
+    reason why it was taken."""
+    best = planned(None)
+    assert best.result.plan.schedule == best.schedule.chosen
+    names: tuple[ScheduleName, ...] = ("1f1b", "zb-v", "interleaved")
+    others = {name: planned(name) for name in names}
+    steps_ms = {name: each.prediction.step_ms for name, each in others.items()}
+    assert {each.result.plan.schedule.name for each in others.values()} == set(names)
+    assert best.prediction.step_ms <= min(steps_ms.values()) * 1.005
+    assert best.prediction.step_ms < 0.95 * steps_ms["1f1b"]
+    for each in (best, *others.values()):
+        peak_gib = max(stage.memory.peak_gib for stage in each.prediction.stages)
+        assert fits_cap(peak_gib, job(runs_all=True).memory_cap_gib)
+        assert len(each.result.plan.stages) == 2 * each.result.plan.schedule.chunks
+    saved = 1 - best.prediction.step_ms / steps_ms["1f1b"]
+    assert f"{saved:.1%} faster than in 1f1b" in best.schedule.reason
+    idle = others["1f1b"].prediction.bubble_fraction
+    assert best.schedule.reason.endswith(f"in place of {idle:.1%}")
+
+
+def test_what_the_trainer_does_not_run_is_planned_if_it_is_named() -> None:
+    """Prevents: a plan by default that cannot be trained, and a schedule that cannot be studied."""
+    usual = planned(None, runs_all=False)
+    assert usual.result.plan.schedule.name == "1f1b"
+    assert usual.schedule.reason == ""
+    assert planned("zb-v", runs_all=False).result.plan == planned("zb-v").result.plan
+
+
+def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
+    """Prevents: a search of sizes that leaves schedules out, or takes a slower plan for them."""
+    sizes = FreeSizes(gpus=4, pipeline=4)
+    data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
+    one, every = (
+        plan(Goal(job=job(runs_all=runs_all), data=data, free=Free(sizes=sizes)))
+        for runs_all in (False, True)
+    )
+    assert every.result.plan.schedule.name != "1f1b"
+    assert every.prediction.step_ms < one.prediction.step_ms
+
+
+def test_what_a_schedule_cannot_have_is_said_in_one_line() -> None:
+    """Prevents: plans that the trainer refuses."""
+    with pytest.raises(UserError, match=r"--schedule zb-v cannot be: products in FP8"):
+        plan(
+            Goal(
+                job=replace(job(runs_all=True), precision="fp8"),
+                data=DATA,
+                free=Free(schedule="zb-v"),
+            )
+        )
+    single = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=1, data=2))
+    with pytest.raises(UserError, match="needs 2 at least"):
+        plan(Goal(job=single, data=DATA, free=Free(schedule="interleaved")))
+    with pytest.raises(UserError, match=r"1f1b") as refused:
+        Goal(
+            job=training_job("internvl3-2b", "h100-80g", trainer="megatron-lm"),
+            data=DATA,
+            free=Free(schedule="zb-h1"),
+        )
+    assert Feature.SCHEDULE.value in str(refused.value)
