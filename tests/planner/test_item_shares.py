@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 from length_cases import lengths_of
 
+from omnibal.cost.links import Group, all_to_all_line
 from omnibal.cost.share_features import part_features
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Segments, sizes_of
+from omnibal.job.check import training_obstacles
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, PlannedLevel
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs
 from omnibal.steps.cut import item_bounds
 from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
@@ -113,6 +120,36 @@ def test_features_of_parts_are_those_of_their_images() -> None:
     assert found[..., 0].tolist() == np.diff(bounds).tolist()
     assert found[..., 1].tolist() == squares_of_shares(packs, lengths, level).tolist()
     assert found[..., 2].sum(axis=1).tolist() == packs.sums(lengths.tokens).tolist()
+
+
+def test_deepstack_features_are_exchanged_too() -> None:
+    """Prevents: an exchange that is planned without the features of further encoder layers."""
+    job = JobSpec(
+        model=load_model("qwen3-vl-8b"),
+        cluster=load_cluster("h100-80g"),
+        parallel=Parallel(data=2, pipeline=1),
+        precision="bf16",
+    )
+    plain, shared = job.costs_at([Level(caps=CAPS), Level(caps=CAPS, context=2)])
+    place = plain.features.index("image_tokens")
+    added = [cost.units["language_embed"].context_ms[:, place] for cost in (plain, shared)]
+    line = all_to_all_line(job.cluster, Group(2, 1), "bf16")
+    sent_ms = line.each_ms * 4 * 4096 * 2 / 2
+    assert not added[0].any()
+    assert (added[1][:2] > sent_ms).all() and (added[1][:2] < 2 * sent_ms).all()
+
+
+def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
+    """Prevents: a plan refused though it can be trained, and one that is trained wrongly."""
+    model = load_model("qwen3-vl-8b")
+    level = PlannedLevel.model_construct(context=2)
+    plan = Plan.model_construct(
+        model=model, levels=(level,), data=None, made_for=None, precision="bf16", adapters=None,
+        beside=None, parallel=Parallel(data=2, pipeline=1),
+    )  # fmt: skip
+    assert len(training_obstacles(plan)) == 1  # of shapes alone
+    beside = plan.model_copy(update={"beside": DataParallelEncoders.model_construct()})
+    assert "has data-parallel encoders of images" in training_obstacles(beside)[-1]
 
 
 def test_tiles_are_dealt_one_by_one() -> None:
