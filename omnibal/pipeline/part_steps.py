@@ -149,7 +149,7 @@ class _Rows:
         return np.maximum(reduced_ms, finish_ms) + each.tied_ms
 
     def _reduced_at_once(self, terms: PartTerms, each: "_Once") -> np.ndarray:
-        """The same of stages of one chunk, of which parts are exchanged while others compute."""
+        """Time of stages of one chunk, of which parts are exchanged while others compute."""
         share = 1 - 1 / each.buckets
         first_ms, last_ms = (
             np.moveaxis(of_pass @ features, 1, 0)
