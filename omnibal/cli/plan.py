@@ -325,9 +325,9 @@ class PlacementOptions(PartitionOptions):
         typer.Option(
             help="order of the pipeline's forwards and backwards: 1F1B, interleaved with several "
             "chunks of the model a stage, zero-bubble with backwards in two parts, or the fastest "
-            "of those that the trainer runs"
+            "of those that the trainer runs (auto)"
         ),
-    ] = ScheduleOption.AUTO
+    ] = ScheduleOption.ONE_FORWARD_ONE_BACKWARD
 
     @property
     def schedule_name(self) -> ScheduleName | None:

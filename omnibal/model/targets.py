@@ -181,7 +181,9 @@ class TrainerConstraints(Frozen):
 
 _FULLY = (WeightSharding.FULL,)
 _WHOLE = (WeightSharding.REPLICATED,)
-OWN = TrainerConstraints(has_adapters=True, schedules=frozenset({"1f1b"}))
+OWN = TrainerConstraints(
+    has_adapters=True, schedules=frozenset({"1f1b", "interleaved", "zb-h1", "zb-v"})
+)
 """This project's trainer, which takes any plan."""
 
 _MEGATRON = StageRules(

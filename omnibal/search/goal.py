@@ -123,7 +123,7 @@ class Free:
     shardings: tuple[WeightSharding, ...] | None = None
     """Ways to hold weights to choose from, as far as the trainer has them; None for the job's."""
     split: SplitRule = JOINT
-    schedule: ScheduleName | None = None
+    schedule: ScheduleName | None = ONE_FORWARD_ONE_BACKWARD.name
     """Pipeline schedule; None for the fastest of those that the trainer runs."""
 
     def __post_init__(self) -> None:

@@ -545,7 +545,7 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list
             )
         return make_plan(planned)
 
-    monkeypatch.setattr("omnibal.planning.make_plan", scarcely)
+    monkeypatch.setattr("omnibal.planning.make_ordered_plan", scarcely)
     # The best alone is planned at a time, here and not in other processes.
     monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
     files = ["--lengths", str(directory / "lengths.parquet"), "-o", str(directory / "plan")]

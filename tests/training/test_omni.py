@@ -15,7 +15,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step import schedule
+from megatron.vlm.step import links as links_module
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
@@ -130,7 +130,7 @@ def count_sent(links, plan, step):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(step)]
-    schedule.dist.isend = counted
+    links_module.dist.isend = counted
     result = train_step(trainer, MicroBatchStream.of(batches))
     moved = {n: not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters()}
     return (sent[links.activations], sent[links.gradients]), moved, result.loss
