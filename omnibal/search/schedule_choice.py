@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, searched_parts
-from omnibal.model.levels import are_plain
 from omnibal.model.limits import words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
@@ -85,10 +84,11 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule) -> str | None:
     """Why a job cannot run in a schedule, in words; None if it can."""
     if not request.is_joint:
         return "only the joint search cuts a model for it"
-    if not are_plain(request.data.levels):
-        return "its parts are cut for packs of one level"
     if request.job.lockstep_ranks > 1:
-        return "its parts are cut for ranks that do not run in lockstep"
+        return "ranks that share out experts or divide weights run 1f1b in lockstep"
+    is_shared = any(level.context > 1 for level in request.data.levels)
+    if is_shared and not schedule.rule(2, schedule.chunks, 1).is_prefix_closed:
+        return "ranks that share packs may have different numbers of them"
     if Pass.BACKWARD_WEIGHT not in schedule.passes:
         return None
     if request.job.parallel.sharded > 1:
