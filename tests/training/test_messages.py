@@ -8,7 +8,7 @@ import torch
 from chunk_cases import chunk_plan, run_by_rule, whole_back_and_forth
 from pipeline_cases import named_parameters
 from ranks import run_ranks
-from schedule_cases import (
+from recorded_schedule_cases import (
     events_of,
     first_launches,
     hosts_that_hang,

@@ -1,7 +1,7 @@
 """In which order a stage posts receives, launches its work and sends, on links that only record."""
 
 import pytest
-from schedule_cases import (
+from recorded_schedule_cases import (
     BATCHES,
     Event,
     coming_at,
