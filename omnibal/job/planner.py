@@ -24,7 +24,7 @@ from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.slot_order import in_slots, ordered_slots, waits_at_the_end
+from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
@@ -219,7 +219,7 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
     plan, levels = result.plan, request.data.levels
     job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
     workload = job.workload(packs, lengths, levels)
-    if not waits_at_the_end(workload):
+    if workload.runs_together:
         return result
     slot = ordered_slots(
         job.cost_of_all(levels),

@@ -58,7 +58,7 @@ def ordered_slots(
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         stages_at: parts of the model, which the schedule places on stages, with what they recompute
             at each level; of one level, `[stages]`.
-        workload: of ranks that wait for each other only at a step's end (`waits_at_the_end`).
+        workload: of ranks that wait for each other only at a step's end (not `runs_together`).
         memory_cap_bytes: of one device, which the slots as they are keep to.
     """
     slot = searched_slots(workload_times(cost, stages_at, workload), workload, schedule)
@@ -82,11 +82,6 @@ def _placed(workload: Workload, slot: np.ndarray) -> Workload:
     """The workload with its rows in other slots of their ranks, sorted as a workload is."""
     order = np.lexsort((slot, workload.dp_rank, workload.step))
     return replace(workload.rows(order), slot=slot[order])
-
-
-def waits_at_the_end(workload: Workload) -> bool:
-    """Whether ranks wait for each other only at a step's end: none share packs or experts."""
-    return workload.lockstep_ranks == 1 and not workload.has_shared
 
 
 def in_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
