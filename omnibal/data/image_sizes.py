@@ -40,7 +40,9 @@ class ImageSizes:
     def take(self, rows: np.ndarray) -> "ImageSizes":
         """Select the samples of these rows."""
         counts, ends = self.counts[rows], np.cumsum(self.counts)
-        return ImageSizes(images=self.images[runs(ends[rows] - counts, counts)], counts=counts)
+        return ImageSizes(
+            images=self.images[numbers_of_runs(ends[rows] - counts, counts)], counts=counts
+        )
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of every image and of every time of a video of some samples, one after the other,
@@ -64,11 +66,11 @@ class ImageSizes:
         return sums[ends] - sums[ends - self.counts]
 
 
-def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def numbers_of_runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Numbers of runs of so many from each start on, one run after the other.
 
     Example:
-        >>> runs(np.array([4, 0]), np.array([2, 3])).tolist()
+        >>> numbers_of_runs(np.array([4, 0]), np.array([2, 3])).tolist()
         [4, 5, 0, 1, 2]
     """
     ends = np.cumsum(counts)

@@ -35,6 +35,7 @@ from megatron.vlm.model.exchange import (
     gather_rows,
     scatter_gradients,
 )
+from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
@@ -138,7 +139,7 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
     of_divided = np.repeat(is_divided, runs)
     starts = np.repeat(layout.own_start - own.first, runs)
     counts = np.repeat(own.stop, runs)
-    chosen = by_place[_numbers(first_run[is_divided], runs[is_divided])]
+    chosen = by_place[numbers_of_runs(first_run[is_divided], runs[is_divided])]
     starts[of_divided], counts[of_divided] = sent_row[chosen], divided.tokens[chosen]
     key_tokens = own.stop.tolist()
     if layout.padding:
@@ -146,12 +147,6 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
         counts = np.append(counts, layout.padding)
         key_tokens.append(layout.padding)
     return starts, counts, key_tokens
-
-
-def _numbers(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Numbers of runs of so many from each start, one run after another."""
-    ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
 
 
 class _View(NamedTuple):
@@ -314,7 +309,7 @@ def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers of runs of rows, as `_numbers`, int64 on the device; only the runs are sent there."""
+    """Numbers of runs of rows, as `numbers_of_runs`, int64 on the device; only runs are sent."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
