@@ -9,10 +9,12 @@ from PIL import Image
 from toy import stages_of
 
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
+from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
 from omnibal.model.config import load_model
+from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 MODEL = load_model("internvl-digits")
@@ -77,3 +79,25 @@ def _line(images: list[str], answer: str) -> str:
         {"from": "gpt", "value": answer[:2]},
     ]
     return json.dumps({"image": images, "conversations": turns}) + "\n"
+
+
+def shares(dataset: PackDataset, level: Level) -> list:
+    """What every rank of the block loads of the dataset's one pack."""
+    return [
+        PackDataset(
+            dataset.reader, dataset.scheduled, dataset.lengths, dataset.rows, dataset.stage,
+            dataset.options, Sharing(dp_rank=rank, levels=[level]),
+        )[0]
+        for rank in range(level.context)
+    ]  # fmt: skip
+
+
+def assert_same(got, expected):
+    """Compare everything of two micro-batches."""
+    for name, value in vars(expected).items():
+        if name == "share":
+            assert got.share.part == value.part
+        elif torch.is_tensor(value):
+            assert torch.equal(getattr(got, name), value), name
+        else:
+            assert getattr(got, name) == value, name

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from data_cases import FIRST, LAST, SKIP, TEXT, WHOLE, Data
+from data_cases import FIRST, LAST, SKIP, TEXT, WHOLE, Data, assert_same, shares
 from toy import share_of
 
-from megatron.vlm.inputs.data import DataOptions, LossWeighting, PackDataset
+from megatron.vlm.inputs.data import DataOptions, LossWeighting
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.base.errors import UserError
@@ -25,27 +25,6 @@ MIXED = [6, 5, 4, 3, 1]
 def level_of(cut, context):
     caps = Caps.of(tiles=1, tokens=1)
     return Level(caps=caps, context=context, cut=cut, attention_weight=0.01)
-
-
-def shares(dataset: PackDataset, level: Level) -> list:
-    """What every rank of the block loads of the dataset's one pack."""
-    return [
-        PackDataset(
-            dataset.reader, dataset.scheduled, dataset.lengths, dataset.rows, dataset.stage,
-            dataset.options, Sharing(dp_rank=rank, levels=[level]),
-        )[0]
-        for rank in range(level.context)
-    ]  # fmt: skip
-
-
-def assert_same(got, expected):
-    for name, value in vars(expected).items():
-        if name == "share":
-            assert got.share.part == value.part
-        elif torch.is_tensor(value):
-            assert torch.equal(getattr(got, name), value), name
-        else:
-            assert getattr(got, name) == value, name
 
 
 @pytest.mark.parametrize("cut", CutRule)

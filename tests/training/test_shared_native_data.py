@@ -6,11 +6,11 @@ import os
 import numpy as np
 import pytest
 import torch
+from data_cases import assert_same, shares
 from native_data_cases import NativeData, native_models, write_samples
 from toy import share_of, stages_of
 
-from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
-from megatron.vlm.inputs.pack_share import Sharing
+from megatron.vlm.inputs.data import DataOptions, OnBadSample
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import read_lengths, write_lengths
@@ -34,26 +34,9 @@ def level_of(cut: CutRule, context: int) -> Level:
     return Level(caps=caps, context=context, cut=cut, attention_weight=0.01, image_weight=0.02)
 
 
-def shares(data: NativeData, level: Level, stage, options=None, pack=PACK) -> list:
+def shares_of(data: NativeData, level: Level, stage, options=None, pack=PACK) -> list:
     """What every rank of the block loads of the pack."""
-    whole = data.dataset([pack], stage, options)
-    return [
-        PackDataset(
-            whole.reader, whole.scheduled, whole.lengths, whole.rows, stage, whole.options,
-            Sharing(dp_rank=rank, levels=[level]),
-        )[0]
-        for rank in range(level.context)
-    ]  # fmt: skip
-
-
-def assert_same(got, expected):
-    for name, value in vars(expected).items():
-        if name == "share":
-            assert got.share.part == value.part
-        elif torch.is_tensor(value):
-            assert torch.equal(getattr(got, name), value), name
-        else:
-            assert getattr(got, name) == value, name
+    return shares(data.dataset([pack], stage, options), level)
 
 
 @pytest.mark.parametrize("cut", CutRule)
@@ -63,7 +46,7 @@ def test_shares_are_the_whole_pack_cut(data, cut, context):
     features sent to a rank that does not wait for them."""
     [stage] = stages_of(data.reader.model)
     whole, level = data.dataset([PACK], stage)[0], level_of(cut, context)
-    for part, got in enumerate(shares(data, level, stage)):
+    for part, got in enumerate(shares_of(data, level, stage)):
         assert_same(got, share_of(whole, level, part))
 
 
@@ -72,10 +55,10 @@ def test_stages_load_what_their_units_need(data):
     shapes differ."""
     model, level = data.reader.model, level_of(CutRule.ZIGZAG, 4)
     [whole] = stages_of(model)
-    of_whole = shares(data, level, whole)
+    of_whole = shares_of(data, level, whole)
     embed, layers, projector, first, last = stages_of(model, *CUTS)
     for stage in (embed, layers, projector, first, last):
-        for got, expected in zip(shares(data, level, stage), of_whole, strict=True):
+        for got, expected in zip(shares_of(data, level, stage), of_whole, strict=True):
             assert got.shape == expected.shape
             sees = stage in (embed, layers, projector)
             assert got.image_grids == (expected.image_grids if sees else ())
@@ -93,10 +76,10 @@ def test_stages_load_what_their_units_need(data):
 def test_rank_decodes_only_its_own_images(data):
     """Prevents: every rank of a block decoding all images of its pack."""
     level, embed = level_of(CutRule.CONTIGUOUS, 2), stages_of(data.reader.model, 1)[0]
-    intact = shares(data, level, embed, pack=[1])
+    intact = shares_of(data, level, embed, pack=[1])
     last = data.reader.annotations[1].images[2].path
     os.truncate(last, last.stat().st_size - 40)
-    first, second = shares(data, level, embed, pack=[1])
+    first, second = shares_of(data, level, embed, pack=[1])
     assert torch.equal(first.patches_YX, intact[0].patches_YX) and len(first.image_grids)
     assert isinstance(second, UserError)
 
@@ -105,7 +88,7 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(data):
     """Prevents: a sample without its images that some rank still learns from, or counted twice."""
     [stage] = stages_of(data.reader.model)
     level, path = level_of(CutRule.ZIGZAG, 4), data.reader.annotations[1].images[2].path
-    intact = shares(data, level, stage, SKIP)
+    intact = shares_of(data, level, stage, SKIP)
     lost = len(data.dataset([[1]], stage)[0].labels_L)
     lost += sum(
         len(data.dataset([[s]], stage)[0].labels_L)
@@ -113,7 +96,7 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(data):
         if s != 1 and path in {image.path for image in data.reader.annotations[s].images}
     )
     os.truncate(path, path.stat().st_size - 40)
-    damaged = shares(data, level, stage, SKIP)
+    damaged = shares_of(data, level, stage, SKIP)
     for before, after in zip(intact, damaged, strict=True):
         assert before.shape == after.shape
         assert before.patches_YX.shape == after.patches_YX.shape
