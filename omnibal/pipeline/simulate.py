@@ -357,7 +357,7 @@ def predict_steps(
     for first in range(0, steps, at_once):
         chunk = slice(first, min(first + at_once, steps))
         packs = slice(*np.searchsorted(step_index, [chunk.start, chunk.stop]))
-        rows = _Rows.of(times, workload, packs, step_index[packs] - first, schedule)
+        rows = SimulatedRows.of(times, workload, packs, step_index[packs] - first, schedule)
         ready_ms = rows.first_waits_ms(once)
         timeline = rows.simulated(ready_ms)
         exposed_ms = rows.exposed_ms(once, timeline)
@@ -388,7 +388,7 @@ def simulate_ranks(
         workload: a single step.
     """
     alone, one_step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
-    rows = _Rows.of(alone, workload, slice(None), one_step, schedule)
+    rows = SimulatedRows.of(alone, workload, slice(None), one_step, schedule)
     if times.waits_ms is None:
         return rows.simulated()
     before_ms = np.zeros((len(rows.counts), 1))
@@ -397,7 +397,7 @@ def simulate_ranks(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
+class SimulatedRows:
     """What is simulated side by side: every rank of a step, and the next step's after them."""
 
     schedule: PipelineSchedule
@@ -428,7 +428,7 @@ class _Rows:
         chosen: slice,
         step: np.ndarray,
         schedule: PipelineSchedule,
-    ) -> "_Rows":
+    ) -> "SimulatedRows":
         """Arrange chosen micro-batches, of which the last is of the last step.
 
         Args:
@@ -465,6 +465,22 @@ class _Rows:
     def stages(self) -> int:
         """Number of pipeline stages."""
         return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
+
+    def reordered(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
+        """Some rows, each by itself, with their micro-batches in these orders, [chosen, m]."""
+        taken = chosen[:, None], order
+        return replace(
+            self,
+            pass_ms={kind: ms[taken] for kind, ms in self.pass_ms.items()},
+            forward_link_ms=self.forward_link_ms[taken],
+            backward_link_ms=self.backward_link_ms[taken],
+            counts=self.counts[chosen],
+            ranks=1,
+            together=False,
+            context=None,
+            lockstep=None,
+            waits_ms=None,
+        )
 
     def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
         """Wait of every row's stages for new weights, before their first forward. [rows, p]"""

@@ -11,17 +11,16 @@ Axes: r rows, each the micro-batches of one rank in one step; m micro-batches, k
 one for every chunk of every stage.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.operation_graph import schedule_graph
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
-from omnibal.pipeline.simulate import simulate_schedule
+from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
 from omnibal.pipeline.stage_memory import GIB, fits_cap
@@ -98,125 +97,53 @@ def searched_slots(
     """The slot of every row of a workload whose ranks wait for each other only at a step's end, by
     the times of its micro-batches. int32 [rows]
     """
+    ranks, slot = workload.data_parallel_size, workload.slot.copy()
     _, step = np.unique(workload.step, return_inverse=True)
-    row = step * workload.data_parallel_size + workload.dp_rank
-    _, first, row, counts = np.unique(
-        row, return_index=True, return_inverse=True, return_counts=True
-    )
-    step_of_row = step[first]
-    slot = workload.slot.copy()
     operations = len(schedule.passes) * times.forward_ms.size
     changes = int(min(_MOST_WORK // max(operations, 1), _MOST_CHANGES))
-    for begin in range(0, len(counts), _ROWS_AT_ONCE):
-        # Ranks of a step that is cut in two are searched apart, which costs some changes.
-        end = min(begin + _ROWS_AT_ONCE, len(counts))
-        held = np.arange(*np.searchsorted(row, [begin, end]))
-        own = times.rows(held)
-        rows = _Rows.of(schedule, own, row[held] - begin, slot[held], counts[begin:end])
-        order = _search(rows, step_of_row[begin:end], changes)
+    alone, at_once = replace(times, waits_ms=None), max(_ROWS_AT_ONCE // ranks, 1)
+    for begin in range(0, int(step[-1]) + 1, at_once):
+        held = slice(*np.searchsorted(step, [begin, begin + at_once]))
+        rows = SimulatedRows.of(alone, workload, held, step[held] - begin, schedule)
+        order = _search(rows, changes)
         # Of every row, the micro-batch in slot k was in slot order[row, k].
-        place = np.empty_like(order)
-        np.put_along_axis(place, order, np.arange(order.shape[1])[None].repeat(len(order), 0), 1)
-        slot[held] = place[row[held] - begin, slot[held]]
+        place = np.argsort(order, axis=1)
+        row = (step[held] - begin) * ranks + workload.dp_rank[held]
+        slot[held] = place[row, slot[held]]
     return slot
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """Times of rows, of `counts` micro-batches each."""
+def _bound_ms(rows: SimulatedRows) -> np.ndarray:
+    """Time that no order is below: of every stage its work, the quickest way to its first part and,
+    where it ends with a backward that others wait for, the quickest back. [r]"""
+    exists = np.arange(rows.forward_link_ms.shape[1]) < rows.counts[:, None]
 
-    schedule: PipelineSchedule
-    pass_ms: Mapping[Pass, np.ndarray]
-    """Time of every kind of pass that the schedule has, [r, m, k]."""
-    forward_link_ms: np.ndarray
-    """[r, m, k - 1], and the next likewise."""
-    backward_link_ms: np.ndarray
-    counts: np.ndarray
+    def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
+        to_part = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
+        least = np.where(exists[..., None], to_part, np.inf).min(axis=1)
+        return np.concatenate([np.zeros((len(least), 1)), least], axis=1)
 
-    @classmethod
-    def of(
-        cls,
-        schedule: PipelineSchedule,
-        times: StageTimes,
-        row: np.ndarray,
-        slot: np.ndarray,
-        counts: np.ndarray,
-    ) -> "_Rows":
-        def padded(values: np.ndarray) -> np.ndarray:
-            table = np.zeros((len(counts), int(counts.max()), values.shape[1]))
-            table[row, slot] = values
-            return table
-
-        return cls(
-            schedule=schedule,
-            pass_ms={kind: padded(times.pass_ms(kind)) for kind in schedule.passes},
-            forward_link_ms=padded(times.forward_link_ms),
-            backward_link_ms=padded(times.backward_link_ms),
-            counts=counts,
-        )
-
-    @property
-    def stages(self) -> int:
-        """Number of pipeline stages."""
-        return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
-
-    def finish_ms(self, chosen: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """End of chosen rows' last passes, in these orders [chosen, m] of their micro-batches."""
-        counts, most = self.counts[chosen], order.shape[1]
-        graph = schedule_graph(self.schedule, self.stages, most)
-        if graph.schedule.is_prefix_closed or (counts == most).all():
-            return self._by_list(chosen, order)
-        found = np.empty(len(chosen))
-        for count in np.unique(counts).tolist():
-            some = np.flatnonzero(counts == count)
-            found[some] = self._by_list(chosen[some], order[some, :count])
-        return found
-
-    def _by_list(self, chosen: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """`finish_ms` of rows that go by the list of as many micro-batches as the orders have."""
-        taken = chosen[:, None], order
-        return simulate_schedule(
-            schedule_graph(self.schedule, self.stages, order.shape[1]),
-            {kind: ms[taken] for kind, ms in self.pass_ms.items()},
-            self.forward_link_ms[taken],
-            self.backward_link_ms[taken],
-            self.counts[chosen],
-        ).step_ms
-
-    def bound_ms(self) -> np.ndarray:
-        """Time that no order is below: of every stage its work, the quickest way to its first part
-        and, where it ends with a backward that others wait for, the quickest back. [r]"""
-        exists = np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None]
-
-        def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
-            to_part = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
-            least = np.where(exists[..., None], to_part, np.inf).min(axis=1)
-            return np.concatenate([np.zeros((len(least), 1)), least], axis=1)
-
-        parts = np.array(self.schedule.parts_of(self.stages * self.schedule.chunks))
-        work = sum(ms.sum(axis=1) for ms in self.pass_ms.values())[:, parts].sum(axis=2)
-        work += quickest(self.pass_ms[Pass.FORWARD], self.forward_link_ms)[:, parts.min(axis=1)]
-        if self.schedule.last_pass is Pass.BACKWARD:
-            back = quickest(self.pass_ms[Pass.BACKWARD], self.backward_link_ms)
-            work += back[:, parts.min(axis=1)]
-        return work.max(axis=1)
+    parts = np.array(rows.schedule.parts_of(rows.stages * rows.schedule.chunks))
+    work = sum(ms.sum(axis=1) for ms in rows.pass_ms.values())[:, parts].sum(axis=2)
+    work += quickest(rows.pass_ms[Pass.FORWARD], rows.forward_link_ms)[:, parts.min(axis=1)]
+    if rows.schedule.last_pass is Pass.BACKWARD:
+        back = quickest(rows.pass_ms[Pass.BACKWARD], rows.backward_link_ms)
+        work += back[:, parts.min(axis=1)]
+    return np.where(rows.counts > 0, work.max(axis=1), 0.0)
 
 
-def _search(rows: _Rows, step: np.ndarray, changes: int) -> np.ndarray:
+def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
     """Micro-batches of every row in the order that is found, [r, m].
 
     Args:
-        step: of every row, ascending.
         changes: that are tried of a row at most.
     """
     r, m = rows.forward_link_ms.shape[:2]
     best = np.arange(m)[None].repeat(r, axis=0)
-    best_ms = rows.finish_ms(np.arange(r), best)
+    best_ms = rows.simulated().step_ms
     order, order_ms = best.copy(), best_ms.copy()
-    _, step = np.unique(step, return_inverse=True)
-    of_step = np.zeros(int(step[-1]) + 1)
-    np.maximum.at(of_step, step, rows.bound_ms())
-    goal_ms = of_step[step] * (1 + _TOLERANCE)
+    of_step = _bound_ms(rows).reshape(-1, rows.ranks).max(axis=1)
+    goal_ms = np.repeat(of_step, rows.ranks) * (1 + _TOLERANCE)
     in_vain, starts = np.zeros((2, r), np.int64)
     patience = np.ceil(_IN_VAIN * rows.counts / 8)
     rng = np.random.default_rng(0)
@@ -231,7 +158,7 @@ def _search(rows: _Rows, step: np.ndarray, changes: int) -> np.ndarray:
             base = np.where(again[:, None], changed, base)
         one, other = rng.integers(0, rows.counts[active], (2, len(active)))
         changed = (_swapped if number % 2 else _moved)(base, one, other)
-        found_ms = rows.finish_ms(active, changed)
+        found_ms = rows.reordered(active, changed).simulated().step_ms
         is_shorter = found_ms < order_ms[active] * (1 - _TOLERANCE)
         taken = active[is_shorter | again]
         order[taken] = changed[is_shorter | again]
