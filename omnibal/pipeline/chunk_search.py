@@ -28,13 +28,18 @@ from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.part_memory import PartMemory
-from omnibal.pipeline.part_steps import PartSimulator, PartTerms, StageTerms
+from omnibal.pipeline.part_steps import PartSimulator, PartTerms
 from omnibal.pipeline.partition import SearchResult, sampled_steps
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.stage_cost import (
+    PerStepCosts,
+    per_step_costs,
+    per_step_costs_of_units,
+    workload_times,
+)
 from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -95,7 +100,6 @@ class PartProblem:
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
         steps = SampledSteps.of(sampled_steps(workload), cost)
-        overlaps = bool(np.isfinite(cost.bucket_parameters))
         return cls(
             cost=cost,
             model=model,
@@ -103,7 +107,7 @@ class PartProblem:
             stages=stages,
             runs=runs,
             run_at=run_at,
-            simulator=PartSimulator.of(steps, schedule, stages, overlaps=overlaps),
+            simulator=PartSimulator.of(steps, schedule, stages),
             memories=PartMemory.of_stages(cost, workload, schedule, stages, memory_cap_bytes),
         )
 
@@ -358,7 +362,7 @@ class _Search:
         if not may_win.any():
             return
         picked = np.flatnonzero(may_win)
-        step_ms = problem.simulator.step_ms(terms.some(picked), once.some(picked))
+        step_ms = problem.simulator.step_ms(terms.some(picked), once.at(picked))
         self.simulated += len(picked)
         self.work_left -= problem.simulator.operations * len(picked)
         for index, ms in zip(chosen[picked].tolist(), step_ms.tolist(), strict=True):
@@ -369,7 +373,7 @@ class _Search:
 
 def _terms(
     problem: PartProblem, runs: np.ndarray, recomputed: np.ndarray
-) -> tuple[PartTerms, StageTerms]:
+) -> tuple[PartTerms, PerStepCosts]:
     """What candidates of these runs [C, k] cost that recompute these layers [C, k, kinds]."""
     table, layout = problem.runs, problem.simulator.steps.layout
     terms = table.terms[runs]
@@ -384,7 +388,7 @@ def _terms(
             send=terms[..., layout.send],
             receive=terms[..., layout.receive],
         ),
-        StageTerms.of(problem.cost, counts),
+        per_step_costs_of_units(problem.cost, counts),
     )
 
 

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.model import CostModel
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
-from omnibal.pipeline.stage_cost import bucket_counts
-from omnibal.pipeline.unit_runs import holds_both_ends, holds_one_end
+from omnibal.pipeline.stage_cost import PerStepCosts
 
 _ENTRIES = 8_000_000
 """Entries of [operations, C, R] computed at a time: bounds memory to 64 MB."""
@@ -64,66 +62,6 @@ class PartTerms:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StageTerms:
-    """What stages of candidates do once a step, in ms, [C, p] each."""
-
-    reduction_ms: np.ndarray
-    gather_ms: np.ndarray
-    tied_ms: np.ndarray
-    update_ms: np.ndarray
-    buckets: np.ndarray
-
-    @classmethod
-    def of(cls, cost: CostModel, counts: np.ndarray) -> "StageTerms":
-        """Costs of stages of these units, [C, p, kinds]."""
-        units = cost.units.values()
-        per_unit = np.array(
-            [(each.trained_parameters, each.trained_expert_parameters) for each in units], float
-        )
-        parameters, of_experts = np.moveaxis(counts @ per_unit, -1, 0)
-        parameters = parameters - cost.tied_trained_parameters * holds_both_ends(cost.kinds, counts)
-        buckets = np.ones(parameters.shape)
-        buckets[:, 0] = bucket_counts(cost, parameters[:, 0])
-        return cls(
-            reduction_ms=cost.reduction_ms(parameters, of_experts),
-            gather_ms=cost.gather_ms(parameters, of_experts),
-            tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, counts),
-            update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, of_experts),
-            buckets=buckets,
-        )
-
-    def some(self, chosen: slice | np.ndarray) -> "StageTerms":
-        """Some of the candidates."""
-        return StageTerms(
-            reduction_ms=self.reduction_ms[chosen],
-            gather_ms=self.gather_ms[chosen],
-            tied_ms=self.tied_ms[chosen],
-            update_ms=self.update_ms[chosen],
-            buckets=self.buckets[chosen],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Once:
-    """`StageTerms` beside times of rows, [p, C, 1] each."""
-
-    reduction_ms: np.ndarray
-    gather_ms: np.ndarray
-    tied_ms: np.ndarray
-    buckets: np.ndarray
-
-    @classmethod
-    def of(cls, once: StageTerms) -> "_Once":
-        """Put stages first and rows last."""
-        return cls(
-            reduction_ms=once.reduction_ms.T[..., None],
-            gather_ms=once.gather_ms.T[..., None],
-            tied_ms=once.tied_ms.T[..., None],
-            buckets=once.buckets.T[..., None],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
     """Rows of equally many micro-batches, and the operations of a step of so many."""
 
@@ -133,65 +71,38 @@ class _Rows:
     """Features of every micro-batch, [m, f, R]."""
     graph: OperationGraph
 
-    def reduced_ms(self, terms: PartTerms, once: StageTerms, *, overlaps: bool) -> np.ndarray:
-        """End of every stage's exchange of gradients. [p, C, R]"""
-        each = _Once.of(once)
+    def reduced_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
+        """End of every stage's exchange of gradients, [C, R, p], of costs [C, p]."""
+        each, last = once.at(np.s_[:, None]), max(self.graph.kinds)
         if self.graph.schedule.chunks == 1:
-            return self._reduced_at_once(terms, each)
-        _, finish_ms, end_ms = self._run(terms, self._ready_ms(terms, each, overlaps=overlaps))
-        if not overlaps:
-            return finish_ms + each.reduction_ms + each.tied_ms
-        chunks = self.graph.schedule.chunks
-        last_ms = np.sort(self._of_chunks(self._last_end_ms(end_ms)), axis=0)
-        reduced_ms = np.zeros_like(finish_ms)
-        for of_chunk in last_ms:
-            reduced_ms = np.maximum(reduced_ms, of_chunk) + each.reduction_ms / chunks
-        return np.maximum(reduced_ms, finish_ms) + each.tied_ms
+            first_ms = _stages_last(np.moveaxis(terms.forward @ self.features[0], 1, 0))
+            last_ms = _stages_last(np.moveaxis(terms.of_pass(last) @ self.features[-1], 1, 0))
+            _, finish_ms, _ = self._run(terms, each.first_wait_ms(first_ms))
+            return _stages_last(finish_ms) + each.exposed_ms(last_ms)
+        _, finish_ms, end_ms = self._run(terms, self._ready_ms(terms, each))
+        last_ms = self._of_chunks(self._last_end_ms(end_ms))
+        return _stages_last(finish_ms) + each.chunks_exposed_ms(last_ms)
 
-    def _reduced_at_once(self, terms: PartTerms, each: "_Once") -> np.ndarray:
-        """Ends of the exchanges of stages of one chunk, of which parts are exchanged while others
-        compute. [p, C, R]"""
-        share = 1 - 1 / each.buckets
-        first_ms, last_ms = (
-            np.moveaxis(of_pass @ features, 1, 0)
-            for of_pass, features in (
-                (terms.forward, self.features[0]),
-                (terms.of_pass(max(self.graph.kinds)), self.features[-1]),
-            )
-        )
-        wait_ms = np.maximum(each.gather_ms / each.buckets, each.gather_ms - first_ms * share)
-        _, finish_ms, _ = self._run(terms, wait_ms)
-        rest_ms = np.maximum(each.reduction_ms / each.buckets, each.reduction_ms - last_ms * share)
-        return finish_ms + rest_ms + each.tied_ms
-
-    def _ready_ms(self, terms: PartTerms, each: "_Once", *, overlaps: bool) -> np.ndarray:
+    def _ready_ms(self, terms: PartTerms, each: PerStepCosts) -> np.ndarray:
         """When every stage may begin, as chunks' weights are gathered one after another.
-        [p, C, R]"""
-        shape = (self.graph.schedule.stages, len(terms), len(self.rows))
+        [C, R, p]"""
+        graph, shape = self.graph, (len(terms), len(self.rows), self.graph.schedule.stages)
         if not each.gather_ms.any():
             return np.zeros(shape)
-        if not overlaps:
-            return np.broadcast_to(each.gather_ms, shape)
-        graph = self.graph
         firsts = np.flatnonzero((graph.kind == Pass.FORWARD) & (graph.micro_batch == 0))
         begin_ms, _, _ = self._run(terms, np.zeros(shape), int(firsts.max()) + 1)
-        start_ms = np.empty((graph.schedule.parts, *shape[1:]))
+        start_ms = np.empty((graph.schedule.parts, *shape[:2]))
         start_ms[graph.part[firsts]] = begin_ms[firsts]
-        wait_ms = np.zeros(shape)
-        for chunk, first_ms in enumerate(self._of_chunks(start_ms)):
-            there_ms = (chunk + 1) * each.gather_ms / graph.schedule.chunks
-            wait_ms = np.maximum(wait_ms, there_ms / (1 if chunk else each.buckets) - first_ms)
-        return wait_ms
+        return each.first_waits_ms(self._of_chunks(start_ms))
 
     def _of_chunks(self, of_parts: np.ndarray) -> np.ndarray:
-        """Values of parts [k, ...] by chunk and stage. [chunks, p, ...]"""
+        """Values of parts [k, C, R] by chunk and stage. [C, R, chunks, p]"""
         schedule = self.graph.schedule
-        return np.stack(
-            [
-                of_parts[[schedule.part(stage, chunk) for stage in range(schedule.stages)]]
-                for chunk in range(schedule.chunks)
-            ]
-        )
+        parts = [
+            [schedule.part(stage, chunk) for stage in range(schedule.stages)]
+            for chunk in range(schedule.chunks)
+        ]
+        return np.moveaxis(of_parts[parts], (0, 1), (-2, -1))
 
     def _run(
         self, terms: PartTerms, ready_ms: np.ndarray, operations: int | None = None
@@ -200,7 +111,7 @@ class _Rows:
         every operation.
 
         Args:
-            ready_ms: when every stage may begin, [p, C, R].
+            ready_ms: when every stage may begin, [C, R, p].
             operations: of all that are run, by their depth; None for all.
         """
         graph = self.graph
@@ -208,7 +119,7 @@ class _Rows:
         count = len(graph)
         start_ms = np.empty((count if operations else 0, len(terms), len(self.rows)))
         end_ms = np.empty((count, len(terms), len(self.rows)))
-        free = list(ready_ms)
+        free = list(np.moveaxis(ready_ms, -1, 0))
         by_part = {
             kind: np.ascontiguousarray(terms.of_pass(kind).swapaxes(0, 1))
             for kind in self.graph.kinds
@@ -246,13 +157,9 @@ class PartSimulator:
     steps: SampledSteps
     groups: tuple[_Rows, ...]
     """Rows by their number of micro-batches; those without any are left out."""
-    overlaps: bool
-    """Whether chunks are exchanged while others compute."""
 
     @classmethod
-    def of(
-        cls, steps: SampledSteps, schedule: PipelineSchedule, stages: int, *, overlaps: bool
-    ) -> "PartSimulator":
+    def of(cls, steps: SampledSteps, schedule: PipelineSchedule, stages: int) -> "PartSimulator":
         """Prepare the steps for pipelines of so many stages."""
         groups = []
         for count in np.unique(steps.counts[steps.counts > 0]).tolist():
@@ -260,28 +167,31 @@ class PartSimulator:
             features = np.ascontiguousarray(steps.features[rows, :count].transpose(1, 2, 0))
             graph = OperationGraph.of(schedule.rule(stages, schedule.chunks, count))
             groups.append(_Rows(rows=rows, features=features, graph=graph))
-        return cls(steps=steps, groups=tuple(groups), overlaps=overlaps)
+        return cls(steps=steps, groups=tuple(groups))
 
     @property
     def operations(self) -> int:
         """Operations of all rows: the work of one candidate."""
         return sum(len(group.graph) * len(group.rows) for group in self.groups)
 
-    def step_ms(self, terms: PartTerms, once: StageTerms) -> np.ndarray:
+    def step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
         """Mean step time of every candidate. [C]"""
         largest = max(len(group.graph) * len(group.rows) for group in self.groups)
         at_once = max(_ENTRIES // largest, 1)
         found = []
         for first in range(0, len(terms), at_once):
             chunk = slice(first, first + at_once)
-            found.append(self._step_ms(terms.some(chunk), once.some(chunk)))
+            found.append(self._step_ms(terms.some(chunk), once.at(chunk)))
         return np.concatenate(found)
 
-    def _step_ms(self, terms: PartTerms, once: StageTerms) -> np.ndarray:
+    def _step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
         row_ms = np.zeros((len(terms), len(self.steps.counts)))
         for group in self.groups:
-            row_ms[:, group.rows] = group.reduced_ms(terms, once, overlaps=self.overlaps).max(
-                axis=0
-            )
+            row_ms[:, group.rows] = group.reduced_ms(terms, once).max(axis=-1)
         step_ms = row_ms[:, self.steps.rows].max(axis=2) + once.update_ms.max(axis=1)[:, None]
         return step_ms @ self.steps.weight
+
+
+def _stages_last(of_stages: np.ndarray) -> np.ndarray:
+    """Values [p, C, R] with the stages' axis last, as `PerStepCosts` has it."""
+    return np.moveaxis(of_stages, 0, -1)

@@ -7,6 +7,7 @@ every level.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -174,22 +175,22 @@ def held_units(
 
 
 def trained_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
-    """Parameters of one device of stages of these units [stages, kinds] that are updated.
-    [stages]"""
+    """Parameters of one device of stages of these units [..., stages, kinds] that are updated.
+    [..., stages]"""
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
     return held @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, held)
 
 
 def trained_expert_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
-    """Parameters of experts of one device of stages of these units [stages, kinds] that are
-    updated. [stages]"""
+    """Parameters of experts of one device of stages of these units [..., stages, kinds] that are
+    updated. [..., stages]"""
     per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
     return held @ np.array(per_unit, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PerStepCosts:
-    """What every stage does once a step, in ms. All are [stages].
+    """What every stage does once a step, in ms. All are [..., stages].
 
     A stage's exchange with its data-parallel ranks is in equal buckets. One is reduced when its
     share of the last backward has run, and a share of the first forward waits for one to be
@@ -231,8 +232,8 @@ class PerStepCosts:
         chunks = first_start_ms.shape[-2]
         if not self.overlaps:
             return np.broadcast_to(self.gather_ms, first_start_ms[..., 0, :].shape)
-        there_ms = np.arange(1, chunks + 1)[:, None] * self.gather_ms / chunks
-        there_ms[0] /= self.buckets
+        there_ms = np.arange(1, chunks + 1)[:, None] * self.gather_ms[..., None, :] / chunks
+        there_ms[..., 0, :] /= self.buckets
         return np.maximum((there_ms - first_start_ms).max(axis=-2), 0)
 
     def chunks_exposed_ms(self, last_end_ms: np.ndarray) -> np.ndarray:
@@ -257,6 +258,17 @@ class PerStepCosts:
         rest_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
         return rest_ms + self.tied_ms
 
+    def at(self, index: Any) -> "PerStepCosts":
+        """Costs at an index of the axes before the stages'."""
+        return replace(
+            self,
+            reduction_ms=self.reduction_ms[index],
+            gather_ms=self.gather_ms[index],
+            buckets=self.buckets[index],
+            tied_ms=self.tied_ms[index],
+            update_ms=self.update_ms[index],
+        )
+
     def without_exchange(self) -> "PerStepCosts":
         """Once-a-step costs with the weight update alone."""
         nothing = np.zeros_like(self.update_ms)
@@ -277,11 +289,15 @@ def per_step_costs(
     Args:
         stages: parts of the model, which the schedule places on stages.
     """
-    held = held_units(cost, stages, schedule)
+    return per_step_costs_of_units(cost, held_units(cost, stages, schedule))
+
+
+def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
+    """Exchange and weight update of stages that hold these units, [..., stages, kinds]."""
     parameters = trained_parameters(cost, held)
     of_experts = trained_expert_parameters(cost, held)
-    buckets = np.ones(len(held))
-    buckets[0] = bucket_counts(cost, parameters[0])
+    buckets = np.ones(parameters.shape)
+    buckets[..., 0] = bucket_counts(cost, parameters[..., 0])
     return PerStepCosts(
         reduction_ms=cost.reduction_ms(parameters, of_experts),
         gather_ms=cost.gather_ms(parameters, of_experts),
