@@ -20,15 +20,15 @@ its last backward, as two features of these micro-batches (`omnibal.model.units.
 Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
-from omnibal.dispatch.items import NO_LOAD, items_at_home, shares_of_ranks, unit_of_time
-from omnibal.dispatch.near_home import Homes
+from omnibal.dispatch.items import items_at_home, load_of_stages, shares_of_ranks, unit_of_time
+from omnibal.dispatch.near_home import NO_LOAD, Homes
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
@@ -62,14 +62,23 @@ class ItemShares:
         features: tuple[str, ...],
         cost: EncodersCost,
         beside: DataParallelEncoders,
+        load_ms: Sequence[float] = (),
     ) -> "ItemShares":
-        """Share the items of a workload whose features have these names."""
+        """Share the items of a workload whose features have these names.
+
+        Args:
+            load_ms: that ranks have before, by pipeline stage; none where it is empty.
+        """
         steps, step = np.unique(workload.step, return_inverse=True)
         ranks, pipelines = workload.data_parallel_size, beside.pipelines
         cell, cells = step * ranks + workload.dp_rank, len(steps) * ranks
-        sizes = {"ranks_of_pipeline": cost.ranks_of_pipeline}
+        of_pipeline = cost.ranks_of_pipeline
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-        held, encoded, samples, load = {}, {}, {}, NO_LOAD
+        held, encoded, samples, before = {}, {}, {}, NO_LOAD
+        if load_ms:
+            tensor = cost.parallel.tensor
+            before = load_of_stages(load_ms, unit_ms, pipelines=pipelines, tensor=tensor)
+        load = before
         for name, one in cost.encoders.items():
             of_rows = workload.features[:, features.index(one.feature)]
             if name in beside.square_ms:
@@ -78,20 +87,25 @@ class ItemShares:
                 dealt = whole.deal(
                     cell,
                     pipelines=pipelines,
+                    ranks_of_pipeline=of_pipeline,
                     times=times,
                     unit_ms=unit_ms,
                     node=cost.nodes(pipelines),
-                    **sizes,
+                    load=before,
                 )
-                ranks_of_all = cells * cost.ranks_of_pipeline
-                by_group = -1, pipelines * cost.ranks_of_pipeline
+                ranks_of_all = cells * of_pipeline
+                by_group = -1, pipelines * of_pipeline
                 samples[name] = dealt
                 encoded[name] = dealt.of_ranks(dealt.items, ranks_of_all).reshape(by_group)
                 load = load + dealt.of_ranks(dealt.weight, ranks_of_all).reshape(by_group)
             held[name] = np.bincount(cell, of_rows, cells).astype(np.int64).reshape(-1, pipelines)
         equal = {name: held[name] for name in held if name not in samples}
         encoded |= shares_of_ranks(
-            equal, item_ms=beside.item_ms, load=load, unit_ms=unit_ms, **sizes
+            equal,
+            ranks_of_pipeline=of_pipeline,
+            item_ms=beside.item_ms,
+            load=load,
+            unit_ms=unit_ms,
         )
         return cls(steps=steps, pipelines=pipelines, held=held, encoded=encoded, samples=samples)
 

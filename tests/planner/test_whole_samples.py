@@ -11,7 +11,7 @@ from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
 from omnibal.dispatch.sample_passes import passes_of_samples
-from omnibal.dispatch.whole_samples import DealtSamples, deal_group, deal_samples
+from omnibal.dispatch.whole_samples import DealtSamples, deal_group, deal_samples, weights_of
 from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -92,8 +92,9 @@ def dealt_case(
     pipeline = np.sort(rng.integers(0, groups * pipelines, count))
     squares = items**2 // rng.integers(1, 4, count)
     dealt = deal_samples(
-        pipeline, items, squares, pipelines=pipelines, ranks_of_pipeline=of_pipeline,
-        times=TIMES, unit_ms=1e-6, node=np.zeros((1, pipelines * of_pipeline), int),
+        pipeline, items, squares, weights_of(TIMES.ms(items, squares), 1e-6),
+        pipelines=pipelines, ranks_of_pipeline=of_pipeline,
+        node=np.zeros((1, pipelines * of_pipeline), int),
     )  # fmt: skip
     return (pipeline, items, squares), dealt
 

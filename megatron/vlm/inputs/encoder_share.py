@@ -16,7 +16,8 @@ from functools import cached_property
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import NO_LOAD, ItemRuns, share_items, shares_of_ranks, unit_of_time
+from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks, unit_of_time
+from omnibal.dispatch.near_home import NO_LOAD
 from omnibal.dispatch.sample_items import SampleItems, samples_of_shares
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
