@@ -255,9 +255,14 @@ def _stage_memory(
         + cuts.back[runs[-1].kind]
         for runs in chunks
     )
-    passes_bytes += links_bytes + table.room_bytes(counts)
+    link_bytes = float(links_bytes + table.room_bytes(counts))
     return memory_of_stage(
-        cost, counts, table, held_bytes=float(held_bytes), pass_bytes=np.array([passes_bytes])
+        cost,
+        counts,
+        table,
+        held_bytes=float(held_bytes),
+        link_bytes=link_bytes,
+        pass_bytes=np.array([passes_bytes + link_bytes]),
     )
 
 
