@@ -274,8 +274,8 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
             gradients = self.mail.take(Content.GRADIENTS, part + 1, part, micro_batch, position)
         trained = [name for name, output in kept.outputs.items() if output.requires_grad]
+        self.clock.switch(Phase.BACKWARD)
         if trained:
-            self.clock.switch(Phase.BACKWARD)
             run_backward([(kept.outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
         self.mail.launched(position)
