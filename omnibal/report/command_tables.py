@@ -371,9 +371,9 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
     columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
         "stage": lambda replay: f"{replay.stage}",
         "packs": lambda replay: f"{len(replay.rows):,}",
-        "forward ms": lambda replay: f"{np.mean(replay.forward_ms):,.2f}",
-        "backward ms": lambda replay: f"{np.mean(replay.backward_ms):,.2f}",
-        "recompute ms": lambda replay: f"{np.mean(replay.recompute_ms):,.2f}",
+        "forward ms": lambda replay: f"{np.sum(replay.forward_ms) / len(replay.rows):,.2f}",
+        "backward ms": lambda replay: f"{np.sum(replay.backward_ms) / len(replay.rows):,.2f}",
+        "recompute ms": lambda replay: f"{np.sum(replay.recompute_ms) / len(replay.rows):,.2f}",
         "update ms": lambda replay: f"{replay.update_ms:,.2f}",
         "peak": lambda replay: gib_or_mib(replay.peak_gib),
     }
