@@ -133,6 +133,14 @@ class PlanResult:
     cost_source: CostSource = ANALYTIC
     """What its costs were counted or measured by."""
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step; of several numbers the largest."""
+        if self.data is not None:
+            return int(self.data[0].slot.max()) + 1
+        assert self.plan.shapes is not None  # as a plan is of either
+        return self.plan.shapes.micro_batches_per_step
+
 
 def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
