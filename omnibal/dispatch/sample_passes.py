@@ -44,13 +44,13 @@ def passes_of_samples(
 
     Args:
         items_per_pass: most items of a pass of more than one sample.
-        kept_items: most items of a rank whose activations are kept, of every rank or of each,
-            int64 [ranks].
+        kept_items: most items of a rank whose activations are kept; of all ranks, or of each, int64
+            [ranks of all groups]. Below 0 it is as 0.
     """
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)
-    kept = kept_items if isinstance(kept_items, int) else kept_items[dealt.rank]
+    kept = kept_items[dealt.rank] if isinstance(kept_items, np.ndarray) else kept_items
     is_kept = ends - before_rank <= kept
     begins_run = _begins(2 * dealt.rank + ~is_kept)
     run_firsts = np.flatnonzero(begins_run)

@@ -11,7 +11,7 @@ Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f featu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
