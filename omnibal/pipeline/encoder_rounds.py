@@ -416,6 +416,11 @@ def hide_encoders(
         for column, (at, left_ms) in enumerate(((first, before_ms), (last, after_ms))):
             hidden_ms[at, column] = all_ms[at, column] - once_ms[column] - left_ms
             all_ms[at, column] = once_ms[column] + left_ms
+    predicted = encoding.predicted.model_copy(
+        update={
+            "hidden_ms": _longest_ms(workload, encoding.waits.all) - _longest_ms(workload, all_ms)
+        }
+    )
     values = workload.features.copy()
     for index, name in enumerate(ENCODER_WAITS_MS):
         columns = [column for column, feature in enumerate(cost.features) if feature == name]
@@ -423,8 +428,22 @@ def hide_encoders(
     return replace(
         workload,
         features=values,
-        encoding=replace(encoding, waits=_without(encoding.waits, hidden_ms), rounds=()),
+        encoding=replace(
+            encoding,
+            waits=_without(encoding.waits, hidden_ms),
+            rounds=(),
+            predicted=predicted,
+        ),
     )
+
+
+def _longest_ms(workload: Workload, waits_ms: np.ndarray) -> float:
+    """Mean over steps of the longest waits of a rank, given those of every row, [rows, 2]."""
+    _, step = np.unique(workload.step, return_inverse=True)
+    shape = int(step.max()) + 1, workload.data_parallel_size
+    of_rank = np.zeros(shape)
+    np.add.at(of_rank, (step, workload.dp_rank), waits_ms.sum(axis=1))
+    return float(of_rank.max(axis=1).mean())
 
 
 def exposed_ms(
