@@ -20,11 +20,13 @@ from functools import lru_cache
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderRound
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoding import EncoderWaits, RoundWork
 from omnibal.pipeline.operation_graph import OperationGraph, schedule_graph
+from omnibal.pipeline.round_places import exchange_waits
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows, Timeline, simulate_ranks
 from omnibal.pipeline.stage import Stage
@@ -83,16 +85,18 @@ def check_rounds(beside: DataParallelEncoders, schedule: PipelineSchedule, stage
     """Refuse rounds that are of other stages, or of which stages wait for each other for ever.
 
     Raises:
-        ValueError: one of them is so, in words.
+        UserError: one of them is so.
     """
-    for at, each in enumerate(beside.rounds):
-        tables = len(each.rounds[0].load_ms)
-        if tables != stages:
-            raise ValueError(f"rounds[{at}] has tables of {tables} stages, and there are {stages}")
+    for each in beside.rounds:
+        listed = schedule.rule(stages, schedule.chunks, each.micro_batches)
+        exchange_waits(listed, each.rounds, trained=True)
         try:
             order_of(schedule, stages, each.rounds)
         except ValueError as error:
-            raise ValueError(f"rounds[{at}]: {error}") from error
+            raise UserError(
+                f"rounds of steps of {each.micro_batches} micro-batches: {error}; encode rounds "
+                "before the forwards that need them, or leave beside.rounds out"
+            ) from error
 
 
 class _Done:

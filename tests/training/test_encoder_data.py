@@ -15,6 +15,7 @@ from omnibal.base.errors import UserError
 from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.unit_runs import encoders_stage
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
@@ -46,6 +47,10 @@ class Job:
     @property
     def beside(self):
         return BESIDE
+
+    @property
+    def schedule(self):
+        return ONE_FORWARD_ONE_BACKWARD
 
     @property
     def levels(self):
