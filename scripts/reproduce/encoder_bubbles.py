@@ -82,11 +82,11 @@ def row(case: Case, micro_batches: int, data_ranks: int) -> list[str]:
         inside = None
     request = PlanRequest(job=job, data=data)
     try:
-        usual = make_ordered_plan(request)
+        usual = make_ordered_plan(request, in_rounds=False)
     except DoesNotFit:
         return [*name, "does not fit", *[""] * 7]
     start = time.process_time()
-    plan = make_ordered_plan(request, in_rounds=True).plan
+    plan = make_ordered_plan(request).plan
     seconds = time.process_time() - start
     before, after = usual.plan.prediction, plan.prediction
     assert before is not None and after is not None
