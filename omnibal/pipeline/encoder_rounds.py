@@ -28,7 +28,13 @@ from omnibal.pipeline.encoding import EncoderWaits, RoundWork
 from omnibal.pipeline.operation_graph import OperationGraph, schedule_graph
 from omnibal.pipeline.round_places import exchange_waits
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
-from omnibal.pipeline.simulate import SimulatedRows, Timeline, simulate_ranks
+from omnibal.pipeline.simulate import (
+    SimulatedRows,
+    StepTimes,
+    Timeline,
+    simulate_levels,
+    simulate_ranks,
+)
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
 from omnibal.pipeline.workload import Workload
@@ -448,6 +454,18 @@ def _longest_ms(workload: Workload, waits_ms: np.ndarray) -> float:
     of_rank = np.zeros(shape)
     np.add.at(of_rank, (step, workload.dp_rank), waits_ms.sum(axis=1))
     return float(of_rank.max(axis=1).mean())
+
+
+def simulate_with_rounds(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule,
+) -> StepTimes:
+    """Simulate every step of a workload, of which encoders may run in rounds
+    (`omnibal.pipeline.simulate.simulate_levels`)."""
+    hidden = hide_encoders(workload, cost, stages_at, schedule)
+    return simulate_levels(cost, stages_at, hidden, schedule)
 
 
 def exposed_ms(
