@@ -447,6 +447,34 @@ def hide_encoders(
     )
 
 
+def computing_ms(workload: Workload, hidden: Workload, stages: int) -> np.ndarray:
+    """Time that stages encode in rounds while pipelines do not wait for it, and less what they wait
+    for it, mean over ranks. [steps, stages]
+
+    Args:
+        workload: with what its groups encode.
+        hidden: with the waits that are left (`hide_encoders`).
+    """
+    steps, step = np.unique(workload.step, return_inverse=True)
+    found = np.zeros((len(steps), stages))
+    if workload.encoding is None or hidden.encoding is None:
+        return found
+    ranks, once_ms = workload.data_parallel_size, sum(workload.encoding.once_ms)
+    left_ms = hidden.encoding.waits.all.sum(axis=1)
+    for work in (one.chosen(steps) for one in workload.encoding.rounds):
+        at, pipelines = np.searchsorted(steps, work.step), work.forward_ms.shape[1]
+        both_ms = (work.forward_ms + work.backward_ms).sum(axis=(1, 2))
+        np.add.at(found, at, both_ms / ranks)
+        goes = np.zeros((len(steps), ranks), bool)
+        for pipeline in range(pipelines):
+            goes[at, work.first_rank + pipeline] = True
+        rows = goes[step, workload.dp_rank]
+        waited_ms = np.bincount(step[rows], left_ms[rows], len(steps))
+        waited_ms -= once_ms * goes.sum(axis=1)
+        found -= waited_ms[:, None] / ranks
+    return found
+
+
 def _longest_ms(workload: Workload, waits_ms: np.ndarray) -> float:
     """Mean over steps of the longest waits of a rank, given those of every row, [rows, 2]."""
     _, step = np.unique(workload.step, return_inverse=True)
@@ -465,7 +493,9 @@ def simulate_with_rounds(
     """Simulate every step of a workload, of which encoders may run in rounds
     (`omnibal.pipeline.simulate.simulate_levels`)."""
     hidden = hide_encoders(workload, cost, stages_at, schedule)
-    return simulate_levels(cost, stages_at, hidden, schedule)
+    steps = simulate_levels(cost, stages_at, hidden, schedule)
+    encoding_ms = computing_ms(workload, hidden, steps.busy_ms.shape[1])
+    return replace(steps, busy_ms=steps.busy_ms + encoding_ms)
 
 
 def exposed_ms(
@@ -484,6 +514,7 @@ def _without(waits: EncoderWaits, hidden_ms: np.ndarray) -> EncoderWaits:
     return EncoderWaits(
         all=waits.all - hidden_ms,
         unreduced=waits.unreduced - hidden_ms,
+        work=waits.work,
         **{
             name: np.maximum(getattr(waits, name) - np.maximum(hidden_ms, 0), 0)
             for name in ("even", "silent", "needed")
