@@ -25,7 +25,12 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.round_search import RoundChoice, RoundProblem, search_rounds
+from omnibal.pipeline.round_search import (
+    RoundChoice,
+    RoundProblem,
+    improved_rounds,
+    search_rounds,
+)
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
@@ -252,7 +257,12 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
     if in_rounds and job.beside is not None:
         placed += _in_rounds(request, placed[0], job, packs, lengths)
     predicted = [_predicted(each, request.job, packs, lengths) for each in placed]
-    best = min(predicted, key=lambda each: _step_ms(each))
+    best = min(predicted, key=_step_ms)
+    if best.beside is not None and best.beside.rounds:
+        placed_best = replace(job, beside=best.beside)
+        beside = improved_rounds(_round_problem(best, placed_best, packs, lengths))
+        improved = best.model_copy(update={"beside": beside})
+        best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
     return replace(result, plan=best, data=(packs, lengths))
 
 
