@@ -12,6 +12,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 
 pytestmark = pytest.mark.quick
 
@@ -98,6 +99,7 @@ def shares_of_all(seed):
         EncoderShares(
             model=model,
             beside=beside,
+            schedule=ONE_FORWARD_ONE_BACKWARD,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             gpus_per_node=(2, 3, 8)[seed % 3],
             packs=packs,
@@ -135,7 +137,7 @@ def test_every_feature_arrives_at_its_place(seed):
     ranks = shares_of_all(seed)
     parallel, model = ranks[0].ranks.parallel, ranks[0].model
     for step in range(3):
-        shares = [rank.step(step) for rank in ranks]
+        shares = [rank.step(step).rounds[0].shares for rank in ranks]
         for block in range(parallel.data // ranks[0].ranks.pipelines):
             group = sorted(ranks[0].ranks.global_ranks(block))
             leaving = {}

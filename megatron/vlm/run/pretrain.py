@@ -289,6 +289,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=run.packs,
