@@ -106,7 +106,8 @@ def search_rounds(problem: RoundProblem) -> list[RoundChoice]:
     there is one.
     """
     beside = problem.beside
-    if beside.sharded > 1 or problem.stages == 1 or not problem.encoders.encoders:
+    # Ranks that wait for each other within a step are simulated together, and these are not.
+    if beside.sharded > 1 or problem.stages == 1 or problem.workload.runs_together:
         return []
     numbers = _numbers(problem.workload, beside)
     least = [_Search.of(problem, number).before_ms * (1 - _LEAST_GAIN) for number in numbers]
