@@ -253,15 +253,15 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
             plan.schedule,
         )
         packs = in_slots(packs, slot)
-    placed = [plan.model_copy(update={"data": request.data.described(packs, job)})]
-    if in_rounds and job.beside is not None:
-        placed += _in_rounds(request, placed[0], job, packs, lengths)
-    predicted = [_predicted(each, request.job, packs, lengths) for each in placed]
-    best = min(predicted, key=_step_ms)
-    if best.beside is not None and best.beside.rounds:
-        placed_best = replace(job, beside=best.beside)
-        beside = improved_rounds(_round_problem(best, placed_best, packs, lengths))
-        improved = best.model_copy(update={"beside": beside})
+    usual = plan.model_copy(update={"data": request.data.described(packs, job)})
+    best = _predicted(usual, job, packs, lengths)
+    in_rounds = in_rounds and job.beside is not None
+    placed = _in_rounds(request, usual, job, packs, lengths) if in_rounds else []
+    if placed:
+        beside = min((_predicted(each, job, packs, lengths) for each in placed), key=_step_ms)
+        of_beside = replace(job, beside=beside.beside)
+        loads = improved_rounds(_round_problem(beside, of_beside, packs, lengths))
+        improved = beside.model_copy(update={"beside": loads})
         best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
     return replace(result, plan=best, data=(packs, lengths))
 
