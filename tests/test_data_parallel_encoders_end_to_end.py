@@ -58,7 +58,7 @@ def edited(beside: Path, folder: Path, **changes: object) -> Path:
 @pytest.fixture(scope="module")
 def divided(beside, tmp_path_factory) -> Path:
     """The same plan, with the encoders' weights divided over all ranks."""
-    return edited(beside, tmp_path_factory.mktemp("plans") / "divided", sharded=4)
+    return edited(beside, tmp_path_factory.mktemp("plans") / "divided", sharded=4, rounds=[])
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,8 @@ def by_rounds(beside, tmp_path_factory) -> Path:
 def test_encoders_by_rounds_train_as_all_at_once(beside, by_rounds, digits, tmp_path):
     """Prevents: a plan with rounds that the trainer cannot read or follow, and data that is read in
     another order than stages take it."""
-    for plan, save in ((beside, "whole"), (by_rounds, "rounds")):
+    at_once = edited(beside, tmp_path / "plan", rounds=[])
+    for plan, save in ((at_once, "whole"), (by_rounds, "rounds")):
         workers = ("--train-iters", "2", "--num-workers", "1")
         ranks_succeed(4, *training(plan, digits, tmp_path / save, *workers))
     assert losses(tmp_path / "rounds") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)

@@ -54,6 +54,9 @@ class ItemShares:
     """Items that every rank encodes, by encoder, int64 [S * B, N]."""
     samples: Mapping[str, DealtSamples] = field(default_factory=dict)
     """Samples that ranks encode, of encoders that take whole ones; ranks are as in `encoded`."""
+    before: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Items that ranks encode in earlier rounds of the step, by encoder; as `encoded`, and none
+    where it is empty."""
 
     @classmethod
     def of(
@@ -111,15 +114,23 @@ class ItemShares:
 
     def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
         """Passes that every rank makes of an encoder."""
-        return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
+        kept: int | np.ndarray = beside.kept_items[name]
+        if name in self.before:
+            kept = np.maximum(kept - self.before[name], 0)
+        return self.passes_of(name, beside.items_per_pass[name], kept)
 
-    def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
-        """Passes of so many items at most, of which so many are kept."""
+    def passes_of(self, name: str, items_per_pass: int, kept_items: int | np.ndarray) -> Passes:
+        """Passes of so many items at most, of which so many are kept: by all ranks, or by every
+        one, [S * B, N]."""
         items = self.encoded[name]
         if name not in self.samples:
             return EqualPasses(items=items, items_per_pass=items_per_pass, kept_items=kept_items)
         return WholePasses(
-            passes=passes_of_samples(self.samples[name], items_per_pass, kept_items),
+            passes=passes_of_samples(
+                self.samples[name],
+                items_per_pass,
+                kept_items if isinstance(kept_items, int) else kept_items.ravel(),
+            ),
             place=np.arange(items.size).reshape(items.shape),
         )
 
@@ -215,6 +226,7 @@ def with_encoders(
             memory=_memory(encoder_memory),
         ),
         exchange_ms=cost.gather_ms + cost.reduction_ms,
+        once_ms=(cost.gather_ms, cost.reduction_ms),
     )
     return replace(workload, features=values, encoding=encoding)
 
@@ -311,12 +323,12 @@ def _group_times(
         mean_backward=mean_ms[:, 1],
         mean_again=mean_ms[:, 2],
         mean_exposed=exposed_ms.mean(axis=1),
-        exchange=_exchange_ms(shares, cost, is_back=False),
-        exchange_back=_exchange_ms(shares, cost, is_back=True),
+        exchange=features_exchange_ms(shares, cost, is_back=False),
+        exchange_back=features_exchange_ms(shares, cost, is_back=True),
     )
 
 
-def _exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
+def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
     """Time of one exchange of features or of their gradients, [S * B].
 
     Every rank that embeds tokens receives an equal part of its pipeline's rows, and what it has
@@ -369,6 +381,7 @@ def _waits(
     forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
     silent = times.mean_forward, times.mean_backward + times.mean_again
     ahead, behind = times.mean_exposed.T
+    needed = at_ends(times.mean_forward, times.mean_backward)
     return EncoderWaits(
         all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
         even=at_ends(
@@ -376,6 +389,7 @@ def _waits(
             silent[1] + behind + times.exchange_back + cost.reduction_ms,
         ),
         silent=at_ends(*silent),
-        needed=at_ends(times.mean_forward, times.mean_backward),
+        needed=needed,
+        work=needed,
         unreduced=at_ends(forward, backward),
     )

@@ -12,7 +12,7 @@ from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
 from length_cases import lengths_of, texts
 
 from omnibal.base.errors import UserError
-from omnibal.export.directory import export_input
+from omnibal.export.directory import export_input, make_export
 from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, shape_caps
@@ -24,11 +24,17 @@ from omnibal.model.config import ModelConfig, Precision, load_model, with_imbala
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 
 def plan_of(
-    name: TargetName, model: ModelConfig, parallel: Parallel, tokens: int, precision: Precision
+    name: TargetName,
+    model: ModelConfig,
+    parallel: Parallel,
+    tokens: int,
+    precision: Precision = "bf16",
+    chunks: int = 1,
 ) -> PlanFiles:
     """A plan of shapes for a trainer, of samples that are routed evenly and equally long, as
     made-up ones are."""
@@ -42,20 +48,21 @@ def plan_of(
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
-        micro_batches_per_step=6,
+        micro_batches_per_step=8 if chunks > 1 else 6,
         image_tokens=1024 if model.images is not None else None,
     )
-    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    schedule, effort = ONE_FORWARD_ONE_BACKWARD, 1.0
+    if chunks > 1:
+        schedule, effort = PipelineSchedule(name="interleaved", chunks=chunks), 0.02
+    plan = make_plan(PlanRequest(job=job, data=data, schedule=schedule), effort).plan
     return PlanFiles(plan=plan, job=job, data=data.schedule(job))
 
 
+EXPERTS = Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8)
 SIZES = {
     # With encoders recomputed, and with experts that ranks share out.
     "internvl3.5-8b": (Parallel(pipeline=2, data=2), 12_288),
-    "qwen3-vl-30b-a3b": (
-        Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8),
-        9_088,
-    ),
+    "qwen3-vl-30b-a3b": (EXPERTS, 9_088),
 }
 
 
@@ -85,6 +92,36 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
     verdict = Verdict.of(told)
     assert verdict.line.prediction == plan.prediction
     assert verdict.finding is None and verdict.better is None
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parallel", "tokens", "chunks"),
+    [
+        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 2),
+        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=8), 8_192, 3),
+        (TargetName.MEGATRON_LM, "llama3.1-8b", Parallel(pipeline=4, data=2), 8_192, 5),
+        (TargetName.MEGATRON_BRIDGE, "llama3.1-8b", Parallel(pipeline=2, data=2), 16_384, 4),
+        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 6_016, 2),
+        (TargetName.MS_SWIFT, "internvl3.5-8b", Parallel(pipeline=4, data=2), 12_288, 3),
+        (TargetName.MS_SWIFT, "llama3.1-8b", Parallel(pipeline=8), 8_192, 2),
+        (TargetName.LOONGFORGE, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 3),
+        (TargetName.LOONGFORGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, 2),
+        (TargetName.LOONGFORGE, "llama3.1-8b", Parallel(pipeline=8), 8_192, 4),
+    ],
+)
+def test_an_exported_line_with_chunks_costs_what_its_plan_does(
+    name, model, parallel, tokens, chunks, tmp_path: Path
+):
+    """Prevents: chunks that are written on other stages than planned, or not at all, and numbers of
+    recomputed layers that are read of a stage and not of each of its chunks."""
+    files = plan_of(name, load_model(model), parallel, tokens, chunks=chunks)
+    plan, given = files.plan, export_input(files, TARGETS[name], None, tmp_path, 0)
+    exported = make_export(given, EXPORTS[name])
+    told = of_line(exported.exported.command, model)
+    assert told.parts == plan.stages
+    assert predicted_line(told).prediction == plan.prediction
+    assert exported.expected.step_ms == plan.prediction.step_ms
+    assert len(exported.expected.peak_gib) == parallel.pipeline
 
 
 def recipe(layers: str) -> str:

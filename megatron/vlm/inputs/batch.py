@@ -20,6 +20,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +195,13 @@ class MicroBatch:
         """This micro-batch in host memory that a device copies from on its own."""
         return self._each(torch.Tensor.pin_memory)
 
+    def for_units(self, units: Stage) -> "MicroBatch":
+        """The micro-batch for some units: without items of encoders that these do not embed, by far
+        its largest tensors."""
+        others = (fields for unit, fields in _EMBEDDED.items() if not units.holds(unit))
+        gone: dict[str, Any] = dict.fromkeys(name for fields in others for name in fields)
+        return replace(self, **gone)
+
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
         """Micro-batches of at most `most` of its items each, or of one image that has more, in
         order; at least one.
@@ -262,6 +270,13 @@ class MicroBatch:
         """
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
+
+
+_EMBEDDED = {
+    "vision embed": ("pixels_TCPP", "patches_YX"),
+    "audio embed": ("frames_CBF",),
+}
+"""Fields of a micro-batch that hold items of encoders, by the unit that embeds these."""
 
 
 def borders_of(

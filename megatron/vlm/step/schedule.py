@@ -36,6 +36,7 @@ from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import OperationGraph, operation_graph
 from omnibal.pipeline.round_places import ExchangeWait
 from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
+from omnibal.pipeline.stage import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
 """Function that gives a micro-batch's features by encoder."""
@@ -61,21 +62,28 @@ def _whole_stage(_: str, __: int) -> None:
 
 
 class _HeldBatches:
-    """Micro-batches of a step, read once, each held until all chunks have taken it."""
+    """Micro-batches of a step, read once, each held for the chunks that have not taken it yet.
 
-    def __init__(self, batches: MicroBatchStream, chunks: int) -> None:
-        self._batches, self._chunks = batches, chunks
-        self._read = 0
-        self._held: dict[int, tuple[MicroBatch, int]] = {}
+    Args:
+        units: of every chunk.
+    """
 
-    def take(self, micro_batch: int) -> MicroBatch:
-        """A micro-batch for one more chunk; reads those before it too, which are read in order."""
+    def __init__(self, batches: MicroBatchStream, units: Sequence[Stage]) -> None:
+        self._batches, self._read = batches, 0
+        later = [units[chunk + 1 :] for chunk in range(len(units))]
+        self._left = [
+            Stage(units=tuple(span for stage in stages for span in stage.units)) for stages in later
+        ]
+        self._held: dict[int, MicroBatch] = {}
+
+    def take(self, micro_batch: int, chunk: int) -> MicroBatch:
+        """A micro-batch for its next chunk; reads those before it too, which are read in order."""
         while self._read <= micro_batch:
-            self._held[self._read] = self._batches.take(self._read), self._chunks
+            self._held[self._read] = self._batches.take(self._read)
             self._read += 1
-        batch, chunks = self._held.pop(micro_batch)
-        if chunks > 1:
-            self._held[micro_batch] = batch, chunks - 1
+        batch, left = self._held.pop(micro_batch), self._left[chunk]
+        if left.units:
+            self._held[micro_batch] = batch.for_units(left)
         return batch
 
 
@@ -171,7 +179,7 @@ class _StageRun:
         self.last_backwards = self._last(Pass.BACKWARD, Pass.BACKWARD_INPUT)
         """Position of every chunk's last backward, or first part of one; empty in validation."""
         self.last_weights = self._last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
-        self.batches = _HeldBatches(batches, len(models))
+        self.batches = _HeldBatches(batches, [plan.stages[part] for part in self.links.parts])
         self.encoders = encoders
         trains_features = frozenset() if encoders is None else encoders.trained
         self.trained_inputs = [
@@ -229,7 +237,7 @@ class _StageRun:
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
         received = self._receive(part, operation, position)
         self.clock.switch(Phase.DATA)
-        batch = self.batches.take(micro_batch)
+        batch = self.batches.take(micro_batch, operation.chunk)
         self.clock.switch(Phase.FORWARD)
         if self.encode is not None and part == 0:
             received = self.encode(batch)
@@ -290,8 +298,8 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
             gradients = self.mail.take(Content.GRADIENTS, part + 1, part, micro_batch, position)
         trained = [name for name, output in kept.outputs.items() if output.requires_grad]
+        self.clock.switch(Phase.BACKWARD)
         if trained:
-            self.clock.switch(Phase.BACKWARD)
             run_backward([(kept.outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
         self.mail.launched(position)
