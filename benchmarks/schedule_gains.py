@@ -17,8 +17,8 @@ With `--computing`, two processes compute the passes of a small model instead, o
 simulated gains are of the durations that each schedule's own passes had, in the median of the
 rounds: what other programs take of the cores is in them, but not how it comes between passes.
 
-A time is the median of the rounds; in each, all schedules run one after another. Gains are shares
-of 1F1B's time.
+A time is the median of the rounds, of unequal steps of each of three by itself; in a round, all
+schedules run one after another. Gains are shares of 1F1B's time.
 """
 
 import argparse
@@ -479,6 +479,8 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=2, help="of benchmarks/schedules.py")
     parser.add_argument("--computing", action="store_true", help="two stages that compute")
     given = parser.parse_args()
+    if given.steps < DISTINCT_STEPS:
+        parser.error(f"--steps {given.steps} was given; each of {DISTINCT_STEPS} steps needs one")
     torch.set_num_threads(1)
     prepare_megatron_core()
     if given.computing:
