@@ -25,7 +25,12 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.round_search import RoundChoice, RoundProblem, search_rounds
+from omnibal.pipeline.round_search import (
+    RoundChoice,
+    RoundProblem,
+    improved_rounds,
+    search_rounds,
+)
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
@@ -248,11 +253,16 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
             plan.schedule,
         )
         packs = in_slots(packs, slot)
-    placed = [plan.model_copy(update={"data": request.data.described(packs, job)})]
-    if in_rounds and job.beside is not None:
-        placed += _in_rounds(request, placed[0], job, packs, lengths)
-    predicted = [_predicted(each, request.job, packs, lengths) for each in placed]
-    best = min(predicted, key=lambda each: _step_ms(each))
+    usual = plan.model_copy(update={"data": request.data.described(packs, job)})
+    best = _predicted(usual, job, packs, lengths)
+    in_rounds = in_rounds and job.beside is not None
+    placed = _in_rounds(request, usual, job, packs, lengths) if in_rounds else []
+    if placed:
+        beside = min((_predicted(each, job, packs, lengths) for each in placed), key=_step_ms)
+        of_beside = replace(job, beside=beside.beside)
+        loads = improved_rounds(_round_problem(beside, of_beside, packs, lengths))
+        improved = beside.model_copy(update={"beside": loads})
+        best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
     return replace(result, plan=best, data=(packs, lengths))
 
 

@@ -48,6 +48,10 @@ _FILLED = (1.0, 0.5, 0.0)
 """Parts of a round's time that an idle time must have for the round to be laid into it."""
 _CHANGES = 160
 """Changes of a stage's load in one round that are tried."""
+_IN_VAIN = 40
+"""Changes in vain after which the loads stay."""
+_TOLERANCE = 1e-9
+"""Relative time by which a step must be shorter."""
 _LESS_MEMORY = 0.03
 """Share of its memory by which a slower choice of rounds must be below a quicker one."""
 _LEAST_GAIN = 0.002
@@ -102,7 +106,8 @@ def search_rounds(problem: RoundProblem) -> list[RoundChoice]:
     there is one.
     """
     beside = problem.beside
-    if beside.sharded > 1 or problem.stages == 1 or not problem.encoders.encoders:
+    # Ranks that wait for each other within a step are simulated together, and these are not.
+    if beside.sharded > 1 or problem.stages == 1 or problem.workload.runs_together:
         return []
     numbers = _numbers(problem.workload, beside)
     least = [_Search.of(problem, number).before_ms * (1 - _LEAST_GAIN) for number in numbers]
@@ -116,11 +121,20 @@ def search_rounds(problem: RoundProblem) -> list[RoundChoice]:
         choice = _choice(problem, _joined(each))
         if choices and choice.peak_gib >= choices[-1].peak_gib * (1 - _LESS_MEMORY):
             continue
-        if choice.fits:
-            improved = _choice(problem, _joined([one.improved() for one in each]))
-            return [*choices, improved if improved.fits else choice]
         choices.append(choice)
+        if choice.fits:
+            break
     return choices
+
+
+def improved_rounds(problem: RoundProblem) -> DataParallelEncoders:
+    """The encoders with other loads in their rounds by which steps are shorter, and which fit."""
+    found = [
+        _Search.of(problem, each.micro_batches).improved(each.rounds)
+        for each in problem.beside.rounds
+    ]
+    improved = problem.beside.model_copy(update={"rounds": tuple(found)})
+    return improved if _choice(problem, improved).fits else problem.beside
 
 
 def _choice(problem: RoundProblem, beside: DataParallelEncoders) -> RoundChoice:
@@ -365,23 +379,24 @@ class _Search:
             used += _filled(loads[number], whole)
         return loads
 
-    def improved(
-        self, rounds: tuple[EncoderRound, ...], step_ms: float
-    ) -> tuple[EncoderRound, ...]:
+    def improved(self, rounds: tuple[EncoderRound, ...]) -> EncoderRounds:
         """Change single loads while the step gets shorter."""
         sizes = [one.micro_batches for one in rounds]
         loads = np.array([one.load_ms for one in rounds])
-        work = self._work(rounds)
-        unit_ms = float(work.forward_ms.mean()) or 1.0
-        rng = np.random.default_rng(0)
+        rounds, step_ms = self._placed(sizes, loads)
+        unit_ms = float(self._work(rounds).forward_ms.mean()) or 1.0
+        rng, in_vain = np.random.default_rng(0), 0
         for _ in range(_CHANGES):
             changed = loads.copy()
             at = rng.integers(len(sizes)), rng.integers(loads.shape[1])
             changed[at] = max(changed[at] + rng.choice([-2.0, -1.0, 1.0, 2.0]) * unit_ms, 0.0)
             found, found_ms = self._placed(sizes, changed)
-            if found_ms < step_ms * (1 - 1e-9):
-                rounds, step_ms, loads = found, found_ms, changed
-        return rounds
+            in_vain += 1
+            if found_ms < step_ms * (1 - _TOLERANCE):
+                rounds, step_ms, loads, in_vain = found, found_ms, changed, 0
+            if in_vain == _IN_VAIN:
+                break
+        return EncoderRounds(micro_batches=self.number, rounds=rounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -396,10 +411,6 @@ class _Found:
     def as_rounds(self) -> EncoderRounds:
         """As a plan has them."""
         return EncoderRounds(micro_batches=self.search.number, rounds=self.rounds)
-
-    def improved(self) -> Self:
-        """With loads by which the step is shorter."""
-        return replace(self, rounds=self.search.improved(self.rounds, self.step_ms))
 
 
 def _partitions(number: int) -> list[list[int]]:

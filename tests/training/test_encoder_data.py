@@ -38,7 +38,7 @@ ROUNDS = EncoderRounds(
         for after in (0, 1)
     ),
 )
-"""The first stage encodes a pack, runs its forward, then encodes the other; the second both first."""
+"""The first stage encodes a pack, runs its forward and encodes the next; the second, both first."""
 BY_ROUNDS = BESIDE.model_copy(update={"pipelines": 1, "rounds": (ROUNDS,)})
 """Each pipeline encodes for itself; the one with two packs in every step by rounds."""
 RANKS = range(PARALLEL.world_size)

@@ -345,7 +345,7 @@ class RankRound:
 
     shares: StepShares
     micro_batches: range
-    """Micro-batches of each pipeline whose items are encoded."""
+    """Micro-batches of the rank's pipeline whose items are encoded."""
     encoded_after: int = 0
     """Operations after which the rank encodes its share, and begins to send it."""
     returned_after: int | None = None
