@@ -17,8 +17,8 @@ With `--computing`, two processes compute the passes of a small model instead, o
 simulated gains are of the durations that each schedule's own passes had, in the median of the
 rounds: what other programs take of the cores is in them, but not how it comes between passes.
 
-A time is the median of the rounds; in each, all schedules run one after another. Gains are shares
-of 1F1B's time.
+A time is the median of the rounds, of unequal steps of each of three by itself; in a round, all
+schedules run one after another. Gains are shares of 1F1B's time.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.links import PipelineLinks
+from megatron.vlm.step.pass_times import in_place
 from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.job.plan import Plan
@@ -359,12 +360,11 @@ class ComputingRunner:
 
     def _passes_ms(self, intervals: Sequence[Interval]) -> np.ndarray:
         """What every pass of this stage took; 0 of others. [kinds, m, k]"""
-        schedule, links = self.trainer.plan.schedule, self.trainer.links
-        graph = schedule_graph(schedule, links.size, len(self.batches))
-        took = {phase: iter(each_ms(intervals, phase)) for phase in Phase}
-        found = np.zeros((len(Pass), len(self.batches), graph.schedule.parts))
-        for one in graph.schedule.operations[links.rank]:
-            found[one.kind, one.micro_batch, links.parts[one.chunk]] = next(took[PHASES[one.kind]])
+        links, schedule = self.trainer.links, self.trainer.plan.schedule
+        found = np.zeros((len(Pass), len(self.batches), links.last_part + 1))
+        for kind in schedule.passes:
+            in_turn_ms = each_ms(intervals, PHASES[kind])
+            found[kind][:, links.parts] = in_place(links, in_turn_ms, kind)
         return found
 
     @property
@@ -479,6 +479,8 @@ def main() -> None:
     parser.add_argument("--row", type=int, default=2, help="of benchmarks/schedules.py")
     parser.add_argument("--computing", action="store_true", help="two stages that compute")
     given = parser.parse_args()
+    if given.steps < DISTINCT_STEPS:
+        parser.error(f"--steps {given.steps} was given; each of {DISTINCT_STEPS} steps needs one")
     torch.set_num_threads(1)
     prepare_megatron_core()
     if given.computing:

@@ -47,9 +47,10 @@ def beside(single, tmp_path_factory) -> Path:
 
 
 def edited(beside: Path, folder: Path, **changes: object) -> Path:
-    """The same plan, with other data-parallel encoders by hand."""
+    """The same plan without rounds, or with those that are given, and other changes by hand."""
     shutil.copytree(beside, folder)
     plan = json.loads((folder / "plan.json").read_text())
+    plan["beside"].pop("rounds", None)
     plan["beside"] |= changes
     (folder / "plan.json").write_text(json.dumps(plan))
     return folder
@@ -58,7 +59,7 @@ def edited(beside: Path, folder: Path, **changes: object) -> Path:
 @pytest.fixture(scope="module")
 def divided(beside, tmp_path_factory) -> Path:
     """The same plan, with the encoders' weights divided over all ranks."""
-    return edited(beside, tmp_path_factory.mktemp("plans") / "divided", sharded=4, rounds=[])
+    return edited(beside, tmp_path_factory.mktemp("plans") / "divided", sharded=4)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,7 @@ def by_rounds(beside, tmp_path_factory) -> Path:
 def test_encoders_by_rounds_train_as_all_at_once(beside, by_rounds, digits, tmp_path):
     """Prevents: a plan with rounds that the trainer cannot read or follow, and data that is read in
     another order than stages take it."""
-    at_once = edited(beside, tmp_path / "plan", rounds=[])
+    at_once = edited(beside, tmp_path / "plan")
     for plan, save in ((at_once, "whole"), (by_rounds, "rounds")):
         workers = ("--train-iters", "2", "--num-workers", "1")
         ranks_succeed(4, *training(plan, digits, tmp_path / save, *workers))

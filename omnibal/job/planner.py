@@ -18,7 +18,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
-from omnibal.pipeline.chunk_search import search_parts
+from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.encoder_rounds import hide_encoders
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
@@ -219,7 +219,7 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
         job.memory_cap_gib * GIB,
         request.schedule,
         rules=job.trainer.stages,
-        effort=effort,
+        effort=Effort(share=effort),
     )
 
 
