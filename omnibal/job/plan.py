@@ -347,6 +347,11 @@ class Plan(Frozen):
         return self
 
 
+def plan_sha256(plan: Plan) -> str:
+    """Hash of all of a plan but its prediction."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+
+
 def plan_files(directory: Path) -> list[Path]:
     """Every file of a plan directory, whether it exists or not."""
     return [directory / name for name in (PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE)]

@@ -11,7 +11,7 @@ Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f featu
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from omnibal.cost.model import CostModel
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.part_recompute import Contents, LayerNumbers, LayerOrders, RecomputeWays
-from omnibal.pipeline.schedule_memory import ChunkPasses, schedule_passes
+from omnibal.pipeline.schedule_memory import ChunkPasses, micro_batches_in, schedule_passes
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.stage_memory import (
     LINKS,
@@ -108,7 +108,7 @@ class PartMemory:
             by_chunk = [
                 [each for each in passes if each.chunk == c] for c in range(schedule.chunks)
             ]
-            held = np.max([_micro_batches(cost, each.kept[0]) for each in passes], axis=0)
+            held = np.max([micro_batches_in(cost, each.kept[0]) for each in passes], axis=0)
             every.append(
                 cls(
                     chunks=tuple(_chunk_table(cost, workload, each) for each in by_chunk),
@@ -180,16 +180,9 @@ class _Heaviest:
         found = []
         for of_content in needed:
             at = int(of_content.argmax())
-            each = passes.own[[at]], passes.kept[[at]], passes.late[[at]]
-            one = replace(passes, own=each[0], kept=each[1], late=each[2])
-            found.append((float(of_content[at]), one))
+            found.append((float(of_content[at]), passes.take(np.array([at]))))
         old = self.most or found
         self.most = [max(pair, key=lambda each: each[0]) for pair in zip(old, found, strict=True)]
-
-
-def _micro_batches(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Number of micro-batches in summed features [..., f], of all levels. [...]"""
-    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)
 
 
 def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:

@@ -12,7 +12,7 @@ Axes: passes, chunks of a stage, F features of all levels.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,10 +30,12 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     LINKS,
     RunningPasses,
+    bytes_in_passes,
     cut_bytes,
     encoder_memory_of,
     memory_of_stage,
     memory_table,
+    running_passes,
     running_sums,
     stage_memories,
     tied_gradient_bytes,
@@ -52,6 +54,8 @@ class ChunkPasses:
 
     kind: Pass
     chunk: int
+    row: np.ndarray
+    """Row of the workload that runs, [passes]."""
     own: np.ndarray
     """Features of the micro-batch that runs, [passes, F]."""
     kept: np.ndarray
@@ -59,6 +63,16 @@ class ChunkPasses:
     [passes, chunks, F]."""
     late: np.ndarray
     """Summed features of those of which gradients of weights are to come, [passes, chunks, F]."""
+
+    def take(self, chosen: np.ndarray) -> "ChunkPasses":
+        """Some of the passes, by their indices."""
+        return replace(
+            self,
+            row=self.row[chosen],
+            own=self.own[chosen],
+            kept=self.kept[chosen],
+            late=self.late[chosen],
+        )
 
 
 def schedule_passes(
@@ -107,16 +121,17 @@ def _passes_of(
             listed = np.flatnonzero((passes.kind == kind) & (passes.chunk == chunk))
             run, place = np.nonzero(passes.micro_batch[listed] < counts[:, None])
             place, base = listed[place], first[run]
-            own = features[base + passes.micro_batch[place]]
+            row = base + passes.micro_batch[place]
+            own = features[row]
 
-            def sums(runs: np.ndarray, at: np.ndarray = base, row: np.ndarray = run) -> np.ndarray:
-                ends = at[:, None, None] + np.minimum(runs, counts[row, None, None])
+            def sums(runs: np.ndarray, at: np.ndarray = base, of: np.ndarray = run) -> np.ndarray:
+                ends = at[:, None, None] + np.minimum(runs, counts[of, None, None])
                 return total[ends[..., 1]] - total[ends[..., 0]]
 
             kept, late = sums(passes.held[place]), sums(passes.late[place])
             mine = late if kind is Pass.BACKWARD_WEIGHT else kept
             mine[:, chunk] -= own
-            yield ChunkPasses(kind=kind, chunk=chunk, own=own, kept=kept, late=late)
+            yield ChunkPasses(kind=kind, chunk=chunk, row=row, own=own, kept=kept, late=late)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -255,21 +270,86 @@ def _stage_memory(
         + cuts.back[runs[-1].kind]
         for runs in chunks
     )
-    passes_bytes += links_bytes + table.room_bytes(counts)
+    link_bytes = float(links_bytes + table.room_bytes(counts))
     return memory_of_stage(
-        cost, counts, table, held_bytes=float(held_bytes), pass_bytes=np.array([passes_bytes])
+        cost,
+        counts,
+        table,
+        held_bytes=float(held_bytes),
+        link_bytes=link_bytes,
+        pass_bytes=np.array([passes_bytes + link_bytes]),
     )
 
 
 def _most_bytes(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[float, float]:
     """Most bytes that are held in any of some passes, and that any of them needs."""
-    if not len(passes.own):
-        return 0.0, 0.0
-    own, kept, late = chunks[passes.chunk], 0.0, 0.0
+    held, needed = _bytes_in(chunks, passes)
+    return float(held.max(initial=0)), float(needed.max(initial=0))
+
+
+def _bytes_in(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that are held in each of some passes, and that each of them needs. [passes] each"""
+    own, others = chunks[passes.chunk], np.zeros(len(passes.own))
     for chunk, each in enumerate(chunks):
-        kept = kept + passes.kept[:, chunk] @ each.kept
-        late = late + passes.late[:, chunk] @ each.late
-    others, is_late = kept + late, passes.kind is Pass.BACKWARD_WEIGHT
-    held = others + passes.own @ (own.late if is_late else own.kept)
-    needed = others + (passes.own @ own.running[passes.kind].T).max(axis=1)
-    return float(held.max()), float(needed.max())
+        others = others + passes.kept[:, chunk] @ each.kept + passes.late[:, chunk] @ each.late
+    held = others + passes.own @ (own.late if passes.kind is Pass.BACKWARD_WEIGHT else own.kept)
+    return held, others + (passes.own @ own.running[passes.kind].T).max(axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PassBytes:
+    """Bytes of a stage in every pass of a run, besides its state. [passes] each"""
+
+    row: np.ndarray
+    """Row of the workload that runs."""
+    kind: np.ndarray
+    """Kind of pass (`Pass`)."""
+    chunk: np.ndarray
+    needed: np.ndarray
+    """All that the stage needs in the pass."""
+    held: np.ndarray
+    """What micro-batches keep."""
+    others: np.ndarray
+    """Number of other micro-batches that chunks keep something of, each as often as chunks do."""
+
+
+def bytes_of_passes(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule,
+    stage: int,
+    features: np.ndarray,
+) -> PassBytes:
+    """Bytes of one stage of the pipeline in all passes of a run.
+
+    Args:
+        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
+        stages_at: as for `schedule_memories`.
+        features: of the workload's rows, [rows, F], which may be others than its own.
+    """
+    parts_of = schedule.parts_of(len(stages_at[0]))
+    if schedule == ONE_FORWARD_ONE_BACKWARD:
+        passes = running_passes(features, workload.slot, len(parts_of), stage)
+        of_stage = [stages[stage] for stages in stages_at]
+        needed, held = bytes_in_passes(cost, passes, of_stage)
+        kind, row = np.divmod(np.arange(len(needed)), len(features))  # forwards, then backwards
+        others = micro_batches_in(cost, passes.others)
+        return PassBytes(row=row, kind=kind, chunk=0 * row, needed=needed, held=held, others=others)
+    chunks = [
+        ChunkBytes.of(cost, unit_runs(cost.kinds, [stages[part] for stages in stages_at]))
+        for part in parts_of[stage]
+    ]
+    found = []
+    for each in schedule_passes(features, workload, schedule, len(parts_of), stage):
+        held, needed = _bytes_in(chunks, each)
+        kind, chunk = (np.full(len(held), one) for one in (each.kind, each.chunk))
+        others = micro_batches_in(cost, each.kept + each.late).sum(axis=1)
+        found.append((each.row, kind, chunk, needed, held, others))
+    row, kind, chunk, needed, held, others = map(np.concatenate, zip(*found, strict=True))
+    return PassBytes(row=row, kind=kind, chunk=chunk, needed=needed, held=held, others=others)
+
+
+def micro_batches_in(cost: CostModel, features: np.ndarray) -> np.ndarray:
+    """Number of micro-batches in summed features [..., F], of all levels. [...]"""
+    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)

@@ -188,7 +188,8 @@ def _possible(
     """Schedules with their requests, or why they cannot be."""
     job = request.job
     if planned.plan.beside is not None:
-        job = replace(job, beside=planned.plan.beside)
+        # Rounds are laid into the idle time of a schedule.
+        job = replace(job, beside=planned.plan.beside.model_copy(update={"rounds": ()}))
     for schedule in schedules_of(names, request):
         why = obstacle(request, schedule, planned.micro_batches)
         yield schedule, why or replace(request, job=job, schedule=schedule)

@@ -78,18 +78,15 @@ def peak_of_a_step(links, plan, packs):
     batches = own_stream(plan, packs)
     with LiveBytes() as live:
         step = EncoderStep(encoders, batches, PhaseClock())
-        features = step.forward()
-        if features is not None:
-            inbox, outbox = features.inbox(), features.outbox()
-            for number in range(len(batches)):
-                taken = inbox.take(number)
-                if outbox is not None:
-                    # A micro-batch's own gradients are the pipeline's, and not counted here.
-                    gradients = {name: torch.ones(()).expand_as(taken[name]) for name in taken}
-                    outbox.put(number, gradients)
-                del taken
-            del inbox, outbox
-        step.backward(features)
+        step.begin(0)
+        for number in range(len(batches)) if step.embeds else ():
+            taken = step.take(number)
+            if step.trained:
+                # A micro-batch's own gradients are the pipeline's, and not counted here.
+                gradients = {name: torch.ones(()).expand_as(taken[name]) for name in taken}
+                step.put(number, gradients)
+            del taken
+        step.finish()
     return live.peak, None if stage.weight_E.grad is None else float(stage.weight_E.grad.sum())
 
 
