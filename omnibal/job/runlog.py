@@ -6,6 +6,7 @@ Training writes these types and the report reads them.
 import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -253,6 +254,24 @@ def read_run(path: Path) -> list[StepRecord]:
     if not records:
         raise UserError(f"{path}: holds no step yet; let the run finish at least one")
     return records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLog:
+    """What a run has logged of its steps."""
+
+    info: RunInfo
+    records: tuple[StepRecord, ...]
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "RunLog":
+        """Read the log in a run's directory.
+
+        Raises:
+            UserError: there is none, it holds no step, or it does not follow the schema.
+        """
+        info = read_run_info(directory)
+        return cls(info=info, records=tuple(read_run(directory / RUN_FILE)))
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:

@@ -434,11 +434,12 @@ def _terms(
     again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
     weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
     counts = table.counts[runs][:, problem.held].sum(axis=2)
+    slowness = problem.cost.slowness_of(problem.parts)[:, None]
     return (
         PartTerms(
-            forward=terms[..., layout.forward],
-            backward=terms[..., layout.backward] + recomputed @ again,
-            weight=table.counts[runs] @ weight,
+            forward=terms[..., layout.forward] * slowness,
+            backward=(terms[..., layout.backward] + recomputed @ again) * slowness,
+            weight=table.counts[runs] @ weight * slowness,
             send=terms[..., layout.send],
             receive=terms[..., layout.receive],
         ),

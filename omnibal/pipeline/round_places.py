@@ -86,8 +86,9 @@ def exchange_waits(
                     f"stage {stage} after {max(places)} operations, and the stage runs {there}; "
                     f"set forward_after and backward_after there to {there} at most"
                 )
+    embeds = schedule.stage_of(0)
     waits = [
-        ExchangeWait(*_first_forward(schedule, own), one.forward_after)
+        ExchangeWait(embeds, _first_forward(schedule.operations[embeds], own), one.forward_after)
         for one, own in zip(rounds, micro_batches_of(rounds), strict=True)
     ]
     if not trained:
@@ -109,13 +110,10 @@ def exchange_waits(
     return tuple(waits)
 
 
-def _first_forward(schedule: Schedule, micro_batches: range) -> tuple[int, int]:
-    """Stage that embeds tokens, and the position of its first forward of these micro-batches."""
-    stage = schedule.stage_of(0)
-    return stage, next(
+def _first_forward(operations: StageOperations, micro_batches: range) -> int:
+    """Position of the first forward of some micro-batches on the stage of part 0; it is with it."""
+    return next(
         place
-        for place, one in enumerate(schedule.operations[stage])
-        if one.kind is Pass.FORWARD
-        and one.micro_batch in micro_batches
-        and schedule.part(stage, one.chunk) == 0
+        for place, one in enumerate(operations)
+        if one.kind is Pass.FORWARD and one.micro_batch in micro_batches
     )

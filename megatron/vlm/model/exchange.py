@@ -45,11 +45,6 @@ class BegunExchange:
             self._arriving, self._leaving, received, sent, group=group, async_op=True
         )
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether a wait for it would end at once."""
-        return self._work is None or self._work.is_completed()
-
     def arrived(self) -> torch.Tensor:
         """Wait until it has ended; returns the rows received, in rank order."""
         if self._work is not None:

@@ -138,7 +138,8 @@ class _Features:
         self._coming: BegunExchange | None = None
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
-        self._left = number
+        # On a fake device there are slices of micro-batches that do not run, whose rows stay.
+        self._left = len(self._slices)
 
     def come(self, exchange: BegunExchange) -> None:
         """Take the exchange that brings them."""
@@ -169,13 +170,12 @@ class _Features:
             part_PE = _sliced(arrived_PE, self._route.received_slices)
             del arrived_PE
             self._rows_RE = _gathered(part_PE, self._route.parts)
+            self._gradients_QE = self._no_gradients(self._rows_RE)
         return self._rows_RE
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Take a micro-batch's gradients; those of features without any stay 0."""
-        if self._gradients_QE is None:
-            one = next(iter(message.values()))
-            self._gradients_QE = self._no_gradients(one)
+        assert self._gradients_QE is not None, "after the micro-batch's forward"
         for name, own in self._gradient_slices[micro_batch - self._first].items():
             names = self._made[name]
             parts = _parts(self._gradients_QE[own], len(names))
@@ -190,7 +190,7 @@ class _Features:
         Args:
             like: of their type and width.
         """
-        gradients_QE, self._gradients_QE = self._gradients_QE, None
+        gradients_QE, self._gradients_QE, self._rows_RE = self._gradients_QE, None, None
         return self._no_gradients(like) if gradients_QE is None else gradients_QE
 
     def _no_gradients(self, like: torch.Tensor) -> torch.Tensor:
@@ -199,6 +199,7 @@ class _Features:
 
     def finish(self) -> None:
         """Wait for what comes to a pipeline that runs no micro-batch of the round."""
+        self._rows_RE = None
         if self._coming is not None:
             self._coming.arrived()
             self._coming = None
@@ -212,8 +213,16 @@ class _Round:
         self.trained = planned.shares.only(encoders.trained)
         self.features = _Features(planned, self.trained, encoders.made) if embeds else None
         self.made: list[_Made | _Joined] = []
+        self.leaving: BegunExchange | None = None
+        """Exchange of features on a rank that gets none."""
         self.returning: BegunExchange | None = None
         self.is_returned = False
+
+    def let_go(self) -> None:
+        """Let go of features, when they have left."""
+        if self.leaving is not None:
+            self.leaving.arrived()
+            self.leaving = None
 
 
 class EncoderStep:
@@ -231,7 +240,6 @@ class EncoderStep:
         self.embeds = ranks.number in ranks.embedding_numbers
         """Whether this rank embeds tokens."""
         self._rounds = [_Round(one, encoders, embeds=self.embeds) for one in self._step.rounds]
-        self._leaving: list[BegunExchange] = []
 
     @property
     def trained(self) -> frozenset[str]:
@@ -250,7 +258,6 @@ class EncoderStep:
     def begin(self, position: int) -> None:
         """Encode what stands before the operation at a position of the stage's list, or after all
         of it, and begin to send gradients that are complete there; waits for nothing."""
-        self._leaving = [one for one in self._leaving if not _has_left(one)]
         for one in self._rounds:
             if one.planned.encoded_after == position:
                 self._encode_round(one)
@@ -274,9 +281,8 @@ class EncoderStep:
             for one in left:
                 self._backward(one)
         self._clock.switch(Phase.EXCHANGE)
-        for exchange in self._leaving:
-            exchange.arrived()
         for one in self._rounds:
+            one.let_go()
             if one.features is not None:
                 one.features.finish()
 
@@ -285,6 +291,13 @@ class EncoderStep:
         of its round."""
         self._clock.switch(Phase.EXCHANGE)
         return self._features_of(micro_batch).take(micro_batch)
+
+    def reached(self, micro_batch: int) -> None:
+        """Let go of what was sent of a micro-batch's round, when a later part has its input: what
+        was needed of it has arrived."""
+        for one in self._rounds:
+            if micro_batch in one.planned.micro_batches:
+                one.let_go()
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of a micro-batch's features."""
@@ -302,7 +315,7 @@ class EncoderStep:
         leaving_SE = _sliced(self._encoded(one), route.sent_slices)
         exchange = self._exchange(leaving_SE, route.sent, route.received)
         if one.features is None:
-            self._leaving.append(exchange)
+            one.leaving = exchange
         else:
             one.features.come(exchange)
         self._clock.switch(Phase.WAIT)
@@ -418,14 +431,6 @@ class EncoderStep:
         stage = self._encoders.stage
         width = stage.model_config.language.hidden_size
         return torch.empty((0, width), dtype=stage.config.params_dtype, device=current_device())
-
-
-def _has_left(exchange: BegunExchange) -> bool:
-    """Whether an exchange that brings nothing has ended; lets go of what it has sent."""
-    if exchange.has_ended:
-        exchange.arrived()
-        return True
-    return False
 
 
 def _parts(rows_RE: torch.Tensor, features: int) -> Sequence[torch.Tensor]:

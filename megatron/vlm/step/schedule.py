@@ -275,6 +275,8 @@ class _StageRun:
             self.clock.switch(Phase.WAIT)
             before = part - 1
             received = self.mail.take(Content.ACTIVATIONS, before, before, micro_batch, position)
+            if self.encoders is not None:
+                self.encoders.reached(micro_batch)
         for name in self.trained_inputs[operation.chunk] & received.keys():
             received[name].requires_grad_()
         return received
