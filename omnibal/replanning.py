@@ -9,7 +9,7 @@ changed the parallel sizes.
 from dataclasses import dataclass, replace
 
 from omnibal.base.errors import UserError
-from omnibal.cost.refitted import Refit
+from omnibal.cost.refitted import Refit, Refitted
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -25,10 +25,6 @@ from omnibal.search.strategy import FreeSizes
 
 Packed = tuple[ScheduledPacks, Lengths]
 """The packs of a plan, and the lengths of its samples."""
-LEAST_GAIN = 0.02
-"""Share of a step's time that a new plan must save to be worth loading a checkpoint for in a run.
-Steps are predicted within some percent (docs/results.md), two plans of one job by the same costs
-within less: what is below this may be no gain at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,6 +58,7 @@ def replan(
     files: PlanFiles,
     run: RunLog | None,
     gpus: int | None = None,
+    after: int | None = None,
     listener: Listener | None = None,
 ) -> Replanned:
     """Plan anew from a run, for the same devices or for others.
@@ -70,6 +67,7 @@ def replan(
         files: of the plan that the run was trained by.
         run: its log; None to keep the costs, where the number of devices changes.
         gpus: devices of the new plan; None for those of the earlier one.
+        after: steps that are trained; None for those of the log.
 
     Raises:
         UserError: the run is of another plan or has measured too little, the plan has no data, or
@@ -81,9 +79,8 @@ def replan(
             "the plan is of shapes only or for another trainer, and what is planned anew is a run "
             "of pretrain_vlm.py: give the plan that it was started with"
         )
-    fit = None if run is None else _fit(files, run)
-    refit = Refit(root_sha256=root_of(plan, job), step=0) if fit is None else fit.refit
-    job = refitted_job(job, refit)
+    fit = None if run is None else _fit(files, run, after)
+    job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
         result = _at_other_sizes(plan, job, files.steps, gpus, listener)
@@ -99,11 +96,20 @@ def _step_ms(result: PlanResult) -> float:
     return result.plan.prediction.step_ms
 
 
-def _fit(files: PlanFiles, run: RunLog) -> RunFit:
+def _kept_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
+    """The refit of costs that stay as they are."""
+    source = job.cost_source
+    if isinstance(source, Refitted):
+        return source.refit.model_copy(update={"step": step})
+    return Refit(root_sha256=root_of(plan, job), step=step)
+
+
+def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     plan, (packs, lengths) = files.plan, files.steps
     records = measured_records(plan, run.info, run.records)
     workload = files.job.workload(packs, lengths, plan.pack_levels)
-    return fit_run(plan, files.job, workload, records, run.records[-1].step + 1)
+    step = run.records[-1].step + 1 if after is None else after
+    return fit_run(plan, files.job, workload, records, step)
 
 
 def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:

@@ -154,6 +154,24 @@ def test_nodes_under_torchrun(bench, nodes):
     assert environment == RANK_SETTINGS
 
 
+def test_a_range_of_nodes_under_torchrun(bench):
+    """Prevents: nodes that give up when one fails, or that start anew without a plan for fewer."""
+    result = bench.start(NODES_SCRIPT, "3:4", "3", "node-a", *bench.job, "--lr", "1e-5")
+    assert result.returncode == 0, result.stderr
+    [(arguments, _)] = bench.started()
+    expected = {
+        "--nnodes": "3:4", "--rdzv-backend": "c10d", "--rdzv-endpoint": "node-a:29500",
+        "--nproc-per-node": "8", "--max-restarts": "100",
+    }  # fmt: skip
+    assert {name: option(arguments, name) for name in expected} == expected
+    assert "--node-rank" not in arguments and "--rdzv-conf" not in arguments
+    trainer = arguments.index(str(REPOSITORY / "pretrain_vlm.py"))
+    assert arguments[trainer + 1 :] == bench.trainer_arguments("--lr", "1e-5", "--elastic")
+    assert bench.start(NODES_SCRIPT, "3:4", "0", "node-a", *bench.job).returncode == 0
+    assert option(bench.started()[-1][0], "--rdzv-conf") == "is_host=true"
+    assert bench.start(NODES_SCRIPT, "3:", "0", "node-a", *bench.job).returncode == 2
+
+
 @pytest.mark.parametrize(
     "script", [[ONE_NODE_SCRIPT], [NODES_SCRIPT, 1, 0, "localhost"]], ids=["8gpu", "nodes"]
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
@@ -25,6 +26,10 @@ def replan(
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, max=MAX_DEVICES, help="nodes to go on with, all of each")
+    ] = None,
+    after: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_COUNT, help="steps trained (default: those of the run's log)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,7 +54,7 @@ def replan(
         )
     check_folder("-o", output, [directory])
     log = None if run is None else RunLog.of_directory(run)
-    planned = replan_run(files, log, gpus, ConsoleListener())
+    planned = replan_run(files, log, gpus, after, ConsoleListener())
     save_plan(planned.result, output)
     tables = [] if planned.fit is None else [misprediction_table(planned.fit)]
     summary = replan_summary(planned) | {"plan": str(output)}

@@ -72,7 +72,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
-    files = PlanFiles(plan=plan, job=job, data=data_of_plan(plan, directory))
+    files = PlanFiles(directory=directory, plan=plan, job=job, data=data_of_plan(plan, directory))
     if files.data is None:
         if plan.prediction is not None:
             raise UserError(

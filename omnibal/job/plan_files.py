@@ -35,6 +35,8 @@ class PlanFiles:
     """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
+    directory: Path | None = None
+    """Where they were read; None of what was put together in memory."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:

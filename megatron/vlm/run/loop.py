@@ -50,12 +50,19 @@ class RunOptions:
     """Steps between checkpoints; one is always saved at the end."""
     last_step: int
     """Step of the plan to stop after (counted from its start, not from a resume)."""
+    pause_step: int | None = None
+    """Step to return after, with a checkpoint, to go on from; None for the last."""
     eval_interval: int | None = None
     """Steps between validations; None for none."""
     exit_after_failed_saves: int = 2
     """Number of failed saves in a row that ends the run; a failed last save ends it too."""
     profile_steps: range = range(0)
     """Steps that each stage's first rank writes a trace of."""
+
+    @property
+    def end(self) -> int:
+        """Step to return after."""
+        return self.last_step if self.pause_step is None else self.pause_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +94,8 @@ class RunOutcome:
 
     steps: int
     """Steps trained, those before a resume included."""
+    skipped_steps: int
+    """Steps that were skipped."""
     stopped: bool
     """Whether the run was stopped on request, before its end."""
 
@@ -110,7 +119,7 @@ class TrainingLoop:
         self._is_writer = dist.get_rank() == 0
 
     def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` to `last_step`, or until any rank is asked to stop.
+        """Train from `first_step` to the options' end, or until any rank is asked to stop.
 
         A checkpoint is saved at the end. The sinks are closed.
 
@@ -121,7 +130,7 @@ class TrainingLoop:
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)
-        while step < options.last_step and not stopped:
+        while step < options.end and not stopped:
             with tracer.step(step):
                 begun = time.perf_counter()
                 result = self._train(step)
@@ -139,7 +148,7 @@ class TrainingLoop:
         tracer.close()
         for sink in self._sinks:
             sink.close()
-        return RunOutcome(step, stopped)
+        return RunOutcome(step, self._health.skipped_steps, stopped)
 
     def _train(self, step: int) -> StepResult:
         data, rows = self._data, self._data.rows(step)
@@ -209,7 +218,7 @@ class TrainingLoop:
 
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
-        last = stopped or step == options.last_step
+        last = stopped or step == options.end
         # No save while steps are skipped, as the weights may be at fault.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._trainer.wait_for_weights()
