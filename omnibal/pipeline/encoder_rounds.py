@@ -2,8 +2,9 @@
 
 A round's features leave when all ranks of the group have encoded their shares, and the first
 micro-batch of the round begins its forward when they have arrived. Its gradients leave when the
-first part of the model has run the backward of all its micro-batches, and each rank runs its
-backward when they are there and its stage has come to it. Exchanges of a group follow each other.
+first part of the model has run the backward of all its micro-batches, and all rounds are encoded;
+each rank runs its backward when they are there and its stage has come to it. Exchanges of a group
+follow each other.
 `omnibal.model.data_parallel_encoders.EncoderRound` says where each stage runs what.
 
 The rest of the model's costs know encoders as a time before a pipeline and one after it. So what is
@@ -162,7 +163,8 @@ class _Done:
     def allows(self, one: _Encodes | _Runs) -> bool:
         """Whether what it waits for has run."""
         if isinstance(one, _Encodes):
-            return not one.is_back or self._returned[one.number]
+            has_all = self._encoded[-1] == self._stages
+            return not one.is_back or (has_all and self._returned[one.number])
         are_there = one.begins is None or self._encoded[one.begins] == self._stages
         return are_there and self._operations[self._source[one.operation]]
 
@@ -248,14 +250,15 @@ class _Run:
         links = rows.forward_link_ms, rows.backward_link_ms
         self._links = [np.moveaxis(each, 0, -1) for each in links]
         self.free = np.zeros((self._stages, count))
-        self.arrived, self._sent, self._returned = np.zeros((3, rounds, count))
+        self.arrived, self._sent, self._given, self._returned = np.zeros((4, rounds, count))
+        self._there = 0
         self._left = np.full(rounds, self._stages)
 
     def encode(self, one: _Encodes) -> None:
         """Run a round on a stage, forward or back."""
         number, stage = one.number, one.stage
         if one.is_back:
-            self.free[stage] = np.maximum(self.free[stage], self._returned[number])
+            self.free[stage] = np.maximum(self.free[stage], self._back(number))
         self.free[stage] = self.free[stage] + self.encoder_took[int(one.is_back), number, stage]
         self.encoder_end[int(one.is_back), number, stage] = self.free[stage]
         if one.is_back:
@@ -280,9 +283,17 @@ class _Run:
         self.free[stage] = start + self.took[kind][micro_batch, part]
         self.end[kind][micro_batch, part] = self.free[stage]
         if one.ends is not None:
-            of_group, number = self._work.exchange_back_ms[:, one.ends], one.ends
-            leaves = np.broadcast_to(self.free[stage], self._returned.shape)
-            self._returned[number] = self._exchanged(self._returned, number, leaves, of_group)
+            self._given[one.ends] = self.free[stage]
+
+    def _back(self, number: int) -> np.ndarray:
+        """When a round's gradients are there: all ranks begin their exchange after they have
+        encoded all rounds. [rows]"""
+        for each in range(self._there, number + 1):
+            leaves = np.maximum(self._given, self._sent[-1])
+            of_group = self._work.exchange_back_ms[:, each]
+            self._returned[each] = self._exchanged(self._returned, each, leaves, of_group)
+        self._there = max(self._there, number + 1)
+        return self._returned[number]
 
     def _exchanged(
         self, there: np.ndarray, number: int, leaves: np.ndarray, of_group_ms: np.ndarray

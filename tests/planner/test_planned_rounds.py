@@ -65,7 +65,7 @@ def random_rounds(
         begun, back = (ahead[stage] >= 0).sum(), (behind[stage] >= 0).sum()
         if begun < count:
             can.append("ahead")
-        elif back < count and returned[back] == sizes[back]:
+        elif back < count and returned[back] == sizes[back] and (ahead >= 0).all():
             can.append("behind")
         return can
 
@@ -199,8 +199,13 @@ class Walk:
         """When a round's features are there, or their gradients."""
         every = range(self.pipelines)
         if is_back:
-            last = int(self.ends[number]) - 1
+            last, rounds = int(self.ends[number]) - 1, len(self.work.rounds)
             leaves = [self._ended(one, self.back, last, 0) for one in every]
+            leaves += [
+                self.end(one, stage, own.index(("ahead", rounds - 1)))
+                for one in every
+                for stage, own in enumerate(self.lists)
+            ]
         else:
             leaves = [
                 self.end(one, stage, own.index(("ahead", number)))
