@@ -30,12 +30,13 @@ TRAINER = ["einops", "megatron-core==0.16.1", "psutil", "safetensors", "torch>=2
 VIDEO = ["av"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
+RAY = ["ray"]  # scans on a cluster
 # transformers is what tests compare with: other implementations of models and tokenizers. Triton's
 # interpreter runs the kernels in tests; CUDA builds of torch bring it. tools/make_spoken_digits.py
 # speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what.
 DEVELOPMENT = [
     *("coverage", "espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist"),
-    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET),
+    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET, *RAY),
 ]
 
 setup(
@@ -59,6 +60,7 @@ setup(
         "webdataset": WEBDATASET,
         "energon": ENERGON,
         "video": VIDEO,
+        "ray": RAY,
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from omnibal.base.errors import UserError
 
@@ -32,6 +32,38 @@ def usable_cores() -> int:
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+class Pool(Protocol):
+    """Where tasks are worked on: processes of this machine, or a cluster."""
+
+    def map_unordered(
+        self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
+    ) -> Generator[Result, None, None]:
+        """The result of every task, in the order in which they are finished.
+
+        Args:
+            work: what to do with a task; can be pickled.
+            tasks: can be pickled, as can the results; one is taken when there is room for it.
+            count: how many they are at most.
+
+        Raises:
+            UserError: a worker was ended from outside, once too often.
+            Exception: what `work` raised.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPool:
+    """Processes of this machine; with 1, the calling one itself."""
+
+    processes: int = 1
+
+    def map_unordered(
+        self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
+    ) -> Generator[Result, None, None]:
+        """As `Pool` has it."""
+        return map_unordered(work, tasks, max(1, min(self.processes, count)))
 
 
 def map_unordered(
@@ -69,7 +101,9 @@ def map_unordered(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Failure:
+class Failure:
+    """What `outcome` gives where the work raised an error."""
+
     error: Exception
 
 
@@ -97,7 +131,7 @@ class _Worker:
             message = self.connection.recv()
         except (EOFError, ConnectionError) as error:
             raise self._ended() from error
-        if isinstance(message, _Failure):
+        if isinstance(message, Failure):
             raise message.error
         return message
 
@@ -145,17 +179,18 @@ def _serve(connection: Connection) -> None:
     try:
         work = connection.recv()
         while True:
-            connection.send(_outcome(work, connection.recv()))
+            connection.send(outcome(work, connection.recv()))
     except (EOFError, ConnectionError):
         return
 
 
-def _outcome(work: Callable[[Task], Result], task: Task) -> Result | _Failure:
+def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
+    """The result of a task, or the error that it ended with."""
     try:
         return work(task)
     except Exception as error:
         error.add_note(f"In a worker process:\n{traceback.format_exc()}")
-        return _Failure(error)
+        return Failure(error)
 
 
 @contextmanager

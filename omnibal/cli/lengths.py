@@ -17,6 +17,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, is_stream
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_files
+from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption, TokenizerOption
 from omnibal.data.lengths import Lengths, write_lengths
@@ -61,6 +62,50 @@ class ImageSizeOptions:
         return _with_pixels(changed, self.min_pixels, self.max_pixels)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolOptions:
+    """Options for where the work is done."""
+
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_PROCESSES,
+            help="that scan at the same time (default: usable cores)",
+        ),
+    ] = None
+    engine: Annotated[
+        Literal["local", "ray"],
+        typer.Option(help="where to scan: processes of this machine, or a Ray cluster's cores"),
+    ] = "local"
+    address: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT of the Ray cluster (default: the one that Ray finds)"),
+    ] = None
+
+    @contextmanager
+    def opened(self) -> Iterator[Pool]:
+        """Where the work is done, until the end.
+
+        Raises:
+            UserError: options do not go together, or the cluster cannot be reached.
+        """
+        if self.engine == "local":
+            if self.address is not None:
+                raise UserError("--address is of a Ray cluster: give --engine ray with it")
+            yield LocalPool(self.processes or usable_cores())
+            return
+        from omnibal.base.ray_pool import ray_pool
+
+        if self.processes is not None:
+            raise UserError(
+                "--processes does not go with --engine ray, which takes all cores of the cluster: "
+                "leave it out, or start the nodes with fewer (`ray start --num-cpus`)"
+            )
+        with ray_pool(self.address) as pool:
+            yield pool
+
+
 def lengths(
     meta: Annotated[
         Path,
@@ -74,15 +119,8 @@ def lengths(
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     image_sizes: ImageSizeOptions,
+    pool: PoolOptions,
     tokenizer_model: TokenizerOption = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_PROCESSES,
-            help="that scan at the same time (default: usable cores)",
-        ),
-    ] = None,
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
@@ -109,7 +147,7 @@ def lengths(
             "the model's tokenizer.json, tokenizer.model, or a folder with one"
         )
     else:
-        asked = _Scan(meta, model, tokenizer_model, output, processes, on_error)
+        asked = _Scan(meta, model, tokenizer_model, output, pool, on_error)
         found, skipped, listed = _scanned(asked, config)
     _print_lengths(
         as_json,
@@ -151,13 +189,12 @@ class _Scan(NamedTuple):
     model: str
     tokenizer: Path
     output: Path
-    processes: int | None
+    pool: PoolOptions
     on_error: Literal["stop", "skip"]
 
 
 def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | None]:
     """Scan and write the lengths; how many samples were skipped, and the list of these."""
-    from omnibal.base.worker_pool import usable_cores
     from omnibal.data.annotations import Annotations
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
@@ -180,11 +217,14 @@ def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | No
     key = scan_key(annotations, config, tokenizer)
     journal = ScanJournal.open(partial, key) if keeps_files else None
     print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
-    processes = asked.processes or usable_cores()
-    with _resumable(), progress("scanning", len(annotations)) as advance:
+    with (
+        _resumable(),
+        asked.pool.opened() as pool,
+        progress("scanning", len(annotations)) as advance,
+    ):
         scan = scan_lengths(
-            annotations, config, tokenizer, advance, processes=processes,
-            on_error=asked.on_error, journal=journal,
+            annotations, config, tokenizer, advance,
+            pool=pool, on_error=asked.on_error, journal=journal,
         )  # fmt: skip
     if keeps_files:
         write_skipped(scan.skipped, skipped_list)

@@ -181,6 +181,13 @@ class CostModel:
     part."""
     library_buffers: tuple[LibraryBuffer, ...] = ()
     """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
+    slowness: tuple[float, ...] = ()
+    """Time of every part of the model on its stage's devices over what its units cost, 1 of the
+    fastest; empty where all devices are alike."""
+
+    def slowness_of(self, parts: int) -> np.ndarray:
+        """Slowness of so many parts of the model, 1 where it is known of another number. [parts]"""
+        return np.array(self.slowness if len(self.slowness) == parts else (1.0,) * parts)
 
     @property
     def levels(self) -> int:

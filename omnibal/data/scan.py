@@ -1,7 +1,8 @@
 """Scan of a dataset: items and tokens of every sample, from headers and text alone.
 
 No pixel is decoded, except of a file whose end looks wrong, and no sound but the last of a FLAC.
-Neither the number of processes nor where an earlier scan was killed changes the result.
+Neither where the work is done, nor by how many, nor where an earlier scan was killed changes the
+result.
 """
 
 import hashlib
@@ -17,7 +18,7 @@ import numpy as np
 from omnibal import __version__
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, real_path
-from omnibal.base.worker_pool import map_unordered
+from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
     WrittenSample,
@@ -56,6 +57,7 @@ OnError = Literal["stop", "skip"]
 
 _SAMPLES_PER_TASK = 256  # handed to a process at a time
 _MAX_MISTAKES = 5  # that an error names
+_HERE = LocalPool()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +92,7 @@ def scan_lengths(
     tokenizer: Tokenizer,
     on_progress: Callable[[int], None],
     *,
-    processes: int = 1,
+    pool: Pool = _HERE,
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
@@ -99,7 +101,7 @@ def scan_lengths(
 
     Args:
         on_progress: called now and then with the number of samples done since the last call.
-        processes: how many share the work; 1 starts none.
+        pool: where the work is done.
         on_error: whether bad samples are an error or are left out.
         journal: opened with `scan_key`; what it holds is not scanned again, and good samples are
             added to it as they are scanned.
@@ -125,9 +127,9 @@ def scan_lengths(
             indices = left[start : start + _SAMPLES_PER_TASK]
             yield _Task(indices, annotations.take(indices))
 
-    processes = max(1, min(processes, -(-len(left) // _SAMPLES_PER_TASK)))
+    count = -(-len(left) // _SAMPLES_PER_TASK)
     scanner = _Scanner(model, tokenizer, image_rule(model))
-    with closing(map_unordered(scanner, tasks(), processes)) as results:
+    with closing(pool.map_unordered(scanner, tasks(), count)) as results:
         for scanned in results:
             parts.append(scanned.good)
             bad += scanned.bad

@@ -4,9 +4,8 @@ Memory is that of `omnibal.pipeline.schedule_memory`, of many contents of a stag
 passes that are the heaviest for contents that are drawn, a chunk's own from the tables of
 `omnibal.pipeline.stage_memory`. What is found must be looked at in all passes.
 
-A stage of which not all fits recomputes layers in an order, the fewest that fit: by what a layer
-saves for the time that it costs, where an earlier chunk saves more, as it holds more micro-batches;
-or by kind of layer or chunk first, in any order of the kinds, which the search tries.
+A stage of which not all fits recomputes the fewest layers that make it fit, in one of the orders of
+`omnibal.pipeline.part_recompute`.
 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
 """
@@ -14,13 +13,13 @@ Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f featu
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import permutations
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.part_recompute import Contents, LayerNumbers, LayerOrders, RecomputeWays
 from omnibal.pipeline.schedule_memory import (
     ChunkPasses,
     link_bytes,
@@ -42,8 +41,6 @@ from omnibal.pipeline.workload import Workload
 
 _DRAWN = 24
 """Contents of a stage, drawn at random, whose heaviest passes are looked at."""
-_MOST_KINDS = 3
-"""Kinds of layer of which all orders are tried; of more, model order and its reverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,8 +83,8 @@ class PartMemory:
     chunks: tuple[_ChunkTable, ...]
     link_bytes: Callable[[np.ndarray], np.ndarray]
     """Bytes of links of stages with these units, [n, c, K]. [n]"""
-    orders: np.ndarray
-    """Orders in which layers are recomputed, of places in [c * L], [orders, c * L]."""
+    ways: RecomputeWays
+    """Orders in which layers are recomputed."""
     cap_bytes: float
 
     @classmethod
@@ -98,8 +95,13 @@ class PartMemory:
         schedule: PipelineSchedule,
         stages: int,
         cap_bytes: float,
+        numbers: LayerNumbers | None = None,
     ) -> "list[PartMemory]":
-        """Memory of every stage in its heaviest passes of the run."""
+        """Memory of every stage in its heaviest passes of the run.
+
+        Args:
+            numbers: by which layers are recomputed; None where any may be.
+        """
         if schedule.in_two:
             cost = _working_in_two(cost)
         features = features_of(workload, cost)
@@ -122,7 +124,7 @@ class PartMemory:
                         features.max(axis=0),
                         rooms=link_rooms(schedule, stages, stage),
                     ),
-                    orders=_orders(cost, mean, held),
+                    ways=numbers or LayerOrders.of(cost, mean, held),
                     cap_bytes=cap_bytes,
                 )
             )
@@ -143,35 +145,21 @@ class PartMemory:
         state = whole @ first.state_bytes - first.tied_bytes * holds_both_ends(first.kinds, whole)
         return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
-    def recomputed(self, counts: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest layers in an order that make stages fit, and whether any do.
+    def least(self, contents: Contents, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least number in an order with which stages fit, and whether they do. [n] and [n]
 
         Args:
-            counts: units of every chunk, [n, c, K].
+            contents: what their chunks hold.
             order: index of the order of each, [n].
-
-        Returns:
-            [n, c, K] and [n].
         """
-        layers = layer_kinds(self.kinds)
-        held = counts[..., layers].reshape(len(counts), -1)
-        order = self.orders[order]
-        in_order = np.take_along_axis(held, order, axis=1)
-        before = in_order.cumsum(axis=1) - in_order
-
-        def again(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            some = np.clip(number[:, None] - before[rows], 0, in_order[rows])
-            placed = np.empty_like(some)
-            np.put_along_axis(placed, order[rows], some, axis=1)
-            found = np.zeros((len(rows), *counts.shape[1:]), np.int64)
-            found[..., layers] = placed.reshape(len(rows), counts.shape[1], -1)
-            return found
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            return fits_cap(self.peak_bytes(counts[rows], again(rows, number)), self.cap_bytes)
+            some = contents.some(rows)
+            again = self.ways.recomputed(some, order[rows], number)
+            return fits_cap(self.peak_bytes(some.counts, again), self.cap_bytes)
 
-        low, high = np.zeros(len(counts), np.int64), held.sum(axis=1)
-        every = np.arange(len(counts))
+        low, high = np.zeros(len(contents), np.int64), self.ways.most(contents)
+        every = np.arange(len(contents))
         high = np.where(fit(every, low), 0, high)
         fits = (high == 0) | fit(every, high)
         while (rows := np.flatnonzero(fits & (low < high))).size:
@@ -179,30 +167,7 @@ class PartMemory:
             enough = fit(rows, middle)
             low[rows] = np.where(enough, low[rows], middle + 1)
             high[rows] = np.where(enough, middle, high[rows])
-        return again(every, high), fits
-
-
-def _orders(cost: CostModel, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Orders of the layers of chunks that hold at most so many micro-batches, [c].
-    [orders, c * L]"""
-    units = [*cost.units.values()]
-    layers = [units[kind] for kind in layer_kinds(cost.kinds)]
-    saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
-    spent = np.array([each.recompute_ms @ mean for each in layers])
-    price = spent / np.maximum(saved, 1e-9)
-    # What saves nothing comes last.
-    by_price = np.where(saved > 0, price / np.maximum(most[:, None], 1), np.inf)
-    chunks = np.argsort(-most, kind="stable").tolist()
-    kinds = [kind for kind in range(len(layers)) if saved[kind] > 0]
-    idle = [kind for kind in range(len(layers)) if saved[kind] <= 0]
-    many = len(kinds) > _MOST_KINDS
-    ways = [tuple(kinds), tuple(kinds[::-1])] if many else list(permutations(kinds))
-    orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
-    for way in ways:
-        full = [*way, *idle]
-        orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
-        orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])
-    return np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
+        return high, fits
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

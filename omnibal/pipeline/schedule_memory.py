@@ -322,9 +322,14 @@ def _stage_memory(
         largest=largest,
     )
     table = memory_table(cost, alone, encoder_memory_of(workload))
-    passes_bytes += link_bytes(cost, largest, of_chunks, rooms) + table.room_bytes(counts)
+    links = float(link_bytes(cost, largest, of_chunks, rooms) + table.room_bytes(counts))
     return memory_of_stage(
-        cost, counts, table, held_bytes=float(held_bytes), pass_bytes=np.array([passes_bytes])
+        cost,
+        counts,
+        table,
+        held_bytes=float(held_bytes),
+        link_bytes=links,
+        pass_bytes=np.array([passes_bytes + links]),
     )
 
 

@@ -307,6 +307,8 @@ ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 
 MAX_CHUNKS: Final = 64
 """Most chunks of a stage."""
+TRIED_CHUNKS: Final = range(2, 5)
+"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from cli_cases import status
 from PIL import Image
 
 from omnibal.base.errors import UserError
-from omnibal.base.worker_pool import map_unordered, usable_cores
+from omnibal.base.worker_pool import LocalPool, map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
@@ -315,7 +315,7 @@ def broken(tmp_path_factory) -> tuple[Annotations, set[int], list[str]]:
 def test_processes_change_nothing(data, whole, tokenizer, tmp_path, processes):
     """Prevents lengths that depend on the machine, so that a plan cannot be made again."""
     done = []
-    parallel = scan_lengths(data, MODEL, tokenizer, done.append, processes=processes)
+    parallel = scan_lengths(data, MODEL, tokenizer, done.append, pool=LocalPool(processes))
     assert sum(done) == len(data) > processes * SAMPLES_PER_TASK
     assert parallel.skipped == ()
     assert written(parallel.lengths, tmp_path) == written(whole, tmp_path)
@@ -325,7 +325,7 @@ def test_processes_change_nothing(data, whole, tokenizer, tmp_path, processes):
 def test_skip_leaves_out_the_broken_ones_alone(broken, tokenizer, tmp_path, processes):
     """Prevents a good sample from being lost, and a bad one, or its repeat, from being kept."""
     annotations, bad, _ = broken
-    result = scan(annotations, tokenizer, processes=processes, on_error="skip")
+    result = scan(annotations, tokenizer, pool=LocalPool(processes), on_error="skip")
     assert [sample.index for sample in result.skipped] == sorted(bad)
     assert result.lengths.sample.tolist() == sorted(set(range(1200)) - bad)
     write_skipped(result.skipped, tmp_path / "skipped.txt")
@@ -363,7 +363,7 @@ def test_the_first_mistakes_are_named_whoever_finds_them(broken, tokenizer):
     said = set()
     for processes in (1, 2, 3):
         with pytest.raises(UserError) as error:
-            scan(annotations, tokenizer, processes=processes)
+            scan(annotations, tokenizer, pool=LocalPool(processes))
         said.add(str(error.value))
     (message,) = said
     named = [f"{annotations.where(index)}" for index in sorted(bad)[:5]]

@@ -49,13 +49,15 @@ from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.job.check import open_plan, training_obstacles
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan import DataPlan, Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.runlog import (
     RUN_FILE,
+    RUN_INFO_FILE,
     VALIDATION_FILE,
     RunInfo,
     drop_records,
+    read_run_info,
     write_evaluation,
     write_run_info,
 )
@@ -289,6 +291,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=run.packs,
@@ -363,13 +366,24 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
+    digest = plan_sha256(run.plan)
     info = RunInfo(
         model=run.plan.model.name,
         packs_sha256=run.data.packs_sha256,
         provider=arguments.provider,
+        plan_sha256=digest,
+        since_step=min(_since_step(arguments.save, digest, first_step), first_logged),
     )
     write_run_info(info, arguments.save)
     return sinks
+
+
+def _since_step(save: Path, digest: str, first_step: int) -> int:
+    """Step from which on the log in a run's directory is of the plan of this hash."""
+    if not (save / RUN_INFO_FILE).exists():
+        return first_step
+    earlier = read_run_info(save)
+    return earlier.since_step if earlier.plan_sha256 == digest else first_step
 
 
 def _make_directory(path: Path) -> None:

@@ -1,0 +1,166 @@
+"""Tasks worked on by a Ray cluster, which starts processes where there are cores, and again where
+one is lost.
+
+Only the process that hands out tasks must live: nodes may come and go meanwhile. Ray is the extra
+`ray` of this package.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from omnibal import __version__
+from omnibal.base.errors import UserError
+from omnibal.base.worker_pool import Failure, Pool, Result, Task, outcome
+
+_PER_CORE = 2  # tasks that are handed out: one is worked on while the next is on its way
+_RETRIES = (
+    20  # of a task whose worker died; one that always ends its worker must not go on for ever
+)
+_POLL_S = 1.0  # until cores are counted again, as nodes come and go
+_CONNECT_S = 10.0  # within which a cluster's port must answer; Ray itself tries for minutes
+
+
+@contextmanager
+def ray_pool(address: str | None) -> Iterator[Pool]:
+    """Join a Ray cluster, and leave it at the end.
+
+    Args:
+        address: host and port of the cluster's head, or what else `ray.init` takes; None for the
+            one that Ray finds, or else one of its own on this machine.
+
+    Raises:
+        UserError: Ray is not installed, or the cluster cannot be reached.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f'--engine ray needs Ray, which is not there ({error}); pip install "omnibal[ray]", '
+            "here and on all nodes"
+        ) from error
+    if address is not None:
+        _check_reachable(address)
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    # Ray ends the process where it gives up.
+    except (Exception, SystemExit) as error:
+        raise _unreachable(address, str(error) or type(error).__name__) from error
+    try:
+        yield _RayPool(ray)
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Refuse a host and port where nobody answers."""
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if not colon or not port.isdecimal():
+        return  # one of Ray's words, such as auto
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, str(error)) from error
+
+
+def _unreachable(address: str | None, why: str) -> UserError:
+    where = "a Ray cluster" if address is None else f"--address {address}: the Ray cluster"
+    return UserError(
+        f"{where} cannot be reached ({why}); start one with `ray start --head`, and give the "
+        "address that it prints"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RayPool:
+    ray: Any
+    """The module, of a process that has joined a cluster."""
+
+    def map_unordered(
+        self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
+    ) -> Generator[Result, None, None]:
+        ray, left = self.ray, iter(tasks)
+        # Stored once, and read once by each process that works: it may hold a whole tokenizer.
+        handed = ray.put(work)
+        run = ray.remote(max_retries=_RETRIES, num_cpus=1)(_work_on)
+        room, under_way = _Room(ray), set[Any]()
+        try:
+            while True:
+                for task in _first(left, room.tasks() - len(under_way)):
+                    under_way.add(run.remote([handed], __version__, task))
+                if not under_way:
+                    return
+                done, _ = ray.wait(list(under_way), timeout=_POLL_S)
+                under_way.difference_update(done)
+                for each in done:
+                    yield self._received(each)
+        finally:
+            for each in under_way:
+                ray.cancel(each, force=False)
+
+    def _received(self, done: Any) -> Any:
+        try:
+            found = self.ray.get(done)
+        except self.ray.exceptions.RayError as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(
+                f"Ray could not work on a task, having tried {_RETRIES + 1} times ({reason}); see "
+                "that all nodes have this version of omnibal and memory enough, then run the same "
+                "command again to resume"
+            ) from error
+        if isinstance(found, Failure):
+            raise found.error
+        return found
+
+
+@dataclass(slots=True)
+class _Room:
+    """How many tasks a cluster should have at a time."""
+
+    ray: Any
+    counted: float = -_POLL_S
+    """When its cores were counted, in seconds."""
+    cores: int = field(default=1)
+
+    def tasks(self) -> int:
+        if time.monotonic() - self.counted >= _POLL_S:
+            self.counted = time.monotonic()
+            self.cores = max(1, int(self.ray.cluster_resources().get("CPU", 0)))
+        return _PER_CORE * self.cores
+
+
+def _first(tasks: Iterable[Task], count: int) -> Iterator[Task]:
+    for _ in range(count):
+        for task in tasks:
+            yield task
+            break
+
+
+def _work_on(handed: list[Any], version: str, task: Any) -> Any:
+    """Work on a task, in a process of the cluster.
+
+    Args:
+        handed: reference to the work, in a list, as Ray would read it anew for each task.
+        version: of this package, where the task is from.
+    """
+    if version != __version__:
+        host = socket.gethostname()
+        return Failure(
+            UserError(
+                f"node {host} has omnibal {__version__}, and the scan was started with {version}; "
+                "install one version on all nodes"
+            )
+        )
+    return outcome(_work_of(handed[0]), task)
+
+
+@lru_cache(maxsize=1)
+def _work_of(handed: Any) -> Callable[[Any], Any]:
+    import ray
+
+    return ray.get(handed)
