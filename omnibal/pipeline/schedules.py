@@ -368,6 +368,11 @@ class PipelineSchedule(Frozen):
         return _NAMED[self.name].passes
 
     @property
+    def in_two(self) -> bool:
+        """Whether backwards are in two parts."""
+        return self.last_pass is Pass.BACKWARD_WEIGHT
+
+    @property
     def last_pass(self) -> Pass:
         """The kind of pass by which a stage is done with a micro-batch."""
         return self.passes[-1]

@@ -439,7 +439,7 @@ def _replay(
             on_run()
         times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
     measured = MicroBatchTimes.combined(times, np.concatenate)
-    has_late = Pass.BACKWARD_WEIGHT in replayer.trainer.plan.schedule.passes
+    has_late = replayer.trainer.plan.schedule.in_two
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
     return StageReplay(
         stage=stage,
