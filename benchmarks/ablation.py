@@ -59,12 +59,12 @@ from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, Profile, read_profile
 from omnibal.data.lengths import Lengths
+from omnibal.job.plan import plan_sha256
 from omnibal.job.replay import (
     ReplayInfo,
     ReplaySummary,
     StageReplay,
     heaviest_rows,
-    plan_sha256,
     summarise_replay,
 )
 from omnibal.model.config import load_cluster, load_model
@@ -478,16 +478,13 @@ def variant_result(
 def mean_times(rounds: Sequence[Round], steps: int) -> list[list[MicroBatchTimes]]:
     """Of every step and stage, over the rounds that ran it. [steps][stages]"""
     same_step = [[one.replayed for one in rounds[step::steps]] for step in range(steps)]
-    return [[mean(times) for times in zip(*own, strict=True)] for own in same_step]
-
-
-def mean(times: Sequence[MicroBatchTimes]) -> MicroBatchTimes:
-    """Of every micro-batch by itself."""
-    return MicroBatchTimes(
-        forward_ms=np.mean([one.forward_ms for one in times], axis=0),
-        backward_ms=np.mean([one.backward_ms for one in times], axis=0),
-        recompute_ms=np.mean([one.recompute_ms for one in times], axis=0),
-    )
+    return [
+        [
+            MicroBatchTimes.combined(times, lambda each: np.mean(each, axis=0))
+            for times in zip(*own, strict=True)
+        ]
+        for own in same_step
+    ]
 
 
 def round_ms(

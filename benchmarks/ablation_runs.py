@@ -40,8 +40,8 @@ from megatron.vlm.measure.replay import (
     random_rows,
     standing_in,
 )
+from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.launch import Launch, initialize_distributed
-from megatron.vlm.run.loop import gather_stage_records
 from megatron.vlm.step.clock import Phase, each_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
@@ -211,6 +211,7 @@ class TrainWorker:
             times=MicroBatchTimes(
                 forward_ms=forward_ms,
                 backward_ms=np.array(each_ms(result.intervals, Phase.BACKWARD)),
+                weight_ms=np.zeros_like(forward_ms),
                 recompute_ms=np.zeros_like(forward_ms),
             ),
             stages=records,
@@ -271,11 +272,7 @@ class ReplayWorker:
         self._replayers[variant].step(self._load[variant](rows[:WARM_UP]))
         ranks = [rows[one.packs.dp_rank[rows] == rank] for rank in range(one.plan.parallel.data)]
         times = [self._replay(variant, own) for own in ranks]
-        return MicroBatchTimes(
-            forward_ms=np.concatenate([one.forward_ms for one in times]),
-            backward_ms=np.concatenate([one.backward_ms for one in times]),
-            recompute_ms=np.concatenate([one.recompute_ms for one in times]),
-        )
+        return MicroBatchTimes.combined(times, np.concatenate)
 
     def _replay(self, variant: Variant, rows: np.ndarray) -> MicroBatchTimes:
         one, own = self._planned[variant], self._workloads[variant].rows(rows)

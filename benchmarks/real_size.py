@@ -176,7 +176,7 @@ def counted_stages(job: RealSizeJob, work: Path) -> tuple[Plan, tuple[FakeStage,
     save_plan(result, folder / "plan")
     launch = Launch(rank=0, world_size=1, local_rank=0)
     replayed = load_replay(folder / "plan", None, None)
-    stages = range(len(result.plan.stages))
+    stages = range(result.plan.parallel.pipeline)
     run_fake_stages(replayed, stages, folder / "counted", launch, open_store(launch))
     return result.plan, read_fake_stages(folder / "counted", result.plan)
 
@@ -187,7 +187,7 @@ def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[FakeStage]) -
         [
             job.name if one.stage == 0 else "",
             f"{one.stage}",
-            described([plan.stages[one.stage]]),
+            described([plan.held(plan.stages)[one.stage]]),
             f"{one.predicted_gib:.2f}",
             f"{one.allocated_gib:.2f}",
             f"{one.deviation:+.2%}",

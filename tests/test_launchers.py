@@ -127,6 +127,17 @@ def refused(result: subprocess.CompletedProcess[str], bench: Bench) -> str:
     return result.stderr
 
 
+def test_rounds_of_encoders_have_queues_of_their_own(bench, tmp_path):
+    """Prevents: exchanges that wait for other ranks and hold up what these wait for."""
+    for text, queues in (('{"beside": {"rounds": []}}', "32"), ('{"beside": {}}', "1")):
+        (tmp_path / "plan.json").write_text(text)
+        bench.job[0] = str(tmp_path)
+        result = bench.start(NODES_SCRIPT, 1, 0, "localhost", *bench.job)
+        assert result.returncode == 0, result.stderr
+        _, environment = bench.started()[-1]
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+
+
 @pytest.mark.parametrize("nodes", [4, 64])
 def test_nodes_under_torchrun(bench, nodes):
     """Prevents: nodes that wait for each other at different places, or a save cut off at 30 s."""
@@ -143,6 +154,24 @@ def test_nodes_under_torchrun(bench, nodes):
     assert trainer == 2 * len(expected)
     assert arguments[trainer + 1 :] == bench.trainer_arguments("--lr", "1e-5")
     assert environment == RANK_SETTINGS
+
+
+def test_a_range_of_nodes_under_torchrun(bench):
+    """Prevents: nodes that give up when one fails, or that start anew without a plan for fewer."""
+    result = bench.start(NODES_SCRIPT, "3:4", "3", "node-a", *bench.job, "--lr", "1e-5")
+    assert result.returncode == 0, result.stderr
+    [(arguments, _)] = bench.started()
+    expected = {
+        "--nnodes": "3:4", "--rdzv-backend": "c10d", "--rdzv-endpoint": "node-a:29500",
+        "--nproc-per-node": "8", "--max-restarts": "100",
+    }  # fmt: skip
+    assert {name: option(arguments, name) for name in expected} == expected
+    assert "--node-rank" not in arguments and "--rdzv-conf" not in arguments
+    trainer = arguments.index(str(REPOSITORY / "pretrain_vlm.py"))
+    assert arguments[trainer + 1 :] == bench.trainer_arguments("--lr", "1e-5", "--elastic")
+    assert bench.start(NODES_SCRIPT, "3:4", "0", "node-a", *bench.job).returncode == 0
+    assert option(bench.started()[-1][0], "--rdzv-conf") == "is_host=true"
+    assert bench.start(NODES_SCRIPT, "3:", "0", "node-a", *bench.job).returncode == 2
 
 
 @pytest.mark.parametrize(

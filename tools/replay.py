@@ -139,7 +139,7 @@ def replay(
     inputs = (plan, samples.data, samples.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
     job = load_replay(plan, samples.data, samples.tokenizer_model)
-    numbers = _stage_numbers(stages, len(job.plan.stages))
+    numbers = _stage_numbers(stages, job.plan.parallel.pipeline)
     if counting.is_asked_for:
         check_fake_device_precision(job.plan.precision)
         run_fake_stages(job, numbers, output, launch, open_store(launch))
@@ -194,10 +194,10 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
 
 
 def _print_result(job: ReplayJob, output: Path) -> None:
-    kept = REPLAY_FILES.read(output, len(job.plan.stages))
+    kept = REPLAY_FILES.read(output, job.plan.parallel.pipeline)
     console = Console()
     console.print(command_tables.replayed_stages_table(job.plan, kept))
-    if len(kept) == len(job.plan.stages):
+    if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
         console.print(command_tables.run_table(job.plan, None, summary))
     print(f"replay: {output}")

@@ -15,6 +15,9 @@ from typing import Self
 
 import numpy as np
 
+NO_LOAD = np.zeros((), np.int64)
+"""Load of ranks that encode nothing yet."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Homes:
@@ -95,7 +98,11 @@ def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> n
 
 
 def brought_home(
-    weight: np.ndarray, pipeline: np.ndarray, rank: np.ndarray, homes: Homes
+    weight: np.ndarray,
+    pipeline: np.ndarray,
+    rank: np.ndarray,
+    homes: Homes,
+    before: np.ndarray = NO_LOAD,
 ) -> np.ndarray:
     """Bring samples that are away from home there, alone or for another that is away, as far as no
     rank gets busier than the busiest one is. The rank of every sample, int64 [samples]
@@ -107,12 +114,13 @@ def brought_home(
         weight: of every sample, whole, [samples].
         pipeline: that holds it, [samples].
         rank: that encodes it, [samples].
+        before: load of every rank without samples, int64 [ranks].
     """
     target = homes.home[pipeline]
     away = np.flatnonzero(homes.node[rank] != target)
     if not len(away):
         return rank
-    load = np.bincount(rank, weight, len(homes.node)).astype(np.int64)
+    load = before + np.bincount(rank, weight, len(homes.node)).astype(np.int64)
     moves = _Moves(
         weight=weight.tolist(),
         target=target.tolist(),

@@ -23,8 +23,7 @@ import numpy as np
 from omnibal.dispatch.balance import balance
 from omnibal.dispatch.even_out import evened_out
 from omnibal.dispatch.load_bounds import load_bound
-from omnibal.dispatch.near_home import Homes, brought_home
-from omnibal.model.data_parallel_encoders import SampleTimes
+from omnibal.dispatch.near_home import NO_LOAD, Homes, brought_home
 
 _NEAR = 1e-3
 """Share of the busiest rank's time that a better dealing must save: a pipeline's own samples are
@@ -67,12 +66,12 @@ def deal_samples(
     pipeline: np.ndarray,
     items: np.ndarray,
     squares: np.ndarray,
+    weight: np.ndarray,
     *,
     pipelines: int,
     ranks_of_pipeline: int,
-    times: SampleTimes,
-    unit_ms: float,
     node: np.ndarray,
+    load: np.ndarray = NO_LOAD,
 ) -> DealtSamples:
     """Deal samples of many groups to their groups' ranks.
 
@@ -83,21 +82,21 @@ def deal_samples(
         pipeline: that holds the sample, among those of all groups, int64 [samples].
         items: of every sample, at least 1, int64 [samples].
         squares: int64 [samples].
+        weight: of every sample, whole and at least 1, int64 [samples].
         pipelines: L, of a group.
         ranks_of_pipeline: R; rank r of all is of pipeline r // R.
-        unit_ms: what is counted as one; 0 where nothing takes any time.
         node: of every rank of one group after the other, which are repeated, int64 [some, N].
+        load: of every rank of a group before, in units, int64 [N].
     """
     homes = [Homes.of(each[None], ranks_of_pipeline) for each in node]
-    weight = weights_of(times.ms(items, squares), unit_ms) if unit_ms else items
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[by_group])) + 1
     for own in np.split(by_group, bounds) if len(items) else ():
         of_group = group[own[0]] * pipelines
         held = weight[own], pipeline[own] - of_group
-        dealt = deal_group(*held, pipelines, ranks_of_pipeline)
-        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)])
+        dealt = deal_group(*held, pipelines, ranks_of_pipeline, load)
+        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)], load)
         rank[own] = of_group * ranks_of_pipeline + dealt
     place = np.argsort(rank, kind="stable")
     return DealtSamples(
@@ -116,19 +115,28 @@ def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
 
 
 def deal_group(
-    weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
+    weight: np.ndarray,
+    pipeline: np.ndarray,
+    pipelines: int,
+    ranks_of_pipeline: int,
+    load: np.ndarray = NO_LOAD,
 ) -> np.ndarray:
     """The rank of every sample of one group, from 0. int64 [samples]
 
     Args:
         weight: of every sample, whole and at least 1, [samples].
         pipeline: that holds it, 0 to `pipelines` - 1, [samples].
+        load: of every rank before, int64 [ranks].
     """
-    ranks = pipelines * ranks_of_pipeline
+    ranks, sizes = pipelines * ranks_of_pipeline, (pipelines, ranks_of_pipeline)
     if ranks == 1:
         return np.zeros(len(weight), np.int64)
+    before = np.broadcast_to(load, ranks)
+    if load.any():
+        enough = max(_level(before, int(weight.sum())), int(weight.max(initial=0)))
+        return _own_first(weight.tolist(), pipeline.tolist(), sizes, before.tolist(), enough)
     enough = load_bound(weight, ranks) * (1 + _NEAR)
-    own = _own_first(weight.tolist(), pipeline.tolist(), (pipelines, ranks_of_pipeline), enough)
+    own = _own_first(weight.tolist(), pipeline.tolist(), sizes, before.tolist(), enough)
     rank = evened_out(weight.astype(np.float64), own, ranks, enough)
     busiest = float(np.bincount(rank, weight, ranks).max())
     if busiest <= enough:
@@ -136,17 +144,30 @@ def deal_group(
     best = balance(weight, ranks)
     if best.busiest >= busiest * (1 - _NEAR):
         return rank
-    return _nearest_home(weight, best.rank, pipeline, (pipelines, ranks_of_pipeline))
+    return _nearest_home(weight, best.rank, pipeline, sizes)
+
+
+def _level(load: np.ndarray, weight: int) -> float:
+    """The least that the busiest rank may have, if samples could be divided: loads that are filled
+    up with this weight."""
+    filled = (np.cumsum(np.sort(load)) + weight) / np.arange(1, len(load) + 1)
+    return float(filled.min())
 
 
 def _own_first(
-    weight: Sequence[int], pipeline: Sequence[int], sizes: tuple[int, int], enough: float
+    weight: Sequence[int],
+    pipeline: Sequence[int],
+    sizes: tuple[int, int],
+    before: Sequence[int],
+    enough: float,
 ) -> np.ndarray:
     """Every sample to the rank of its pipeline with the least load if that stays within `enough`,
     else to the one with the least of all; longest samples first. int64 [samples]"""
     pipelines, of_pipeline = sizes
-    heaps = [[(0, home * of_pipeline + each) for each in range(of_pipeline)]
+    heaps = [[(before[rank], rank) for rank in range(home * of_pipeline, (home + 1) * of_pipeline)]
              for home in range(pipelines)]  # fmt: skip
+    for heap in heaps:
+        heapq.heapify(heap)
     rank = np.empty(len(weight), np.int64)
     over = []
     for sample in sorted(range(len(weight)), key=lambda sample: -weight[sample]):

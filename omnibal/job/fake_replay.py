@@ -7,6 +7,7 @@ is measured. A time that is made of them is a roofline at the rates of the plan'
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,8 +20,14 @@ from omnibal.job.plan import Plan
 from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.stage_memory import GIB, bytes_in_passes, fits_cap, running_passes
+from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
+from omnibal.pipeline.schedule_memory import PassBytes, bytes_of_passes
+from omnibal.pipeline.schedules import PipelineSchedule
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
+
+COMPUTING = ("forward", "backward", "backward_weight")
+"""Phases of a step in which a stage computes."""
 
 OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
 
@@ -122,7 +129,7 @@ def step_ms_by_kind(
         ("matrix product", "attention", "element-wise"), 0.0
     )
     for one in operations:
-        if one.phase in ("forward", "backward") and one.kind != "communication":
+        if one.phase in COMPUTING and one.kind != "communication":
             times[one.kind] += rates.operation_ms(one)
     return times
 
@@ -196,7 +203,7 @@ def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
     """
     return tuple(
         one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
-        for one in PRETENDED_FILES.read(directory, len(plan.stages))
+        for one in PRETENDED_FILES.read(directory, plan.parallel.pipeline)
     )
 
 
@@ -236,6 +243,8 @@ class Window:
     """Memory besides the state that is predicted for that moment."""
 
 
+_KEPT_STEPS = 64
+"""Lists of a stage whose passes are kept, as several windows try the same numbers."""
 _UNSURE = 0.1
 """Share by which costs of one feature may be wrong beside those of another."""
 
@@ -250,43 +259,74 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         workload: of all the plan's packs.
     """
-    features, slot, size = features_of(workload, cost), workload.slot, len(plan.stages)
-    stage_at = [stages[stage] for stages in plan.stages_at_levels]
+    features = features_of(workload, cost)
 
-    def pass_bytes(factors: np.ndarray) -> np.ndarray:
-        passes = running_passes(features * np.tile(factors, cost.levels), slot, size, stage)
-        return bytes_in_passes(cost, passes, stage_at)[0]
+    def passes_with(factors: np.ndarray) -> PassBytes:
+        scaled = features * np.tile(factors, cost.levels)
+        return bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, scaled)
 
     even = np.ones(workload.features.shape[1])
     unsure = even + _UNSURE * np.eye(len(even))
-    predicted = pass_bytes(even)
-    ones = running_passes(np.ones((len(workload), 1)), slot, size, stage)
-    others = ones.others[:, 0].astype(int)
-    heaviest = {_fullest(pass_bytes(factors), others) for factors in (even, *unsure)}
+    predicted = passes_with(even)
+    heaviest = {_fullest(predicted), *(_fullest(passes_with(factors)) for factors in unsure)}
     return [
         Window(
-            rows=_rows_about(workload, one, others[one]), predicted_gib=float(predicted[one]) / GIB
+            rows=_rows_about(plan, stage, workload, predicted, one),
+            predicted_gib=float(predicted.needed[one]) / GIB,
         )
-        for one in sorted(heaviest, key=lambda one: -predicted[one])
+        for one in sorted(heaviest, key=lambda one: -predicted.needed[one])
     ]
 
 
-def _fullest(pass_bytes: np.ndarray, others: np.ndarray) -> int:
+def _fullest(passes: PassBytes) -> int:
     """The heaviest pass, of equal ones the first with the most micro-batches in flight: there too
     where nothing is predicted to be kept of them, as before the first trained unit."""
-    equal = np.flatnonzero(fits_cap(pass_bytes.max(), pass_bytes))
-    return int(equal[others[equal].argmax()])
+    equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
+    return int(equal[passes.others[equal].argmax()])
 
 
-def _rows_about(workload: Workload, one: int, others: int) -> np.ndarray:
-    """Rows that are held in a pass, and their neighbours in the same step of the same rank.
+def _rows_about(
+    plan: Plan, stage: int, workload: Workload, passes: PassBytes, one: int
+) -> np.ndarray:
+    """The fewest rows of a rank's step, by themselves a step, in one pass of which the stage holds
+    what it does in a pass of the whole step, with one row before and one after these."""
+    row, kind, chunk = int(passes.row[one]), int(passes.kind[one]), int(passes.chunk[one])
+    of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
+    own = np.flatnonzero(of_rank)
+    place, count, schedule = int(row - own[0]), len(own), plan.schedule
 
-    Args:
-        one: the pass, of all forwards in the packs' order and then all backwards.
-        others: micro-batches held besides its own: before it in a forward, after it in a backward.
-    """
-    row = one % len(workload)
-    first, last = (row - others, row) if one < len(workload) else (row, row + others)
-    near = np.arange(max(first - 1, 0), min(last + 2, len(workload)))
-    step, dp_rank = workload.step, workload.dp_rank
-    return near[(step[near] == step[row]) & (dp_rank[near] == dp_rank[row])]
+    def held(first: int, number: int) -> set[tuple[int, int, int]]:
+        """What is held in the pass where `number` micro-batches from `first` are the step."""
+        found = _held_in(schedule, plan.parallel.pipeline, stage, number)
+        return {(a, b, first + each) for a, b, each in found[kind, chunk, place - first]}
+
+    whole = held(0, count)
+    near = {each for _, _, each in whole} | {place}
+    least, stop = max(min(near) - 1, 0), min(max(near) + 2, count)
+    for number in range(stop - least, count):
+        for first in range(max(stop - number, 0), min(least, count - number) + 1):
+            if held(first, number) == whole:
+                return own[first : first + number]
+    return own
+
+
+@lru_cache(maxsize=_KEPT_STEPS)
+def _held_in(
+    schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
+) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
+    """What a stage holds in every pass of a step: by kind, chunk and micro-batch of the pass, the
+    chunk, whether only a weight's gradient is to come, and the micro-batch, of each."""
+    passes = held_in_passes(schedule_graph(schedule, stages, micro_batches), stage)
+    states = list(enumerate((passes.held, passes.late)))
+    keys = zip(
+        passes.kind.tolist(), passes.chunk.tolist(), passes.micro_batch.tolist(), strict=True
+    )
+    return {
+        key: [
+            (chunk, state, micro_batch)
+            for state, runs in states
+            for chunk, (first, stop) in enumerate(runs[place].tolist())
+            for micro_batch in range(first, stop)
+        ]
+        for place, key in enumerate(keys)
+    }

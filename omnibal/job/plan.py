@@ -36,6 +36,9 @@ PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
 PROFILE_FILE = "profile.json"
 """File of the measured costs that the plan was made with; absent where costs were counted."""
+REFIT_FILE = "refit.json"
+"""File of how a run has changed the costs; absent where no run has."""
+PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
 MAX_EPOCHS = 1_000
 """Most epochs, as all are packed before the first is trained."""
 MAX_SEED = 2**63 - 1  # of an int64 column
@@ -347,9 +350,14 @@ class Plan(Frozen):
         return self
 
 
+def plan_sha256(plan: Plan) -> str:
+    """Hash of all of a plan but its prediction."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+
+
 def plan_files(directory: Path) -> list[Path]:
     """Every file of a plan directory, whether it exists or not."""
-    return [directory / name for name in (PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE)]
+    return [directory / name for name in PLAN_FILES]
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

@@ -6,14 +6,17 @@ from pathlib import Path
 
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, read_profile
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.refitted import Refitted, read_refit
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     PLAN_FILE,
+    PLAN_FILES,
     PROFILE_FILE,
+    REFIT_FILE,
     DataPlan,
     Plan,
     write_plan,
@@ -32,6 +35,8 @@ class PlanFiles:
     """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
+    directory: Path | None = None
+    """Where they were read; None of what was put together in memory."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
@@ -51,14 +56,18 @@ class PlanFiles:
 def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
     """Make the job that a plan is for, with the costs that the plan was made with.
 
-    These are of the profile in its directory, or counted where there is none.
+    These are of the profile in its directory, or counted where there is none, and changed by what a
+    run has shown where the plan was made from one.
 
     Raises:
         UserError: the parallel sizes do not fit the model or the cluster, or the profile is broken
             or not of the plan's model, precision or tensor size.
     """
-    path = directory / PROFILE_FILE
-    return JobSpec.of_plan(plan, Measured(read_profile(path)) if path.exists() else ANALYTIC)
+    profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
+    source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
+    if refit.exists():
+        source = Refitted(source, read_refit(refit))
+    return JobSpec.of_plan(plan, source)
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
@@ -102,7 +111,7 @@ def save_plan(result: PlanResult, directory: Path) -> None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
-        result.cost_source.save(made / PROFILE_FILE)
+        result.cost_source.save(made / PROFILE_FILE, made / REFIT_FILE)
         write_plan(result.plan, made)
         if directory.exists():
             directory.rename(replaced)
@@ -131,7 +140,7 @@ def check_replaceable(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"{directory}: is a file; a plan is a directory: choose another -o")
     names = {path.name for path in directory.iterdir()}
-    foreign = sorted(names - {PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE})
+    foreign = sorted(names - {*PLAN_FILES})
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
             f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "

@@ -6,7 +6,6 @@ plan's schedule, with links and reductions between devices from the cost model, 
 was there. So a plan for many devices is tried on one.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,16 +16,17 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_valida
 
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
+from omnibal.pipeline.schedule_memory import bytes_of_passes
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import per_step_costs
-from omnibal.pipeline.stage_memory import bytes_in_passes, running_passes
 from omnibal.pipeline.workload import Workload
 
 INFO_FILE = "replay.json"
@@ -49,14 +49,16 @@ class ReplayInfo(ReplayIdentity):
 
 
 class StageReplay(FoundOfStage):
-    """Measurements of one stage on one device; times per micro-batch, medians of the
-    repetitions."""
+    """Measurements of one stage on one device; times are medians of the repetitions."""
 
     rows: tuple[NonNegativeInt, ...]
-    """Rows of the packs, ascending; the next three fields have as many entries."""
+    """Rows of the packs, ascending. The times are of every micro-batch, and where the stage holds
+    several chunks of the model of every chunk: those of the first row, then of the next."""
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]
-    """Backward time, recomputation included."""
+    """Backward time, of both parts if it has two, recomputation included."""
+    weight_ms: tuple[NonNegativeFloat, ...] = ()
+    """Time of the backward's second part; empty where backwards are whole."""
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat
     """Time to zero gradients, compute their norm, clip and update the weights, once a step."""
@@ -71,8 +73,11 @@ class StageReplay(FoundOfStage):
     @model_validator(mode="after")
     def _as_many(self) -> "StageReplay":
         counts = {len(self.forward_ms), len(self.backward_ms), len(self.recompute_ms)}
-        if counts != {len(self.rows)}:
-            raise ValueError("rows, forward_ms, backward_ms and recompute_ms differ in length")
+        counts |= {len(self.weight_ms) or len(self.forward_ms)}
+        if len(counts) > 1 or len(self.forward_ms) % max(len(self.rows), 1):
+            raise ValueError(
+                "rows, forward_ms, backward_ms, weight_ms and recompute_ms differ in length"
+            )
         return self
 
     @property
@@ -108,7 +113,8 @@ class ReplaySummary:
     predicted_each_step_ms: np.ndarray
     """Predicted time of the same steps, [steps]."""
     forward_ms: np.ndarray
-    """Forward time of a data-parallel rank in a step; this and the next two are [stages]."""
+    """Forward time of a data-parallel rank in a step, of all chunks; this and the next two are
+    [stages]."""
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
     wait_fractions: np.ndarray
@@ -134,11 +140,6 @@ class ReplaySummary:
     def recompute_fraction(self) -> float:
         """Share of all computing that is done for the second time."""
         return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
-
-
-def plan_sha256(plan: Plan) -> str:
-    """Hash of all of a plan but its prediction."""
-    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
 
 
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
@@ -175,11 +176,8 @@ def heaviest_rows(
         workload: of all the plan's packs.
     """
     features = features_of(workload, cost)
-    passes = running_passes(features, workload.slot, len(plan.stages), stage)
-    stage_at = [stages[stage] for stages in plan.stages_at_levels]
-    in_passes = bytes_in_passes(cost, passes, stage_at)
-    # Forwards in the packs' order, then backwards.
-    worst = {int(each_bytes.argmax()) % len(workload) for each_bytes in in_passes}
+    passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
+    worst = {int(passes.row[each.argmax()]) for each in (passes.needed, passes.held)}
     places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}
     return tuple(
         np.flatnonzero((workload.step == step) & (workload.dp_rank == rank))
@@ -198,12 +196,13 @@ def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload
         UserError: the directory holds no replay, one of another plan, or not yet all stages.
     """
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
-    stages = REPLAY_FILES.read(directory, len(plan.stages))
-    missing = sorted(set(range(len(plan.stages))) - {replay.stage for replay in stages})
+    stages = REPLAY_FILES.read(directory, plan.parallel.pipeline)
+    size = plan.parallel.pipeline
+    missing = sorted(set(range(size)) - {replay.stage for replay in stages})
     if missing:
         raise UserError(
             f"{directory}: stage {missing[0]} is not replayed yet ({len(missing)} of "
-            f"{len(plan.stages)} are not), and a step needs them all: give the same command of "
+            f"{size} are not), and a step needs them all: give the same command of "
             "tools/replay.py again, with --stages all"
         )
     return summarise_replay(info, stages, plan, cost, workload)
@@ -228,57 +227,65 @@ def summarise_replay(
             raise UserError(
                 f"the replay of stage {replay.stage} is not of the packs of its steps; {_REMEDY}"
             )
-    workload = workload.rows(rows)
-    predicted_once = per_step_costs(cost, plan.stages)
+    workload, schedule = workload.rows(rows), plan.schedule
+    predicted_once = per_step_costs(cost, plan.stages, schedule)
     update_ms = np.array([replay.update_ms for replay in replays])
     once = replace(predicted_once, update_ms=update_ms)
     predicted = causes_of(cost, plan.stages_at_levels, workload)
-    predicted_steps = predict_steps(predicted.all, workload, predicted_once)
-    causes = measured_causes(replays, predicted)
-    steps = predict_steps(causes.all, workload, once)
-    ranks = len(steps.step_ms) * plan.parallel.data
+    predicted_steps = predict_steps(predicted.all, workload, predicted_once, schedule)
+    causes = measured_causes(replays, predicted, schedule)
+    steps = predict_steps(causes.all, workload, once, schedule)
+    ranks, parts_of = len(steps.step_ms) * plan.parallel.data, schedule.parts_of(len(plan.stages))
+
+    def of_stages(each_ms: np.ndarray) -> np.ndarray:
+        return each_ms.sum(axis=0)[parts_of].sum(axis=1) / ranks
+
     return ReplaySummary(
         info=info,
         stages=tuple(replays),
         each_step_ms=steps.step_ms,
         predicted_each_step_ms=predicted_steps.step_ms,
-        forward_ms=causes.all.forward_ms.sum(axis=0) / ranks,
-        backward_ms=causes.all.backward_ms.sum(axis=0) / ranks,
-        recompute_ms=causes.all.recompute_ms.sum(axis=0) / ranks,
+        forward_ms=of_stages(causes.all.forward_ms),
+        backward_ms=of_stages(causes.all.backward_ms),
+        recompute_ms=of_stages(causes.all.recompute_ms),
         wait_fractions=steps.wait_fractions,
-        lost=lost_time_of(causes, workload, once, float(steps.step_ms.mean())),
+        lost=lost_time_of(causes, workload, once, float(steps.step_ms.mean()), schedule),
     )
 
 
-def measured_causes(replays: Sequence[StageReplay], predicted: CauseTimes) -> CauseTimes:
+def measured_causes(
+    replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
+) -> CauseTimes:
     """Replace predicted times by measured ones.
 
     One device alone exchanges nothing with tensor-parallel ranks: that time is added as it is
     predicted. What it computes on padding is the predicted share of what was measured.
     """
-    forward_ms = np.stack([replay.forward_ms for replay in replays], axis=1)
-    backward_ms = np.stack([replay.backward_ms for replay in replays], axis=1)
-    recompute_ms = np.stack([replay.recompute_ms for replay in replays], axis=1)
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
-    whole = replace(
-        all_,
-        forward_ms=forward_ms + (all_.forward_ms - silent.forward_ms),
-        backward_ms=backward_ms + (all_.backward_ms - silent.backward_ms),
-        recompute_ms=recompute_ms + (all_.recompute_ms - silent.recompute_ms),
-    )
+    measured = {name: _of_parts(replays, name, schedule) for name in _MEASURED}
+    exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED}
+    shares = {name: _share(getattr(needed, name), getattr(silent, name)) for name in _MEASURED}
+    whole = replace(all_, **{name: ms + exchanged[name] for name, ms in measured.items()})
     return CauseTimes(
         all=whole,
         local=whole,  # nothing is shared in plans that are replayed
-        silent=replace(
-            silent, forward_ms=forward_ms, backward_ms=backward_ms, recompute_ms=recompute_ms
-        ),
-        needed=replace(
-            needed,
-            forward_ms=forward_ms * _share(needed.forward_ms, silent.forward_ms),
-            backward_ms=backward_ms * _share(needed.backward_ms, silent.backward_ms),
-            recompute_ms=recompute_ms * _share(needed.recompute_ms, silent.recompute_ms),
-        ),
+        silent=replace(silent, **measured),
+        needed=replace(needed, **{name: ms * shares[name] for name, ms in measured.items()}),
     )
+
+
+_MEASURED = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
+"""Times of a stage's replay and of `StageTimes`."""
+
+
+def _of_parts(replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule) -> np.ndarray:
+    """Measured times of every micro-batch on every part of the model, [packs, parts]."""
+    packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
+    found = np.zeros((packs, parts))
+    for replay, held in zip(replays, schedule.parts_of(parts), strict=True):
+        each_ms = getattr(replay, name) or np.zeros(packs * schedule.chunks)
+        found[:, held] = np.reshape(each_ms, (packs, schedule.chunks))
+    return found
 
 
 def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen
+from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 
@@ -121,6 +122,10 @@ class TrainerConstraints(Frozen):
     """How it runs a step where an export says nothing of it."""
     schedules: frozenset[str] = frozenset({"1f1b"})
     """Pipeline schedules that it runs, by name (`omnibal.pipeline.schedules.ScheduleName`)."""
+    fills_groups: bool = True
+    """Whether chunks of stages need a number of micro-batches that is a multiple of the stages, as
+    in Megatron-core (`core/pipeline_parallel/schedules.py:995-1015` of 0.16.1, whose groups have as
+    many micro-batches as there are stages unless a flag says otherwise)."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
     """Most pipeline stages; None where there is no limit."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
@@ -158,6 +163,26 @@ class TrainerConstraints(Frozen):
                 f"{' or '.join(self.shardings)}: leave it out, or give one of these"
             )
 
+    def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
+        """Why it cannot run steps of so many micro-batches a rank in a schedule, in words.
+
+        Args:
+            name: of the schedule.
+            stages: of the pipeline.
+            micro_batches: of every rank in a step.
+
+        Returns:
+            None if it can.
+        """
+        if name not in self.schedules:
+            return f"{self.title} runs {words(sorted(self.schedules))}"
+        if name == "interleaved" and self.fills_groups and micro_batches % stages:
+            return (
+                f"a step has {micro_batches} micro-batches a rank, and {self.title} interleaves "
+                f"multiples of the {stages} pipeline stages"
+            )
+        return None
+
     def check_sizes(self, parallel: Parallel) -> None:
         """Refuse parallel sizes that the trainer does not have.
 
@@ -182,13 +207,17 @@ class TrainerConstraints(Frozen):
 _FULLY = (WeightSharding.FULL,)
 _WHOLE = (WeightSharding.REPLICATED,)
 OWN = TrainerConstraints(
-    has_adapters=True, schedules=frozenset({"1f1b", "interleaved", "zb-h1", "zb-v"})
+    has_adapters=True,
+    schedules=frozenset({"1f1b", "interleaved", "zb-h1", "zb-v"}),
+    fills_groups=False,
 )
 """This project's trainer, which takes any plan."""
 
 _MEGATRON = StageRules(
     encoders_on_first=True, head_on_all_tokens=True, recompute=RecomputeFreedom.LANGUAGE
 )
+_WITH_CHUNKS = frozenset({"1f1b", "interleaved"})
+"""Schedules of Megatron-core."""
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
 _MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
@@ -207,6 +236,7 @@ TARGETS = {
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
             shardings=_WHOLE,
+            schedules=_WITH_CHUNKS,
             runtime=_MEGATRON_RUNTIME,
         ),
         TrainerConstraints(
@@ -243,6 +273,7 @@ TARGETS = {
             ),
             packs=_GIVEN.model_copy(update={"one_medium": True}),
             shardings=_WHOLE,
+            schedules=_WITH_CHUNKS,
             runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
         ),
         TrainerConstraints(
@@ -252,6 +283,7 @@ TARGETS = {
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
             shardings=_WHOLE,
+            schedules=_WITH_CHUNKS,
             runtime=_MEGATRON_RUNTIME,
         ),
         TrainerConstraints(
@@ -260,6 +292,7 @@ TARGETS = {
             version="003e863",
             stages=_MEGATRON,
             shardings=_WHOLE,
+            schedules=_WITH_CHUNKS,
             runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
         ),

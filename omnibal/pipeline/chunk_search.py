@@ -6,14 +6,15 @@ the ways to cut are too many for the proof that `omnibal.pipeline.partition` giv
 cuts are improved from a few good ones: by all ways to move a layer from one part to another past
 those between them, several such moves at once, and from the best by random ones. A stage that is
 over the memory cap recomputes the fewest layers that make it fit, in the best of a few orders
-(`omnibal.pipeline.part_memory`). All candidates of a round are simulated side by side
+(`omnibal.pipeline.part_memory`); where a trainer takes one number for all stages, all recompute by
+the largest that any needs. All candidates of a round are simulated side by side
 (`omnibal.pipeline.part_steps`), but those whose slowest stage alone takes longer than the best.
 
 What is proven is little: a step lasts as long as the work of all stages, evenly spread, and the
 first forwards and last backwards that every stage must wait for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -22,12 +23,13 @@ import numpy as np
 from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
-from omnibal.model.targets import FREE, StageRules
+from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.part_memory import PartMemory
+from omnibal.pipeline.part_recompute import Contents, LayerNumbers
 from omnibal.pipeline.part_steps import PartSimulator, PartTerms
 from omnibal.pipeline.partition import SearchResult, sampled_steps
 from omnibal.pipeline.schedule_memory import schedule_memories
@@ -55,6 +57,20 @@ _MOST_TIGHTENED = 4
 were looked at."""
 _TOLERANCE = 1e-9
 """Relative gain below which a candidate is no better."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """Work of a search, after which it ends."""
+
+    share: float = 1.0
+    """Share of the operations that are usually simulated."""
+    most_cuts: float = np.inf
+    """Ways to cut the model that are looked at: of short steps, most of the time goes there."""
+
+
+WHOLE_EFFORT = Effort()
+"""The effort of a plan."""
 
 Edges = tuple[int, ...]
 
@@ -100,6 +116,9 @@ class PartProblem:
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
         steps = SampledSteps.of(sampled_steps(workload), cost)
+        numbers = None
+        if rules.recompute is not RecomputeFreedom.LAYERS:
+            numbers = LayerNumbers.of(cost, model, rules.recompute)
         return cls(
             cost=cost,
             model=model,
@@ -108,7 +127,9 @@ class PartProblem:
             runs=runs,
             run_at=run_at,
             simulator=PartSimulator.of(steps, schedule, stages),
-            memories=PartMemory.of_stages(cost, workload, schedule, stages, memory_cap_bytes),
+            memories=PartMemory.of_stages(
+                cost, workload, schedule, stages, memory_cap_bytes, numbers
+            ),
         )
 
     def tightened(self, shares: np.ndarray) -> "PartProblem":
@@ -140,7 +161,7 @@ def search_parts(
     schedule: PipelineSchedule,
     *,
     rules: StageRules = FREE,
-    effort: float = 1.0,
+    effort: Effort = WHOLE_EFFORT,
 ) -> SearchResult:
     """The parts of least simulated step time that are found for a schedule.
 
@@ -149,7 +170,7 @@ def search_parts(
         pipeline_size: stages, each of as many parts as the schedule has chunks.
         memory_cap_bytes: of one device.
         rules: of what parts may hold.
-        effort: share of the usual work after which improving ends.
+        effort: after which improving ends.
 
     Returns:
         The parts in model order, as the stages of the result.
@@ -162,7 +183,9 @@ def search_parts(
     )
     best, simulated = None, 0
     for _ in range(_MOST_TIGHTENED):
-        search = _Search(problem=problem, work_left=effort * _MAX_WORK)
+        search = _Search(
+            problem=problem, work_left=effort.share * _MAX_WORK, most_cuts=effort.most_cuts
+        )
         search.run(best)
         simulated += search.simulated
         best = search.best
@@ -226,21 +249,36 @@ def _fitted(
     edges = np.array([each.edges for each in candidates])
     orders = np.array([each.orders for each in candidates])
     chosen = problem.run_at[edges[:, :-1], edges[:, 1:]]
-    allowed = (chosen >= 0).all(axis=1)
-    counts = problem.runs.counts[chosen]
-    recomputed, fits = np.zeros_like(counts), allowed.copy()
-    if not allowed.any():
+    fits = (chosen >= 0).all(axis=1)
+    recomputed = np.zeros_like(problem.runs.counts[chosen])
+    number = np.zeros(orders.shape, np.int64)
+    allowed = np.flatnonzero(fits)
+    if not allowed.size:
         return chosen, recomputed, fits
     for stage, held in enumerate(problem.held):
-        content = np.column_stack([chosen[:, held], orders[:, stage]])
-        _, first, same = np.unique(content[allowed], axis=0, return_index=True, return_inverse=True)
-        rows = np.flatnonzero(allowed)
-        again, fit = problem.memories[stage].recomputed(
-            counts[rows[first]][:, held], orders[rows[first], stage]
+        runs = chosen[allowed][:, held]
+        content = np.column_stack([runs, orders[allowed, stage]])
+        _, first, same = np.unique(content, axis=0, return_index=True, return_inverse=True)
+        least, fit = problem.memories[stage].least(
+            _contents(problem, runs[first]), orders[allowed[first], stage]
         )
-        recomputed[rows[:, None], held] = again[same.ravel()]
-        fits[rows] &= fit[same.ravel()]
+        number[allowed, stage] = least[same.ravel()]
+        fits[allowed] &= fit[same.ravel()]
+    if problem.memories[0].ways.is_shared:
+        number[:] = number.max(axis=1, keepdims=True)
+    fitting = np.flatnonzero(fits)
+    for stage, held in enumerate(problem.held):
+        contents = _contents(problem, chosen[fitting][:, held])
+        recomputed[fitting[:, None], held] = problem.memories[stage].ways.recomputed(
+            contents, orders[fitting, stage], number[fitting, stage]
+        )
     return chosen, recomputed, fits
+
+
+def _contents(problem: PartProblem, runs: np.ndarray) -> Contents:
+    """What stages of these runs hold, [n, c]."""
+    table = problem.runs
+    return Contents(counts=table.counts[runs], start=table.start[runs], end=table.end[runs])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -249,6 +287,7 @@ class _Search:
 
     problem: PartProblem
     work_left: float
+    most_cuts: float
     best: Candidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
@@ -262,11 +301,16 @@ class _Search:
         for start in self._starts() if known is None else [known]:
             self._improve(start)
         rng = np.random.default_rng(0)
-        while self.best is not None and self.work_left > 0:
+        while self.best is not None and self.goes_on:
             before = len(self.found_ms)
             self._improve(self._kicked(rng, self.best))
             if len(self.found_ms) == before:
                 break
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more may be looked at."""
+        return self.work_left > 0 and len(self.found_ms) < self.most_cuts
 
     def _starts(self) -> list[Candidate]:
         """Cuts into parts that are even in time, with several weights of encoders."""
@@ -289,17 +333,21 @@ class _Search:
         # Where memory is short, parts that keep equally much fit.
         kept = np.array([problem.cost.units[name].activation_bytes @ mean for name in names])
         state = np.array([unit_bytes(problem.cost, problem.cost.units[name]) for name in names])
+        # What the first part holds by the rules at least is one unit here.
+        first = int(problem.runs.end[problem.runs.start == 0].min())
+        begins = np.r_[0, first : len(names)]
+        has_layer = np.logical_or.reduceat(is_layer, begins)
         starts = []
         for weights in (units.sum(axis=1), units[:, 0], kept * problem.stages + state):
-            cuts = balanced_cuts(weights, is_layer, problem.parts)
-            starts.append(Candidate((0, *cuts, len(names)), orders))
+            cuts = balanced_cuts(np.add.reduceat(weights, begins), has_layer, problem.parts)
+            starts.append(Candidate((0, *begins[list(cuts)].tolist(), len(names)), orders))
         return list(dict.fromkeys(starts))
 
     def _improve(self, start: Candidate) -> None:
         """Take the best move, or moves together, as long as one is better."""
         [at_ms] = self._tried([start], np.inf)
         at = start
-        while self.work_left > 0:
+        while self.goes_on:
             moves = self._moves(at)
             found = self._tried(moves, at_ms)
             better = np.flatnonzero(found < at_ms * (1 - _TOLERANCE))
@@ -322,11 +370,17 @@ class _Search:
                     new[first : last + 1] += by
                     if (np.diff(new) > 0).all():
                         moved.append(Candidate(tuple(new.tolist()), at.orders))
-        for stage, memory in enumerate(self.problem.memories):
-            for order in range(len(memory.orders)):
-                orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
-                moved.append(Candidate(at.edges, orders))
+        moved += [Candidate(at.edges, orders) for orders in self._other_orders(at.orders)]
         return [each for each in dict.fromkeys(moved) if each != at]
+
+    def _other_orders(self, at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        """Orders with another one of a stage, or of all where they share one."""
+        for stage, memory in enumerate(self.problem.memories):
+            for order in range(memory.ways.orders):
+                if not memory.ways.is_shared:
+                    yield (*at[:stage], order, *at[stage + 1 :])
+                elif stage == 0:
+                    yield (order,) * len(at)
 
     def _kicked(self, rng: np.random.Generator, at: Candidate) -> Candidate:
         for _ in range(_KICKS):
@@ -380,11 +434,12 @@ def _terms(
     again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
     weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
     counts = table.counts[runs][:, problem.held].sum(axis=2)
+    slowness = problem.cost.slowness_of(problem.parts)[:, None]
     return (
         PartTerms(
-            forward=terms[..., layout.forward],
-            backward=terms[..., layout.backward] + recomputed @ again,
-            weight=table.counts[runs] @ weight,
+            forward=terms[..., layout.forward] * slowness,
+            backward=(terms[..., layout.backward] + recomputed @ again) * slowness,
+            weight=table.counts[runs] @ weight * slowness,
             send=terms[..., layout.send],
             receive=terms[..., layout.receive],
         ),

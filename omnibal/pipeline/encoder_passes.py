@@ -27,7 +27,8 @@ class EqualPasses:
     items: np.ndarray
     """Items of every rank, int64 [...]."""
     items_per_pass: int
-    kept_items: int
+    kept_items: int | np.ndarray
+    """Items that are kept at most, of all ranks or of every one."""
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Passes that are kept, or the others, and their items. [..., 2]"""

@@ -4,29 +4,34 @@ Memory is that of `omnibal.pipeline.schedule_memory`, of many contents of a stag
 passes that are the heaviest for contents that are drawn, a chunk's own from the tables of
 `omnibal.pipeline.stage_memory`. What is found must be looked at in all passes.
 
-A stage of which not all fits recomputes layers in an order, the fewest that fit: by what a layer
-saves for the time that it costs, where an earlier chunk saves more, as it holds more micro-batches;
-or by kind of layer or chunk first, in any order of the kinds, which the search tries.
+A stage of which not all fits recomputes the fewest layers that make it fit, in one of the orders of
+`omnibal.pipeline.part_recompute`.
 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from functools import partial
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.schedule_memory import ChunkPasses, schedule_passes
+from omnibal.pipeline.part_recompute import Contents, LayerNumbers, LayerOrders, RecomputeWays
+from omnibal.pipeline.schedule_memory import (
+    ChunkPasses,
+    link_bytes,
+    link_rooms,
+    micro_batches_in,
+    schedule_passes,
+)
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.stage_memory import (
     LINKS,
     MemoryTable,
     RunningPasses,
-    cut_bytes,
     encoder_memory_of,
     fits_cap,
     memory_table,
@@ -36,8 +41,6 @@ from omnibal.pipeline.workload import Workload
 
 _DRAWN = 24
 """Contents of a stage, drawn at random, whose heaviest passes are looked at."""
-_MOST_KINDS = 3
-"""Kinds of layer of which all orders are tried; of more, model order and its reverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -78,10 +81,10 @@ class PartMemory:
     """Memory of one stage of a schedule, by what its chunks hold."""
 
     chunks: tuple[_ChunkTable, ...]
-    cut_bytes: np.ndarray
-    """Tensors of the cuts before and after a chunk that begins, or ends, with a unit, [2, K]."""
-    orders: np.ndarray
-    """Orders in which layers are recomputed, of places in [c * L], [orders, c * L]."""
+    link_bytes: Callable[[np.ndarray], np.ndarray]
+    """Bytes of links of stages with these units, [n, c, K]. [n]"""
+    ways: RecomputeWays
+    """Orders in which layers are recomputed."""
     cap_bytes: float
 
     @classmethod
@@ -92,11 +95,16 @@ class PartMemory:
         schedule: PipelineSchedule,
         stages: int,
         cap_bytes: float,
+        numbers: LayerNumbers | None = None,
     ) -> "list[PartMemory]":
-        """Memory of every stage in its heaviest passes of the run."""
+        """Memory of every stage in its heaviest passes of the run.
+
+        Args:
+            numbers: by which layers are recomputed; None where any may be.
+        """
+        if schedule.in_two:
+            cost = _working_in_two(cost)
         features = features_of(workload, cost)
-        cuts = cut_bytes(cost, features.max(axis=0))
-        ends = np.stack([cuts.came + cuts.back_to, cuts.sent + cuts.back])
         drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
         for stage in range(stages):
             found: dict[tuple[int, Pass], _Heaviest] = {}
@@ -106,12 +114,17 @@ class PartMemory:
             by_chunk = [
                 [each for each in passes if each.chunk == c] for c in range(schedule.chunks)
             ]
-            held = np.max([_micro_batches(cost, each.kept[0]) for each in passes], axis=0)
+            held = np.max([micro_batches_in(cost, each.kept[0]) for each in passes], axis=0)
             every.append(
                 cls(
                     chunks=tuple(_chunk_table(cost, workload, each) for each in by_chunk),
-                    cut_bytes=ends,
-                    orders=_orders(cost, mean, held),
+                    link_bytes=partial(
+                        link_bytes,
+                        cost,
+                        features.max(axis=0),
+                        rooms=link_rooms(schedule, stages, stage),
+                    ),
+                    ways=numbers or LayerOrders.of(cost, mean, held),
                     cap_bytes=cap_bytes,
                 )
             )
@@ -128,42 +141,25 @@ class PartMemory:
         first, whole = self.chunks[0].running, counts.sum(axis=1)
         at_levels = np.tile(recomputed, first.levels)
         passes = [table.bytes(chunk, counts, at_levels) for chunk, table in enumerate(self.chunks)]
-        begins = (counts > 0).argmax(axis=-1)
-        ends = counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
-        rooms = (self.cut_bytes[0][begins] + self.cut_bytes[1][ends]).sum(axis=1)
-        rooms += first.room_bytes(whole)
+        rooms = self.link_bytes(counts) + first.room_bytes(whole)
         state = whole @ first.state_bytes - first.tied_bytes * holds_both_ends(first.kinds, whole)
         return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
-    def recomputed(self, counts: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The fewest layers in an order that make stages fit, and whether any do.
+    def least(self, contents: Contents, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The least number in an order with which stages fit, and whether they do. [n] and [n]
 
         Args:
-            counts: units of every chunk, [n, c, K].
+            contents: what their chunks hold.
             order: index of the order of each, [n].
-
-        Returns:
-            [n, c, K] and [n].
         """
-        layers = layer_kinds(self.kinds)
-        held = counts[..., layers].reshape(len(counts), -1)
-        order = self.orders[order]
-        in_order = np.take_along_axis(held, order, axis=1)
-        before = in_order.cumsum(axis=1) - in_order
-
-        def again(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            some = np.clip(number[:, None] - before[rows], 0, in_order[rows])
-            placed = np.empty_like(some)
-            np.put_along_axis(placed, order[rows], some, axis=1)
-            found = np.zeros((len(rows), *counts.shape[1:]), np.int64)
-            found[..., layers] = placed.reshape(len(rows), counts.shape[1], -1)
-            return found
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            return fits_cap(self.peak_bytes(counts[rows], again(rows, number)), self.cap_bytes)
+            some = contents.some(rows)
+            again = self.ways.recomputed(some, order[rows], number)
+            return fits_cap(self.peak_bytes(some.counts, again), self.cap_bytes)
 
-        low, high = np.zeros(len(counts), np.int64), held.sum(axis=1)
-        every = np.arange(len(counts))
+        low, high = np.zeros(len(contents), np.int64), self.ways.most(contents)
+        every = np.arange(len(contents))
         high = np.where(fit(every, low), 0, high)
         fits = (high == 0) | fit(every, high)
         while (rows := np.flatnonzero(fits & (low < high))).size:
@@ -171,30 +167,7 @@ class PartMemory:
             enough = fit(rows, middle)
             low[rows] = np.where(enough, low[rows], middle + 1)
             high[rows] = np.where(enough, middle, high[rows])
-        return again(every, high), fits
-
-
-def _orders(cost: CostModel, mean: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Orders of the layers of chunks that hold at most so many micro-batches, [c].
-    [orders, c * L]"""
-    units = [*cost.units.values()]
-    layers = [units[kind] for kind in layer_kinds(cost.kinds)]
-    saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
-    spent = np.array([each.recompute_ms @ mean for each in layers])
-    price = spent / np.maximum(saved, 1e-9)
-    # What saves nothing comes last.
-    by_price = np.where(saved > 0, price / np.maximum(most[:, None], 1), np.inf)
-    chunks = np.argsort(-most, kind="stable").tolist()
-    kinds = [kind for kind in range(len(layers)) if saved[kind] > 0]
-    idle = [kind for kind in range(len(layers)) if saved[kind] <= 0]
-    many = len(kinds) > _MOST_KINDS
-    ways = [tuple(kinds), tuple(kinds[::-1])] if many else list(permutations(kinds))
-    orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
-    for way in ways:
-        full = [*way, *idle]
-        orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
-        orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])
-    return np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
+        return high, fits
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -215,16 +188,9 @@ class _Heaviest:
         found = []
         for of_content in needed:
             at = int(of_content.argmax())
-            each = passes.own[[at]], passes.kept[[at]], passes.late[[at]]
-            one = replace(passes, own=each[0], kept=each[1], late=each[2])
-            found.append((float(of_content[at]), one))
+            found.append((float(of_content[at]), passes.take(np.array([at]))))
         old = self.most or found
         self.most = [max(pair, key=lambda each: each[0]) for pair in zip(old, found, strict=True)]
-
-
-def _micro_batches(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Number of micro-batches in summed features [..., f], of all levels. [...]"""
-    return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)
 
 
 def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:
@@ -257,6 +223,13 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
         late_bytes=late @ for_weights,
         product_bytes=(own * is_weight[:, None]) @ product,
     )
+
+
+def _working_in_two(cost: CostModel) -> CostModel:
+    """Costs of units that work as in backwards in two parts."""
+    units = cost.units.items()
+    changed = {name: replace(unit, transient_bytes=unit.two_part_bytes) for name, unit in units}
+    return replace(cost, units=changed)
 
 
 def _drawn(cost: CostModel, chunks: int) -> np.ndarray:

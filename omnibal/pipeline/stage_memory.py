@@ -262,14 +262,30 @@ class MemoryTable:
         if running is None:
             running = self.running_bytes(counts, recomputed)
         pass_bytes = running + self._in_flight_bytes(counts, recomputed)
-        return state + self.with_encoders(counts, pass_bytes)
+        between = None
+        if self.encoder_memory.among_passes:
+            held = self.activation_bytes(counts, recomputed) + self.link_bytes(counts)
+            between = held.max(axis=-1)
+        return state + self.with_encoders(counts, pass_bytes, between)
 
-    def with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
+    def with_encoders(
+        self,
+        counts: np.ndarray,
+        pass_bytes: np.ndarray,
+        between_bytes: np.ndarray | float | None = None,
+    ) -> np.ndarray:
         """Largest of some passes [..., passes], with what data-parallel encoders take; what
-        they take besides that while they run comes without any pass. [...]"""
+        they take besides that while they run comes without any pass, or between two. [...]
+
+        Args:
+            between_bytes: most that is held between passes, [...]; None for as much as in them.
+        """
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         taken = self.encoder_memory
         running = np.maximum(pass_bytes.max(axis=-1), taken.arrival * embeds)
+        if taken.among_passes:
+            between = running if between_bytes is None else between_bytes
+            running = np.maximum(running, between + taken.among_passes)
         in_step = taken.held + np.maximum(running + taken.features * embeds, taken.encoding)
         if not taken.whole:  # then an evaluation takes less than a step
             return in_step
@@ -286,7 +302,7 @@ class MemoryTable:
         """What the other micro-batches in flight and links hold in every pass. [..., passes]"""
         whole = self._at_every_level(counts) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
-        return others + self._link_bytes(counts)
+        return others + self.link_bytes(counts)
 
     def running_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Most that the micro-batch that runs holds in every pass, with the working memory of the
@@ -355,10 +371,10 @@ class MemoryTable:
             most = np.maximum(most, self.has_backward[run.kind] * running)
         # With the earliest of each kind recomputed, what the search counts.
         return np.maximum(
-            table.pass_bytes(counts, recomputed), others + most + table._link_bytes(counts)
+            table.pass_bytes(counts, recomputed), others + most + table.link_bytes(counts)
         )
 
-    def _link_bytes(self, counts: np.ndarray) -> np.ndarray:
+    def link_bytes(self, counts: np.ndarray) -> np.ndarray:
         """What is held in every pass of tensors between stages, with what the stage's units share.
         [..., passes]"""
         links = self._first_link_bytes(counts) + self.last_bytes.T[_last_kind(counts)]
@@ -894,7 +910,12 @@ def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -
     counts, recomputed = counts_of_runs(len(cost.kinds), runs)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
     return memory_of_stage(
-        cost, counts, table, held_bytes=held_bytes, pass_bytes=table.stage_bytes(runs)
+        cost,
+        counts,
+        table,
+        held_bytes=held_bytes,
+        link_bytes=float(table.link_bytes(counts).max()),
+        pass_bytes=table.stage_bytes(runs),
     )
 
 
@@ -904,6 +925,7 @@ def memory_of_stage(
     table: MemoryTable,
     *,
     held_bytes: float,
+    link_bytes: float,
     pass_bytes: np.ndarray,
 ) -> StageMemory:
     """Memory of one device of a stage of so many units of each kind [kinds].
@@ -911,6 +933,7 @@ def memory_of_stage(
     Args:
         table: of any passes.
         held_bytes: most activations of all micro-batches that are held.
+        link_bytes: most of tensors between stages, and of what the units share.
         pass_bytes: what the stage needs besides its state in every pass, [passes].
     """
     held, of_held, copies = counts @ np.array(
@@ -925,7 +948,7 @@ def memory_of_stage(
     of_experts = float(trained_expert_parameters(cost, counts[None])[0])
     encoder_memory = table.encoder_memory
     embeds = bool(counts[[kind.name for kind in cost.kinds].index(LANGUAGE_EMBED)])
-    beside_bytes = float(table.with_encoders(counts, pass_bytes))
+    beside_bytes = float(table.with_encoders(counts, pass_bytes, held_bytes + link_bytes))
     running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,

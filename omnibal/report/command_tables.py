@@ -235,6 +235,14 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
             entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
         times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
         entries.append(("forward + backward", times))
+        if beside.hidden_ms is not None:
+            whole_ms = beside.forward_ms + beside.backward_ms + beside.exchange_ms
+            hidden = f"{milliseconds(beside.hidden_ms)} of {milliseconds(whole_ms)}"
+            numbers = ", ".join(
+                f"{len(each.rounds)} of {each.micro_batches} micro-batches"
+                for each in encoders.rounds
+            )
+            entries += [("rounds", numbers), ("hidden by rounds", hidden)]
         entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
         entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
     return [Facts("Encoders", entries)]
@@ -371,9 +379,9 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
     columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
         "stage": lambda replay: f"{replay.stage}",
         "packs": lambda replay: f"{len(replay.rows):,}",
-        "forward ms": lambda replay: f"{np.mean(replay.forward_ms):,.2f}",
-        "backward ms": lambda replay: f"{np.mean(replay.backward_ms):,.2f}",
-        "recompute ms": lambda replay: f"{np.mean(replay.recompute_ms):,.2f}",
+        "forward ms": lambda replay: f"{np.sum(replay.forward_ms) / len(replay.rows):,.2f}",
+        "backward ms": lambda replay: f"{np.sum(replay.backward_ms) / len(replay.rows):,.2f}",
+        "recompute ms": lambda replay: f"{np.sum(replay.recompute_ms) / len(replay.rows):,.2f}",
         "update ms": lambda replay: f"{replay.update_ms:,.2f}",
         "peak": lambda replay: gib_or_mib(replay.peak_gib),
     }

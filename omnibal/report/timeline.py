@@ -8,8 +8,9 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_rounds import EncoderBlock, simulate_with_encoders
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import Timeline, simulate_ranks
+from omnibal.pipeline.simulate import Timeline
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 from omnibal.report.figures import WIDE, Figure
@@ -38,10 +39,8 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
     of_step = workload.of_steps([step])
     own = of_step.rows(of_step.dp_rank == 0)
     times = workload_times(cost, plan.stages_at_levels, of_step)
-    timeline = simulate_ranks(times, of_step, plan.schedule).of_step(0)
-    waits_ms = np.zeros(2)
-    if times.waits_ms is not None:
-        waits_ms = times.waits_ms[of_step.dp_rank == 0].sum(axis=0)
+    of_ranks, blocks = simulate_with_encoders(times, of_step, plan.schedule)
+    timeline, encoding = of_ranks.of_step(0), [one for one in blocks if one.rank == 0]
     names = [name for name in (*packs.items, "tokens") if name in cost.features]
     features = own.features[:, [cost.features.index(name) for name in names]].astype(np.int64)
     tips = [
@@ -52,7 +51,7 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
     ]
     return Figure(
         title=f"Step {step:,} as simulated",
-        svg=draw(timeline, tips, waits_ms),
+        svg=draw(timeline, tips, encoding),
         caption="The step of median load on the first data-parallel rank: "
         f"{len(own)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
         "for its pack.",
@@ -60,28 +59,36 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
             ("forward", "forward"),
             *((kind.label, _LEGEND[kind]) for kind in plan.schedule.passes[1:]),
             *([("forward later", "later chunks")] if plan.schedule.chunks > 1 else []),
-            *([("encoder", "encoders beside")] if waits_ms.any() else []),
+            *([("encoder", "encoders beside")] if encoding else []),
             ("wait", "waiting"),
         ),
         wide=True,
     )
 
 
-def draw(timeline: Timeline, tips: Sequence[str], waits_ms: np.ndarray) -> str:
+def draw(timeline: Timeline, tips: Sequence[str], encoding: Sequence[EncoderBlock]) -> str:
     """Draw a row per stage and a bar per pass; free space is waiting.
 
     Args:
-        waits_ms: of data-parallel encoders, before it and after it, [2].
+        encoding: when stages run data-parallel encoders.
     """
-    stages, pipeline_ms = len(timeline.finish_ms), float(timeline.step_ms)
-    end_ms = pipeline_ms + float(waits_ms[1])
+    stages = len(timeline.finish_ms)
+    end_ms = max([float(timeline.step_ms), *(one.end_ms for one in encoding)])
     rows = Rows(x=Scale(0, end_ms, 72, WIDE - 16), top=4, pitch=32, count=stages, gap=6)
     parts = [rows.axis("ms", 8), rows.labels([f"stage {stage}" for stage in range(stages)])]
     for stage in range(stages):
         parts.append(rows.bar(stage, 0, end_ms, "wait"))
-        for start_ms, stop_ms in ((0.0, waits_ms[0]), (pipeline_ms, end_ms)):
-            if stop_ms > start_ms:
-                parts.append(rows.bar(stage, start_ms, stop_ms, "encoder", "encoders beside", _GAP))
+    parts += [
+        rows.bar(
+            one.stage,
+            one.start_ms,
+            one.end_ms,
+            "encoder",
+            f"{one.label}, {milliseconds(one.end_ms - one.start_ms)}",
+            _GAP,
+        )
+        for one in encoding
+    ]
     label = f"schedule of {len(tips)} micro-batches on {stages} stages in {milliseconds(end_ms)}"
     parts += pass_bars(rows, timeline, tips)
     return drawing(WIDE, rows.bottom + 26, label, parts)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.encoder_rounds import simulate_with_encoders
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.simulate import Timeline, simulate_ranks
+from omnibal.pipeline.simulate import Timeline
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
@@ -37,7 +38,7 @@ def chrome_trace(
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
     times = workload_times(cost, stages_at, of_step)
-    timeline = simulate_ranks(times, of_step, schedule)
+    timeline, encoding = simulate_with_encoders(times, of_step, schedule)
     stages = len(stages_at[0]) // schedule.chunks
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
@@ -45,9 +46,12 @@ def chrome_trace(
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
         events += [_name("thread_name", f"stage {s}", rank, s) for s in range(stages)]
         events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
-        if times.waits_ms is not None:
-            waits_ms = times.waits_ms[of_step.dp_rank == rank].sum(axis=0)
-            events += _encoding(timeline.of_step(rank), waits_ms, rank)
+    events += [
+        _block(
+            one.label, "encoders", (one.rank, one.stage), one.start_ms, one.end_ms - one.start_ms
+        )
+        for one in encoding
+    ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -63,19 +67,6 @@ def _block(
     times = {"ts": _US_PER_MS * start_ms, "dur": _US_PER_MS * took_ms}
     named = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage}
     return named | times | {"args": args}
-
-
-def _encoding(timeline: Timeline, waits_ms: np.ndarray, rank: int) -> list[dict[str, Any]]:
-    """Blocks of data-parallel encoders, on every stage: they run before the first forward and
-    after the last backward, waits and exchanges included."""
-    end_ms = float(timeline.finish_ms.max())
-    return [
-        _block(f"encoders {kind}", "encoders", (rank, stage), start_ms, float(took_ms))
-        for kind, start_ms, took_ms in zip(
-            ("forward", "backward"), (0.0, end_ms), waits_ms, strict=True
-        )
-        for stage in range(len(timeline.finish_ms))
-    ]
 
 
 def _blocks(

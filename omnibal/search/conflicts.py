@@ -102,7 +102,6 @@ CONFLICTS = (
             (Feature.LEVELS, _SEVERAL_LEVELS),
             (Feature.CURRICULUM, _SEVERAL_LEVELS),
             (Feature.BESIDE, "only this project's trainer has data-parallel encoders"),
-            (Feature.SCHEDULE, "other trainers' plans are of 1f1b"),
             (Feature.SPLIT, "only the joint search knows what another trainer can be told"),
             (Feature.EARLIER, "samples are packed anew, as the other trainer forms packs"),
         )

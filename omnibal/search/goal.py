@@ -15,7 +15,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule
-from omnibal.model.limits import Caps
+from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import WeightSharding
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks
@@ -151,8 +151,8 @@ class Goal:
     """A job, its data, and what is free.
 
     Raises:
-        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`), or the
-            trainer holds weights in none of the ways.
+        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`), or
+            another trainer holds weights in none of the ways or does not run the schedule.
     """
 
     job: JobSpec
@@ -164,6 +164,12 @@ class Goal:
         check_together({feature: feature.value for feature in self.features})
         if self.free.shardings is not None:
             self.job.trainer.check_shardings(self.free.shardings)
+        trainer, schedule = self.job.trainer, self.free.schedule
+        if trainer.name is not None and schedule not in (None, *trainer.schedules):
+            raise UserError(
+                f"--schedule {schedule} was given for {trainer.title}, which runs "
+                f"{words(sorted(trainer.schedules))}: give --schedule auto for the fastest of these"
+            )
 
     @property
     def shardings(self) -> tuple[WeightSharding, ...]:

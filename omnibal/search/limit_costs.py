@@ -54,6 +54,7 @@ class LimitName(StrEnum):
     ORDER = "next_fit"
     FULL_STEPS = "full_steps"
     SHARDING = "sharding"
+    SCHEDULES = "schedules"
 
 
 _WORDS = {
@@ -66,6 +67,7 @@ _WORDS = {
     LimitName.ORDER: "the trainer packs in its own way, in steps of equally many packs",
     LimitName.FULL_STEPS: "every step has equally many packs",
     LimitName.SHARDING: "weights are gathered from all ranks for every pass, instead of a pipeline",
+    LimitName.SCHEDULES: "the pipeline runs in a slower schedule",
 }
 _RECOMPUTE_WORDS = {
     RecomputeFreedom.STAGES: "a stage recomputes its first layers, by one number",
@@ -93,6 +95,9 @@ def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     """
     if limit is LimitName.SHARDING:
         return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
+    if limit is LimitName.SCHEDULES:
+        free = {"schedules": OWN.schedules, "fills_groups": OWN.fills_groups}
+        return trainer.model_copy(update=free)
     off = _OFF.get(limit, {limit.value: False})
     if off.keys() <= StageRules.model_fields.keys():
         return trainer.model_copy(update={"stages": trainer.stages.model_copy(update=off)})
@@ -118,7 +123,7 @@ def binding_limits(
         LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,
         LimitName.SHARDING: trainer.always_shards,
     }
-    return [limit for limit in LimitName if binding[limit]]
+    return [limit for limit, binds in binding.items() if binds]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,6 +269,8 @@ def requests_lifted(
     """
     plan, free_data = result.plan, free.plan.data
     names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
+    if free.plan.schedule != plan.schedule and plan.parallel.pipeline > 1:
+        names.append(LimitName.SCHEDULES)
     if plan.data is None or free_data is None or free_data.caps == plan.data.caps:
         names = [name for name in names if name is not LimitName.TOKENS_ALONE]
     requests = {}
@@ -275,6 +282,8 @@ def requests_lifted(
             per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
             data = replace(request.data.capped(free_data.caps), packs_per_step=per_step)
             request = replace(request, data=data)
+        if name is LimitName.SCHEDULES:
+            request = replace(request, schedule=free.plan.schedule)
         requests[name] = request
     return requests
 
@@ -284,7 +293,8 @@ def _request_of(
 ) -> PlanRequest:
     """Request of a plan's sizes and data, within other constraints."""
     job = replace(JobSpec.of_plan(result.plan, result.cost_source), trainer=trainer)
-    return PlanRequest(job=job, data=_data_of(result, packing, trainer.packs))
+    data = _data_of(result, packing, trainer.packs)
+    return PlanRequest(job=job, data=data, schedule=result.plan.schedule)
 
 
 def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:

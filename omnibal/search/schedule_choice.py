@@ -13,11 +13,14 @@ from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, searched_parts
 from omnibal.model.limits import words
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
+from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
+    TRIED_CHUNKS,
+    Pass,
+    PipelineSchedule,
+)
 from omnibal.search.encoder_placement import relative_ms
 
-_TRIED_CHUNKS = range(2, 5)
-"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
 _TRIAL_EFFORT = 0.1
 """Effort of the search for a schedule's parts; the fastest's are searched for again, in full."""
 LEAST_GAIN = 0.005
@@ -74,26 +77,35 @@ def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineS
     every = [
         PipelineSchedule(name="zb-h1"),
         PipelineSchedule(name="zb-v", chunks=2),
-        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in _TRIED_CHUNKS),
+        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in TRIED_CHUNKS),
     ]
     has_room = (each for each in every if each.name in names and stages * each.chunks <= layers)
     return [each for each in has_room if stages > 1]
 
 
-def obstacle(request: PlanRequest, schedule: PipelineSchedule) -> str | None:
-    """Why a job cannot run in a schedule, in words; None if it can."""
+def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
+    """Why a job cannot run in a schedule, in words; None if it can.
+
+    Args:
+        micro_batches: of a rank in a step; of several numbers the largest.
+    """
     if not request.is_joint:
         return "only the joint search cuts a model for it"
-    if request.job.lockstep_ranks > 1:
+    job = request.job
+    if job.trainer.name is not None:
+        # Its ranks have equally many micro-batches, so that what is in lockstep stays so.
+        stages = job.parallel.pipeline
+        return job.trainer.schedule_obstacle(schedule.name, stages, micro_batches)
+    if job.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
     is_shared = any(level.context > 1 for level in request.data.levels)
     if is_shared and not schedule.rule(2, schedule.chunks, 1).is_prefix_closed:
         return "ranks that share packs may have different numbers of them"
     if Pass.BACKWARD_WEIGHT not in schedule.passes:
         return None
-    if request.job.parallel.sharded > 1:
+    if job.parallel.sharded > 1:
         return "gradients of divided weights are summed with every whole backward"
-    if request.job.precision == "fp8":
+    if job.precision == "fp8":
         return "products in FP8 give gradients of weights with every whole backward"
     return None
 
@@ -156,7 +168,11 @@ def in_schedule(
         )
     quick = _quick_steps_ms(free) if len(free) > 1 else {}
     best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
-    result = make_ordered_plan(free[best])
+    try:
+        result = make_ordered_plan(free[best])
+    except DoesNotFit as error:
+        # What would fit in 1F1B is no advice: this job does.
+        raise UserError(str(error)) from error
     plans = {ONE_FORWARD_ONE_BACKWARD: _prediction(planned), best: _prediction(result)}
     choice = ScheduleChoice(
         chosen=best,
@@ -172,9 +188,10 @@ def _possible(
     """Schedules with their requests, or why they cannot be."""
     job = request.job
     if planned.plan.beside is not None:
-        job = replace(job, beside=planned.plan.beside)
+        # Rounds are laid into the idle time of a schedule.
+        job = replace(job, beside=planned.plan.beside.model_copy(update={"rounds": ()}))
     for schedule in schedules_of(names, request):
-        why = obstacle(request, schedule)
+        why = obstacle(request, schedule, planned.micro_batches)
         yield schedule, why or replace(request, job=job, schedule=schedule)
 
 

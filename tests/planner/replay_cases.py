@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.replay import (
     REPLAY_FILES,
     ReplayInfo,
     StageReplay,
-    plan_sha256,
 )
 from omnibal.pipeline.lost_time import causes_of
 from omnibal.pipeline.stage_cost import per_step_costs
@@ -40,22 +39,24 @@ def stage_replays(
 ) -> list[StageReplay]:
     """Stage s takes `factors[s]` times what it is predicted to take without other devices, and
     keeps `s + 1` GiB of activations."""
-    rows = np.flatnonzero(np.isin(workload.step, steps))
+    rows, schedule = np.flatnonzero(np.isin(workload.step, steps)), plan.schedule
     silent = causes_of(cost, plan.stages_at_levels, workload.rows(rows)).silent
-    update_ms = per_step_costs(cost, plan.stages).update_ms
+    update_ms = per_step_costs(cost, plan.stages, schedule).update_ms
+    parts_of, has_late = schedule.parts_of(len(plan.stages)), len(schedule.passes) > 2
     return [
         StageReplay(
             stage=stage,
             rows=tuple(rows.tolist()),
-            forward_ms=tuple(factor * silent.forward_ms[:, stage]),
-            backward_ms=tuple(factor * silent.backward_ms[:, stage]),
-            recompute_ms=tuple(factor * silent.recompute_ms[:, stage]),
+            forward_ms=tuple((factor * silent.forward_ms[:, parts]).ravel()),
+            backward_ms=tuple((factor * silent.backward_ms[:, parts]).ravel()),
+            weight_ms=tuple((factor * silent.weight_ms[:, parts]).ravel()) if has_late else (),
+            recompute_ms=tuple((factor * silent.recompute_ms[:, parts]).ravel()),
             update_ms=float(update_ms[stage]),
             state_gib=0.5,
             activations_gib=stage + 1.0,
             with_working_memory=with_working_memory,
         )
-        for stage, factor in enumerate(factors)
+        for stage, (factor, parts) in enumerate(zip(factors, parts_of, strict=True))
     ]
 
 
@@ -73,7 +74,7 @@ def write_replay(
     """A replay directory; of all steps if none are named, and as predicted if no factors are."""
     chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
     REPLAY_FILES.open(directory, replay_info(plan, chosen, **info))
-    factors = factors or (1.0,) * len(plan.stages)
+    factors = factors or (1.0,) * plan.parallel.pipeline
     replays = stage_replays(
         plan, cost, workload, chosen, factors, with_working_memory=with_working_memory
     )

@@ -9,13 +9,14 @@ from cost_cases import random_cost, random_features, small_model
 
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
-from omnibal.model.units import unit_names
+from omnibal.model.targets import RecomputeFreedom, StageRules
+from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, unit_names
 from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts, unit_counts
@@ -142,3 +143,44 @@ def test_the_bound_is_below_every_cut() -> None:
         bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
         steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
         assert 0 < bound_ms <= min(steps)
+
+
+def with_numbers(part: Stage, numbers: dict[str, int]) -> Stage:
+    """The part with so many of the first layers recomputed that it holds of each tower."""
+    again = [Span(tower, part.layers(tower)[:number]) for tower, number in numbers.items()]
+    return part.model_copy(update={"recompute": tuple(span for span in again if span.layers)})
+
+
+def told(parts: tuple[Stage, ...], freedom: RecomputeFreedom) -> Iterator[tuple[Stage, ...]]:
+    """Two stages of these parts with all numbers that a trainer of such freedom takes."""
+    most = max(part.layer_count for part in parts)
+    if freedom is RecomputeFreedom.STAGES:
+        for numbers in product(range(most + 1), repeat=2):
+            of_parts = [dict.fromkeys(("vision", LANGUAGE), numbers[k % 2]) for k in range(4)]
+            yield tuple(map(with_numbers, parts, of_parts))
+        return
+    encoders = range(3) if freedom is RecomputeFreedom.TOWERS else (0, 2)
+    for vision, language in product(encoders, range(most + 1)):
+        numbers = {"vision": vision, LANGUAGE: language}
+        yield tuple(with_numbers(part, numbers) for part in parts)
+
+
+@pytest.mark.parametrize("freedom", ["towers", "language", "stages"])
+@pytest.mark.parametrize("on_first", [True, False])
+def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_first: bool) -> None:
+    """Prevents: chunks that recompute other layers than a trainer can be told, encoders behind the
+    first part where it has them there, and numbers larger than they must be."""
+    rules = StageRules(encoders_on_first=on_first, recompute=RecomputeFreedom(freedom))
+    model, embed = small_model(2, 5), unit_names(small_model(2, 5)).index(LANGUAGE_EMBED)
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        cost, packs = random_cost(rng), equal_steps(rng, 4)
+        cuts = [cut for cut in all_cuts(model, 4) if not on_first or cut[0].size > embed]
+        options = [each for cut in cuts for each in told(cut, rules.recompute)]
+        peaks = np.array([peak_bytes(cost, each, packs, TWO_CHUNKS) for each in options])
+        cap_bytes = float(np.quantile(peaks, 0.3))
+        fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
+        found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)
+        assert found.stages in fitting
+        best_ms = min(predicted_ms(cost, each, packs) for each in fitting)
+        assert found.step_ms <= best_ms * 1.03

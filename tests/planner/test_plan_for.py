@@ -147,6 +147,18 @@ def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
         ("--for loongforge --method parameter", "--method parameter cannot be given with --for"),
         ("--for loongforge --recompute none", "--recompute none cannot be given with --for"),
         ("--for loongforge --curriculum-steps 2", "--curriculum-steps 2 cannot be given"),
+        (
+            "--for megatron-lm --pp 2 --max-tiles 8 --schedule zb-v",
+            "--schedule zb-v was given for Megatron-LM, which runs 1f1b and interleaved",
+        ),
+        (
+            "--for megatron-lm --pp 3 --max-tiles 8 --schedule interleaved",
+            "a step has 4 micro-batches a rank, and Megatron-LM interleaves multiples of the 3",
+        ),
+        (
+            "--for mindspeed-mm --pp 2 --schedule interleaved",
+            "given for MindSpeed-MM, which runs 1f1b",
+        ),
         ("--no-compare", "--no-compare was given without --for"),
         ("--for nobody", "'nobody' is not one of"),
     ],
@@ -157,6 +169,24 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths, opt
     _, error = run(capsys, command, 2)
     assert message in " ".join(error.split())
     assert not (tmp_path / "plan").exists()
+
+
+@pytest.mark.parametrize("name", ["ms-swift", "loongforge", "megatron-lm", "megatron-bridge"])
+def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
+    """Prevents: a plan in 1F1B for a trainer that is faster with chunks, chunks for numbers of
+    micro-batches that it refuses, and encoders on a later chunk than the first."""
+    base = (
+        "plan --model internvl3-2b --cluster h100-80g --pp 2 --dp 2 --max-tokens 4096 "
+        f"--for {name} --schedule auto --json -o {tmp_path / 'plan'} --micro-batches"
+    )
+    even = json.loads(run(capsys, f"{base} 4")[0])
+    odd = json.loads(run(capsys, f"{base} 5")[0])
+    assert odd["schedule"]["name"] == "1f1b" and "multiples of the 2" in odd["schedule_reason"]
+    # The free plan interleaves too, or has no bubble at all.
+    assert odd["limits"][-1]["limit"] == "schedules" and odd["limits"][-1]["slower"] > 0.05
+    assert even["schedule"]["name"] == "interleaved"
+    assert even["step_ms"] < 0.95 * even["schedule_steps_ms"]["1f1b"]
+    assert even["slower_than_free"] < odd["slower_than_free"]
 
 
 def test_a_limit_is_lifted_alone():
@@ -174,7 +204,9 @@ def test_a_limit_is_lifted_alone():
                 if getattr(before, field) != getattr(after, field)
             }
             changed |= {"sharding"} if limits.shardings != fewer.shardings else set()
+            changed |= {"schedules"} if limits.schedules != fewer.schedules else set()
             together = {
+                LimitName.SHARDING: {"schedules"},
                 LimitName.ORDER: {"full_steps"},
                 LimitName.ENCODERS_ON_FIRST: {"language_everywhere"},
             }

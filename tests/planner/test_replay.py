@@ -30,9 +30,11 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.simulate import simulate_step
+from omnibal.pipeline.schedule_memory import bytes_of_passes, schedule_memories
+from omnibal.pipeline.schedules import PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps, simulate_step
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import per_step_costs, stage_times
+from omnibal.pipeline.stage_cost import per_step_costs, stage_times, workload_times
 from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
 from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
@@ -59,7 +61,10 @@ class Job:
     def predict(self) -> Prediction:
         plan = self.plan
         packs, stages_at = self.data[0], plan.stages_at_levels
-        return predict(self.cost, plan.model, plan.parallel, stages_at, packs, self.workload)
+        return predict(
+            self.cost, plan.model, plan.parallel, stages_at, packs, self.workload,
+            schedule=plan.schedule,
+        )  # fmt: skip
 
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
@@ -96,6 +101,34 @@ def tensor_parallel() -> Job:
     )
 
 
+def scheduled(small: Job, name: str, chunks: int) -> Job:
+    """The same packs in another schedule, on two stages of several chunks."""
+    pipeline = 4 // chunks
+    parallel = small.plan.parallel.model_copy(update={"pipeline": pipeline})
+    schedule = PipelineSchedule(name=name, chunks=chunks)
+    plan = small.plan.model_copy(update={"parallel": parallel, "schedule": schedule})
+    return replace(small, plan=plan)
+
+
+@pytest.fixture(scope="module")
+def interleaved(small: Job) -> Job:
+    return scheduled(small, "interleaved", 2)
+
+
+@pytest.fixture(scope="module")
+def back_and_forth(small: Job) -> Job:
+    """In a schedule that is of exactly so many micro-batches."""
+    return scheduled(small, "zb-v", 2)
+
+
+@pytest.fixture(scope="module")
+def in_two_parts(small: Job) -> Job:
+    return scheduled(small, "zb-h1", 1)
+
+
+OTHER_SCHEDULES = ["interleaved", "back_and_forth", "in_two_parts"]
+
+
 @pytest.fixture(scope="module")
 def two_levels(small: Job) -> Job:
     """The same packs, the larger half as a level that costs more and recomputes all layers."""
@@ -125,7 +158,7 @@ def two_levels(small: Job) -> Job:
     )
 
 
-@pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels"])
+@pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels", *OTHER_SCHEDULES])
 def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: str) -> None:
     """Prevents a replay that adds to, or leaves out of, what was measured: every difference from
     the prediction must be the devices'."""
@@ -147,6 +180,61 @@ def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: st
     assert 0 < replay.recompute_fraction < 0.5
     if name == "tensor_parallel":
         assert replay.lost.padding_ms > 0 < replay.lost.communication_ms
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEDULES)
+def test_slower_stage_is_in_every_pass(request, tmp_path: Path, name: str) -> None:
+    """Prevents a measured time in another chunk's place, or in that of a backward's other part."""
+    job: Job = request.getfixturevalue(name)
+    plan, size = job.plan, job.plan.parallel.pipeline
+    factors = (1.0, 2.0, *[1.0] * (size - 2))
+    write_replay(tmp_path / "replay", plan, job.cost, job.workload, (0, 3), factors=factors)
+    replay = read_replay(tmp_path / "replay", plan, job.cost, job.workload)
+    rows = np.isin(job.workload.step, (0, 3))
+    times = workload_times(job.cost, [plan.stages], job.workload.rows(rows))
+    of_parts = np.array(factors)[[plan.schedule.placement.stage_of(k, size) for k in range(4)]]
+    slower = replace(
+        times,
+        forward_ms=times.forward_ms * of_parts,
+        backward_ms=times.backward_ms * of_parts,
+        weight_ms=times.weight_ms * of_parts,
+        recompute_ms=times.recompute_ms * of_parts,
+    )
+    once = per_step_costs(job.cost, plan.stages, plan.schedule)
+    expected = predict_steps(slower, job.workload.rows(rows), once, plan.schedule)
+    assert replay.each_step_ms == pytest.approx(expected.step_ms)
+    assert (replay.each_step_ms > replay.predicted_each_step_ms).all()
+
+
+@pytest.mark.parametrize("name", OTHER_SCHEDULES)
+def test_heaviest_windows_are_steps_that_need_as_much(request, name: str) -> None:
+    """Prevents micro-batches that need most among others of their step, and less by themselves."""
+    job: Job = request.getfixturevalue(name)
+    plan, cost, workload = job.plan, job.cost, job.workload
+    memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+
+    def most_gib(rows: Workload, stage: int) -> float:
+        arguments = cost, plan.stages_at_levels, rows, plan.schedule, stage, rows.features
+        return bytes_of_passes(*arguments).needed.max() / GIB
+
+    sizes = set()
+    for stage, memory in enumerate(memories):
+        windows = heaviest_windows(cost, plan, stage, workload)
+        beside_links_gib = most_gib(workload, stage)
+        assert windows[0].predicted_gib == pytest.approx(beside_links_gib)
+        assert beside_links_gib < memory.activations_gib + memory.transient_gib
+        heaviest = [
+            most_gib(own, stage)
+            for own in map(workload.rows, heaviest_rows(cost, plan, stage, workload))
+        ]
+        assert max(heaviest) == pytest.approx(beside_links_gib)
+        for window in windows:
+            rows = workload.rows(window.rows)
+            assert (np.diff(window.rows) == 1).all() and len({*rows.step}) == 1
+            alone = replace(rows, slot=np.arange(len(rows)))
+            assert most_gib(alone, stage) >= window.predicted_gib * (1 - 1e-9)
+            sizes.add(len(rows))
+    assert min(sizes) <= workload.slot.max(), "none is a part of a step"
 
 
 def test_slower_stage_is_in_the_step_as_if_simulated_with_it(small: Job, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
 from omnibal.dispatch.sample_passes import passes_of_samples
-from omnibal.dispatch.whole_samples import DealtSamples, deal_group, deal_samples
+from omnibal.dispatch.whole_samples import DealtSamples, deal_group, deal_samples, weights_of
 from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -92,8 +92,9 @@ def dealt_case(
     pipeline = np.sort(rng.integers(0, groups * pipelines, count))
     squares = items**2 // rng.integers(1, 4, count)
     dealt = deal_samples(
-        pipeline, items, squares, pipelines=pipelines, ranks_of_pipeline=of_pipeline,
-        times=TIMES, unit_ms=1e-6, node=np.zeros((1, pipelines * of_pipeline), int),
+        pipeline, items, squares, weights_of(TIMES.ms(items, squares), 1e-6),
+        pipelines=pipelines, ranks_of_pipeline=of_pipeline,
+        node=np.zeros((1, pipelines * of_pipeline), int),
     )  # fmt: skip
     return (pipeline, items, squares), dealt
 
@@ -122,24 +123,27 @@ def test_groups_deal_their_own_samples_as_each_would_alone(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_passes_are_those_of_a_walk_over_samples(seed: int) -> None:
     """Prevents: a pass that is left out or holds more than it may, one with kept samples and
-    others, and samples that are kept beyond what there is memory for."""
+    others, and samples that are kept beyond what there is memory for on a rank."""
     rng = np.random.default_rng(seed)
-    _, dealt = dealt_case(rng, 2, 2, int(rng.integers(1, 4)))
-    a_pass, kept = int(rng.integers(1, 1_500)), int(rng.integers(0, 3_000))
+    of_pipeline = int(rng.integers(1, 4))
+    _, dealt = dealt_case(rng, 2, 2, of_pipeline)
+    a_pass, kept = int(rng.integers(1, 1_500)), rng.integers(-500, 3_000, 4 * of_pipeline)
+    if seed % 2:  # the same on all ranks
+        kept[:] = max(kept[0], 0)
     expected = []
     for rank in dict.fromkeys(dealt.rank.tolist()):
         passes: list[list[int]] = []
         before, was_kept = 0, True
         for place in np.flatnonzero(dealt.rank == rank).tolist():
             before += int(dealt.items[place])
-            is_kept = before <= kept
+            is_kept = before <= kept[rank]
             held = dealt.items[passes[-1]].sum() if passes else a_pass
             if not passes or is_kept != was_kept or held + dealt.items[place] > a_pass:
                 passes.append([])
                 expected.append((rank, is_kept, passes[-1]))
             passes[-1].append(place)
             was_kept = is_kept
-    found = passes_of_samples(dealt, a_pass, kept)
+    found = passes_of_samples(dealt, a_pass, int(kept[0]) if seed % 2 else kept)
     assert len(found) == len(expected)
     numbers: dict[tuple[int, bool], int] = {}
     for each, (rank, is_kept, places) in enumerate(expected):

@@ -6,6 +6,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from chunk_cases import CUTS, with_chunks
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
@@ -14,7 +15,6 @@ from megatron.vlm.measure import replay as replay_module
 from megatron.vlm.measure.profiler import peak_activation_bytes, random_batch
 from megatron.vlm.measure.replay import (
     StageReplayer,
-    Waits,
     random_rows,
     standing_in,
     state_bytes_of,
@@ -57,7 +57,7 @@ def batches_for(stage):
 def bytes_of_rank(links, plan):
     """Of a real rank: state after a step, and the most that a step keeps."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=0)
-    batches = batches_for(plan.stages[links.rank])
+    batches = batches_for(plan.units_of(links.rank))
 
     def step():
         train_step(trainer, MicroBatchStream.of(batches))
@@ -89,14 +89,37 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, cha
     State and kept activations of every stage, to the byte.
     """
     stages = stages_of(MODEL, *cuts, **recompute)
-    plan = toy_plan(MODEL, stages, **sizes).model_copy(update=changes)
+    ranks_alone(toy_plan(MODEL, stages, **sizes).model_copy(update=changes))
+
+
+def ranks_alone(plan):
+    """Check every stage alone against a rank of it in the job."""
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
-    per_stage = plan.parallel.world_size // len(stages)
-    for number, stage in enumerate(stages):
+    per_stage = plan.parallel.world_size // plan.parallel.pipeline
+    for number in range(plan.parallel.pipeline):
         with standing_in(plan.parallel, number) as links:
             replayer = StageReplayer(plan, links)
-            alone = replayer.state_bytes, replayer.activation_bytes(batches_for(stage))
+            batches = batches_for(plan.units_of(number))
+            alone = replayer.state_bytes, replayer.activation_bytes(batches)
         assert alone == ranks[number * per_stage]
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "chunks", "changes"),
+    [
+        pytest.param(MODEL, "interleaved", 2, {}, id="interleaved"),
+        pytest.param(MODEL, "interleaved", 4, FROZEN, id="interleaved-4-frozen"),
+        pytest.param(MODEL, "zb-v", 2, {}, id="zb-v"),
+        pytest.param(TIED["model"], "zb-v", 2, {}, id="zb-v-tied"),
+        pytest.param(MODEL, "zb-h1", 1, {}, id="zb-h1"),
+    ],
+)
+def test_a_rank_of_any_schedule_alone_needs_what_it_needs_in_the_job(model, name, chunks, changes):
+    """Prevents: the memory of one chunk for that of a stage, or backwards in two parts that keep
+    less when a stage is tried alone."""
+    stages = stages_of(model, *CUTS.get(2 * chunks, (6,)))
+    plan = with_chunks(toy_plan(model, stages), chunks, name)
+    ranks_alone(plan.model_copy(update=changes))
 
 
 def test_times_belong_to_the_micro_batches_that_took_them(monkeypatch):
@@ -133,10 +156,10 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
     slept = []
     monkeypatch.setattr(replay_module.time, "sleep", lambda seconds: slept.append(1e3 * seconds))
     plan = toy_plan(MODEL, stages_of(MODEL, 3, 7))
-    waits = Waits(before_forward_ms=(1.0, 2.0, 3.0), before_backward_ms=(10.0, 20.0, 30.0))
+    waits_ms = (1.0, 2.0, 10.0, 3.0, 20.0, 30.0)
     with standing_in(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
-        replayer.step(batches_for(plan.stages[1])[:3], waits)
+        replayer.step(batches_for(plan.stages[1])[:3], waits_ms)
         assert slept == pytest.approx([1, 2, 10, 3, 20, 30])
         replayer.step(batches_for(plan.stages[1])[:3])
         assert not any(slept[6:])
@@ -144,9 +167,9 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
     info = replay_info(job, ReplayOptions(steps=1, repetitions=1), processes=1)
     for stage in range(2):
         work = job.work_of(stage, info)
-        for rows, own in zip(work.steps, work.waits, strict=True):
-            assert len(rows) == len(own.before_forward_ms) == len(own.before_backward_ms)
-        first = work.waits[0].before_forward_ms[0]
+        for rows, waits_ms in zip(work.steps, work.waits_ms, strict=True):
+            assert len(waits_ms) == 2 * len(rows)
+        first = work.waits_ms[0][0]
         # The last stage waits for the first micro-batch, and the first one for nothing.
         assert first > 0 if stage else first == 0
 
@@ -248,10 +271,10 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
             built.append(weakref.ref(self._trainer.stage))
             assert all(earlier() is None for earlier in built[:-1])
 
-        def step(self, batches, waits=None):
+        def step(self, batches, waits_ms=()):
             if self._trainer.links.rank == 0:
                 raise torch.OutOfMemoryError("Tried to allocate 7 GiB")
-            return super().step(batches, waits)
+            return super().step(batches, waits_ms)
 
     monkeypatch.setattr(replay_module, "StageReplayer", Failing)
     with pytest.raises(UserError, match=r"stage 0 needs more .*Tried to allocate 7 GiB"):
@@ -308,14 +331,51 @@ def test_every_level_recomputes_its_own_layers(tmp_path):
         assert [batch.level for batch in load(np.arange(len(packs)))] == packs.level.tolist()
 
 
-def test_plans_of_other_schedules_are_refused(tmp_path):
-    """Prevents: stages that are replayed as if their backwards were whole."""
-    directory = save_planned(tmp_path / "plan", 1, 1)
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)])
+def test_plans_of_any_schedule_are_replayed(tmp_path, name, chunks):
+    """Prevents: times of one chunk, or of one part of a backward, in the place of another's."""
+    directory = save_planned(tmp_path / "plan")
     plan = read_plan(directory)
-    changed = {"schedule": PipelineSchedule(name="zb-h1"), "prediction": None}
-    write_plan(plan.model_copy(update=changed), directory)
-    with pytest.raises(UserError, match="its schedule is zb-h1, and a replay runs 1f1b"):
-        load_replay(directory, None, None)
+    cuts = CUTS[4] if chunks == 2 else (6,)
+    schedule = PipelineSchedule(name=name, chunks=chunks)
+    changed = {"stages": tuple(stages_of(MODEL, *cuts, language=(0,))), "schedule": schedule}
+    write_plan(plan.model_copy(update=changed | {"prediction": None}), directory)
+    job = replay(directory, tmp_path / "replay", [0, 1])
+    summary = read_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
+    recomputing = next(part for part, stage in enumerate(job.plan.stages) if stage.recompute)
+    for stage, parts in zip(summary.stages, schedule.parts_of(len(cuts) + 1), strict=True):
+        shape = len(stage.rows), chunks
+        again_ms, backward_ms = (
+            np.reshape(ms, shape) for ms in (stage.recompute_ms, stage.backward_ms)
+        )
+        for chunk, part in enumerate(parts):
+            assert (again_ms[:, chunk] > 0).all() == (part == recomputing)
+        assert len(stage.weight_ms) == (0 if name == "interleaved" else len(stage.backward_ms))
+        weight_ms = np.reshape(stage.weight_ms or np.zeros(shape), shape)
+        assert (backward_ms > weight_ms + again_ms).all() and (np.min(stage.forward_ms) > 0)
+    busy_ms = summary.forward_ms + summary.backward_ms
+    assert summary.step_ms > busy_ms.max() > 0
+
+
+def test_times_belong_to_the_chunks_that_took_them(monkeypatch):
+    """Prevents: passes of a chunk, or parts of a backward, whose times another has, as they come in
+    another order than micro-batches do."""
+    monkeypatch.setattr(clock, "moment", time.thread_time)
+    monkeypatch.setattr(replay_module, "moment", time.thread_time)
+    large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
+    # This stage holds four vision layers, and then a projector, which costs far less.
+    plan = toy_plan(MODEL, stages_of(MODEL, 1, 5, 6))
+    plan = with_chunks(plan, 2, "zb-v")
+    with standing_in(plan.parallel, 1) as links:
+        replayer = StageReplayer(plan, links)
+        replayer.step([small, large])
+        for place in range(4):
+            batches = [large if place == i else small for i in range(4)]
+            steps = [replayer.step(batches) for _ in range(3)]
+            for name in ("forward_ms", "backward_ms", "weight_ms"):
+                least_ms = np.min([getattr(one, name) for one in steps], axis=0).reshape(4, 2)
+                assert least_ms[:, 0].argmax() == place
+                assert least_ms[place, 0] > least_ms[place, 1]
 
 
 def test_plans_with_shared_packs_are_refused(tmp_path):

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepRounds
 from megatron.vlm.inputs.pack_share import Share, Sharing
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,6 +195,13 @@ class MicroBatch:
         """This micro-batch in host memory that a device copies from on its own."""
         return self._each(torch.Tensor.pin_memory)
 
+    def for_units(self, units: Stage) -> "MicroBatch":
+        """The micro-batch for some units: without items of encoders that these do not embed, by far
+        its largest tensors."""
+        others = (fields for unit, fields in _EMBEDDED.items() if not units.holds(unit))
+        gone: dict[str, Any] = dict.fromkeys(name for fields in others for name in fields)
+        return replace(self, **gone)
+
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
         """Micro-batches of at most `most` of its items each, or of one image that has more, in
         order; at least one.
@@ -264,6 +272,13 @@ class MicroBatch:
         return borders_of(segments, segments, device)
 
 
+_EMBEDDED = {
+    "vision embed": ("pixels_TCPP", "patches_YX"),
+    "audio embed": ("frames_CBF",),
+}
+"""Fields of a micro-batch that hold items of encoders, by the unit that embeds these."""
+
+
 def borders_of(
     query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
 ) -> PackedSeqParams:
@@ -321,14 +336,14 @@ class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """Micro-batches in order, and before them the passes of data-parallel encoders; those
-    after the step's own are not taken."""
+    """Micro-batches in order, with the passes of data-parallel encoders among them where the stage
+    runs these; those after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
-    encoding: StepShares | None = None
-    """What this rank encodes first, where encoders are data-parallel."""
+    encoding: StepRounds | None = None
+    """What this rank encodes, where encoders are data-parallel."""
     empty: MicroBatch | None = None
     """What stands after the step's own micro-batches, for planned shapes that are of none of them:
     a rank joins others, with which it shares out experts, that have more packs."""
@@ -357,7 +372,8 @@ class MicroBatchStream:
         if batch is None or batch.shape != shape:
             raise ValueError(
                 f"{'nothing' if batch is None else batch.shape} was read for a pass of {shape} of "
-                f"the encoder {planned.encoder}; read the step's passes first, in their order"
+                f"the encoder {planned.encoder}; read the step's passes in the order in which the "
+                "stage runs them among its micro-batches"
             )
         return batch
 

@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -48,6 +48,7 @@ from megatron.vlm.measure.random_images import (
 )
 from megatron.vlm.measure.rates import mean_ms, measure_rates, timed_ms
 from megatron.vlm.measure.reading import Reading, reading
+from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.groups import create_context_groups
 from megatron.vlm.model.image_places import ImagePlaces
@@ -699,8 +700,8 @@ class KeptActivations:
     What several operations keep counts once, until the last of them is done.
     """
 
-    def __init__(self, stage: VLMStage) -> None:
-        self._weights = {_address(weight) for weight in stage.parameters()}
+    def __init__(self, *stages: VLMStage) -> None:
+        self._weights = {_address(weight) for one in stages for weight in one.parameters()}
         self._holders: dict[int, int] = defaultdict(int)
         self.now_bytes = 0
         self.peak_bytes = 0
@@ -760,9 +761,19 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         step()
         return torch.cuda.max_memory_allocated() - before
-    kept = KeptActivations(trainer.stage)
-    stage: Any = trainer.stage  # whose methods are replaced for one step
-    forward, set_input_tensor = stage.forward, stage.set_input_tensor
+    kept = KeptActivations(*trainer.chunks)
+    with ExitStack() as recorded:
+        for stage in trainer.chunks:
+            recorded.enter_context(_recorded(stage, kept))
+        step()
+    return kept.peak_bytes
+
+
+@contextmanager
+def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
+    """Count what a stage's forwards keep, what it received, and what the first parts of backwards
+    leave for the second."""
+    forward, set_input_tensor, deferred = stage.forward, stage.set_input_tensor, stage.deferred
 
     def recorded_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
         with kept.recording():
@@ -773,12 +784,22 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
             kept.hold(tensor)
         set_input_tensor(received)
 
+    def held_products() -> list[LateProduct]:
+        taken = type(deferred).take(deferred)
+        for one in taken:
+            kept.hold(one.rows)
+            kept.hold(one.gradient)
+        return taken
+
     stage.forward, stage.set_input_tensor = recorded_forward, held_input
+    if deferred is not None:
+        deferred.take = held_products
     try:
-        step()
+        yield
     finally:
         del stage.forward, stage.set_input_tensor
-    return kept.peak_bytes
+        if deferred is not None:
+            del deferred.take
 
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
-from megatron.vlm.inputs.encoder_share import StepShares
+from megatron.vlm.inputs.encoder_share import StepRounds, StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
@@ -37,6 +37,7 @@ from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.messages import Channel, Message
+from megatron.vlm.step.pass_times import forward_and_backward_ms, in_place
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -47,8 +48,9 @@ from omnibal.model.config import Provider
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.operation_graph import schedule_graph
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_step, waits_before
+from omnibal.pipeline.simulate import simulate_schedule, waits_before
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
@@ -57,14 +59,19 @@ _UPDATES = 5
 
 
 class _RandomInbox(Inbox):
-    """Inbox of random tensors of the neighbour's shapes, each message after its predicted wait."""
+    """Inbox of random tensors of the neighbour's shapes, which come after their predicted wait.
+
+    Args:
+        waits_ms: before every operation of the stage; empty where nothing waits.
+    """
 
     def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
-        self._waits_ms = iter(waits_ms)
+        self._waits_ms = waits_ms
         super().__init__(*of_inbox)
 
     def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
-        time.sleep(next(self._waits_ms) / 1e3)
+        if self._waits_ms:
+            time.sleep(self._waits_ms[position] / 1e3)
         return super().take(cut, micro_batch, position)
 
     def _begin(self, tensor: torch.Tensor) -> None:
@@ -76,9 +83,9 @@ class _RandomInbox(Inbox):
 class StandInLinks(PipelineLinks):
     """Pipeline links of a stage with simulated neighbours."""
 
-    waits_ms: dict[dist.ProcessGroup, Sequence[float]] = field(default_factory=dict)
-    """Wait before each message received in a step, in ms, by its process group. Groups that are not
-    named send at once."""
+    waits_ms: list[float] = field(default_factory=list)
+    """Wait before every operation of the stage in a step, in ms; empty where neighbours send at
+    once."""
 
     def inbox(
         self,
@@ -88,9 +95,8 @@ class StandInLinks(PipelineLinks):
         dtype: torch.dtype,
     ) -> Inbox:
         """Make an inbox whose tensors come from no neighbour, each after its wait."""
-        group = self.group(channel)
-        waits_ms = self.waits_ms.get(group, [0.0] * len(shapes))
-        return _RandomInbox(waits_ms, messages, shapes, dtype, self.ranks[channel.source], group)
+        source, group = self.ranks[channel.source], self.group(channel)
+        return _RandomInbox(self.waits_ms, messages, shapes, dtype, source, group)
 
 
 @contextmanager
@@ -112,46 +118,47 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    """Times of a stage for one rank's micro-batches of a step; all arrays are [micro-batches]."""
+    """Times of a stage for one rank's micro-batches of a step; all arrays are of every micro-batch
+    in every chunk of the stage, those of the first micro-batch first, [micro-batches * chunks]."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    """Backward time, recomputation included."""
+    """Backward time, of both parts if it has two, recomputation included."""
+    weight_ms: np.ndarray
+    """Time of the backward's second part; 0 where it is whole."""
     recompute_ms: np.ndarray
 
     @classmethod
-    def median(cls, repetitions: Sequence["MicroBatchTimes"]) -> "MicroBatchTimes":
-        """Median of repetitions, micro-batch by micro-batch."""
-        return cls(
-            forward_ms=np.median([one.forward_ms for one in repetitions], axis=0),
-            backward_ms=np.median([one.backward_ms for one in repetitions], axis=0),
-            recompute_ms=np.median([one.recompute_ms for one in repetitions], axis=0),
-        )
+    def combined(
+        cls,
+        times: Sequence["MicroBatchTimes"],
+        how: Callable[[list[np.ndarray]], np.ndarray],
+    ) -> "MicroBatchTimes":
+        """Several ones as one, each of its arrays made of all of theirs."""
+        names = [each.name for each in fields(cls)]
+        return cls(**{name: how([getattr(each, name) for each in times]) for name in names})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Waits:
-    """Waits of a stage for its neighbours' tensors in one rank's step; each [micro-batches]."""
-
-    before_forward_ms: tuple[float, ...]
-    before_backward_ms: tuple[float, ...]
-
-
-def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> Waits:
-    """Predicted waits of a stage in a step of one rank.
+def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
+    """Predicted wait of a stage, in ms, before each of its operations in a step of one rank.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         own: that rank's micro-batches of the step.
     """
     times = workload_times(cost, plan.stages_at_levels, own)
-    timeline = simulate_step(
-        times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
+    graph = schedule_graph(plan.schedule, plan.parallel.pipeline, len(own))
+    batched = simulate_schedule(
+        graph,
+        {kind: times.pass_ms(kind)[None] for kind in plan.schedule.passes},
+        times.forward_link_ms[None],
+        times.backward_link_ms[None],
+        np.array([len(own)]),
     )
-    waits_ms = waits_before(timeline)
-    return Waits(
-        before_forward_ms=tuple(waits_ms[Pass.FORWARD][:, stage].tolist()),
-        before_backward_ms=tuple(waits_ms[Pass.BACKWARD][:, stage].tolist()),
+    waits_ms, schedule = waits_before(batched.of_step(0)), graph.schedule
+    return tuple(
+        float(waits_ms[one.kind][one.micro_batch, schedule.part(stage, one.chunk)])
+        for one in schedule.operations[stage]
     )
 
 
@@ -164,11 +171,11 @@ class _RecomputeClock(PhaseClock):
 
     def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
         super().__init__()
-        self._on_phase = on_phase
+        self._links, self._on_phase = trainer.links, on_phase
         self._again: list[list[tuple[object, object]]] = []
         self._begun: object = None
         self._in_backward = False
-        for block in trainer.stage.blocks.values():
+        for block in (each for stage in trainer.chunks for each in stage.blocks.values()):
             for layer in block.layers:
                 if any(layer.layer_number - 1 in again for again in block.recompute_layers):
                     layer.register_forward_pre_hook(self._begin)
@@ -198,19 +205,19 @@ class _RecomputeClock(PhaseClock):
         """Stop the clock; returns the times of all micro-batches since the last stop."""
         intervals, again = self.stop(), self._again
         self._again = []
-        forward_ms = each_ms(intervals, Phase.FORWARD)
-        # A stage that is frozen together with all before it has no backward.
-        nothing = [0.0] * len(forward_ms)
-        first_ms, second_ms = (
-            np.array(each_ms(intervals, phase) or nothing)
-            for phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
-        )
+        forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
+        late_ms = each_ms(intervals, Phase.BACKWARD_WEIGHT)
+        weight_ms = self._in_place(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
         recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
         return MicroBatchTimes(
-            forward_ms=np.array(forward_ms),
-            backward_ms=first_ms + second_ms,
-            recompute_ms=np.array(recompute_ms or nothing),
+            forward_ms=forward_ms.ravel(),
+            backward_ms=backward_ms.ravel(),
+            weight_ms=weight_ms.ravel(),
+            recompute_ms=self._in_place(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
         )
+
+    def _in_place(self, in_turn_ms: Sequence[float], *kinds: Pass) -> np.ndarray:
+        return in_place(self._links, in_turn_ms, *kinds)
 
 
 EncodingWork = tuple[StepShares, list[MicroBatch]]
@@ -247,18 +254,19 @@ class StageReplayer:
         """The stage with its optimizer, as in training."""
         return self._trainer
 
-    def step(self, batches: Sequence[MicroBatch], waits: Waits | None = None) -> MicroBatchTimes:
+    def step(
+        self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
+    ) -> MicroBatchTimes:
         """Forward and backward of one rank's micro-batches of a step, in the plan's order.
 
         Args:
-            waits: for what neighbours send, as long as it is predicted: a CPU that has stood idle
-                computes more slowly at first. On CUDA nothing waits, as in training the stream
-                does and not the host, which launches kernels meanwhile.
+            waits_ms: before every operation, for what neighbours send, as long as it is predicted:
+                a CPU that has stood idle computes more slowly at first. On CUDA nothing waits, as
+                in training the stream does and not the host, which launches kernels meanwhile.
         """
         links = self._links
-        if waits is not None and not has_cuda():
-            links.waits_ms[links.activations] = waits.before_forward_ms
-            links.waits_ms[links.gradients] = waits.before_backward_ms
+        if not has_cuda():
+            links.waits_ms[:] = waits_ms
         self._trainer.zero_gradients()
         self._run(batches)
         links.waits_ms.clear()
@@ -267,10 +275,11 @@ class StageReplayer:
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
         shares, passes = (None, []) if encoding is None else encoding
+        rounds = None if shares is None else StepRounds.whole(shares, len(batches))
         coming = MicroBatchStream(
             batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
-            encoding=shares,
+            encoding=rounds,
         )
         self._clock.switch(Phase.WAIT)
         self._trainer.run_step(coming, self._clock)
@@ -315,6 +324,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
     """Make a loader of random content in the packs' own sizes and levels."""
     # Where lengths do not say which tokens carry loss, all are planned to reach the head.
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
+    held = plan.units_of(stage)
 
     def one(row: int) -> MicroBatch:
         batch = random_batch(
@@ -322,7 +332,7 @@ def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths)
             int(packs.column("tiles")[row]),
             tuple(lengths.tokens[packs.packs[row]].tolist()),
             max(int(loss_tokens[row]), 1),
-            plan.stages[stage],
+            held,
             clips=int(packs.column("clips")[row]),
             images=image_sizes(lengths, packs.packs[row]),
         )
@@ -336,7 +346,7 @@ def read_rows(
 ) -> LoadRows:
     """Make a loader of the packs' own samples."""
     every_row = np.arange(len(packs))
-    dataset = PackDataset(reader, packs, lengths, every_row, plan.stages[stage])
+    dataset = PackDataset(reader, packs, lengths, every_row, plan.units_of(stage))
 
     def load(rows: np.ndarray) -> list[MicroBatch]:
         found = []
@@ -358,8 +368,8 @@ class StageWork:
     """Rows of one rank's micro-batches in each step to time."""
     heaviest: tuple[np.ndarray, ...]
     """Rows of the ranks and steps that may need most memory."""
-    waits: tuple[Waits, ...]
-    """Predicted waits in each of the steps."""
+    waits_ms: tuple[tuple[float, ...], ...]
+    """Predicted waits before every operation of the stage in each of the steps."""
     repetitions: int
     """Timed runs of every step; the first has one more for warm-up."""
 
@@ -422,19 +432,22 @@ def _replay(
     replayer.step(load(work.steps[0]))
     on_run()
     times = []
-    for rows, waits in zip(work.steps, work.waits, strict=True):
+    for rows, waits_ms in zip(work.steps, work.waits_ms, strict=True):
         batches, repetitions = load(rows), []
         for _ in range(work.repetitions):
-            repetitions.append(replayer.step(batches, waits))
+            repetitions.append(replayer.step(batches, waits_ms))
             on_run()
-        times.append(MicroBatchTimes.median(repetitions))
+        times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
+    measured = MicroBatchTimes.combined(times, np.concatenate)
+    has_late = replayer.trainer.plan.schedule.in_two
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
     return StageReplay(
         stage=stage,
         rows=tuple(np.concatenate(work.steps).tolist()),
-        forward_ms=tuple(np.concatenate([one.forward_ms for one in times]).tolist()),
-        backward_ms=tuple(np.concatenate([one.backward_ms for one in times]).tolist()),
-        recompute_ms=tuple(np.concatenate([one.recompute_ms for one in times]).tolist()),
+        forward_ms=tuple(measured.forward_ms.tolist()),
+        backward_ms=tuple(measured.backward_ms.tolist()),
+        weight_ms=tuple(measured.weight_ms.tolist()) if has_late else (),
+        recompute_ms=tuple(measured.recompute_ms.tolist()),
         update_ms=float(np.median(update_ms)),
         state_gib=replayer.state_bytes / 2**30,
         activations_gib=activation_bytes / 2**30,

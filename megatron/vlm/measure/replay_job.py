@@ -31,20 +31,18 @@ from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import (
     REPLAY_FILES,
     ReplayInfo,
     chosen_steps,
     heaviest_rows,
-    plan_sha256,
     rows_of_steps,
 )
 from omnibal.job.stage_files import Found, Identity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.workload import Workload
 
 _POLL_S = 0.2  # between two looks at the store
@@ -105,7 +103,7 @@ class ReplayJob:
         cost, workload = self.cost, self.workload
         return StageWork(
             steps=tuple(steps),
-            waits=tuple(
+            waits_ms=tuple(
                 predicted_waits(self.plan, stage, cost, workload.rows(own)) for own in steps
             ),
             heaviest=heaviest_rows(cost, self.plan, stage, workload),
@@ -117,18 +115,13 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
     """Read and check a plan and the data to replay it on.
 
     Raises:
-        UserError: the plan does not hold or is of another schedule than 1F1B, ranks share its
-            packs, the trainer cannot build its model, or data and tokenizer are not the plan's.
+        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
+            model, or data and tokenizer are not the plan's.
     """
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
         raise UserError(f"{plan_directory}: {obstacle}, so it cannot be replayed")
-    if planned.plan.schedule != ONE_FORWARD_ONE_BACKWARD:
-        raise UserError(
-            f"{plan_directory}: its schedule is {planned.plan.schedule.name}, and a replay runs "
-            "1f1b: give a plan of `omnibal plan --schedule 1f1b`"
-        )
     if planned.plan.has_shared_packs:
         raise UserError(
             f"{plan_directory}: has packs that several ranks share, and a replay runs one rank "
@@ -261,7 +254,7 @@ def stages_left(
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
-    kept = {one.stage for one in files.read(output, len(job.plan.stages))}
+    kept = {one.stage for one in files.read(output, job.plan.parallel.pipeline)}
     # Nobody may write before everybody has read.
     together(store, "read", launch.world_size)
     return [stage for stage in stages if stage not in kept]

@@ -36,6 +36,11 @@ class CheckpointArguments:
     """Whether checkpoints are written in the background of training."""
     exit_after_failed_saves: int
     """Number of failed saves in a row that ends the run."""
+    replan_at: tuple[int, ...]
+    """Steps after which the run is planned anew by what it has measured."""
+    elastic: bool
+    """Whether the run goes on from its newest checkpoint, planned for as many processes as there
+    are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +176,16 @@ def _steps(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
+def _each_step(text: str) -> tuple[int, ...]:
+    """Parse steps with commas between them."""
+    steps = text.split(",")
+    if not all(step.isdecimal() and int(step) for step in steps):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} was given, and must be steps from 1 on, such as 50 or 50,500"
+        )
+    return tuple(sorted({int(step) for step in steps}))
+
+
 def _loss_weighting(text: str) -> LossWeighting:
     try:
         return LossWeighting(text)
@@ -257,6 +272,10 @@ def _check_together(given: argparse.Namespace) -> None:
             f"--min-lr {given.min_lr} must be from 0 to --lr {given.lr}",
         ),
         (
+            given.elastic and given.load and given.load != given.save and not given.finetune,
+            "--elastic goes on from --save: give no other --load, but one with --finetune",
+        ),
+        (
             given.eval_interval is not None and not given.eval_data,
             "--eval-interval validates on held-out data: give --eval-data",
         ),
@@ -316,6 +335,10 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
     _add(group, "--exit-after-failed-saves", _POSITIVE, 2, failed)
     skipped = "steps in a row that may be skipped because loss or gradients are not finite"
     _add(group, "--max-skipped-steps", _NATURAL, 5, skipped)
+    anew = "steps after which the run is planned anew by what it has measured, such as 50,500"
+    _add(group, "--replan-at", _each_step, (), anew, metavar="STEPS")
+    elastic = "go on from the newest checkpoint of --save, planned for as many processes as came"
+    group.add_argument("--elastic", action="store_true", help=elastic)
     bad = "whether an unreadable image or recording stops the run or its sample is passed over"
     choices = list(OnBadSample)
     _add(group, "--on-bad-sample", OnBadSample, OnBadSample.STOP, bad, choices=choices)

@@ -17,11 +17,16 @@ from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cud
 from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer
-from omnibal.job.fake_replay import FakeStage, PeakContent, Window, predicted_peak_gib
+from omnibal.job.fake_replay import (
+    COMPUTING,
+    FakeStage,
+    PeakContent,
+    Window,
+    predicted_peak_gib,
+)
 from omnibal.job.plan import Plan
 
 _GIB = 2**30
-_COMPUTING = ("forward", "backward")
 _MOST_SPREAD = 0.05
 """Share by which one window may be further from its prediction than another of the same stage."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
@@ -120,7 +125,7 @@ def _run(
     assert label is not None, "nothing ran"
     operations = counts.operations()
     computing = [
-        one for one in operations if one.phase in _COMPUTING and one.kind != "communication"
+        one for one in operations if one.phase in COMPUTING and one.kind != "communication"
     ]
     return FakeStage(
         stage=stage,

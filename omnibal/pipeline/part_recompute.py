@@ -1,0 +1,192 @@
+"""Ways in which the parts that a stage holds recompute layers: so many in an order, or by numbers.
+
+What a stage recomputes is one number, of which a larger one recomputes more, in one of a few
+orders. Where layers are free, it counts layers in an order of kinds and chunks. Where a trainer is
+told numbers, it is the number of the first layers that every chunk recomputes of a tower
+(`omnibal.pipeline.recompute_numbers`), and an order is the encoders' numbers beside it.
+
+Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import permutations, product
+from typing import Protocol, Self
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import RecomputeFreedom
+from omnibal.pipeline.recompute_numbers import TowerLayers
+from omnibal.pipeline.unit_runs import layer_kinds
+
+_MOST_KINDS = 3
+"""Kinds of layer of which all orders are tried; of more, model order and its reverse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Contents:
+    """What the chunks of stages hold."""
+
+    counts: np.ndarray
+    """Units of every kind, [n, c, K]."""
+    start: np.ndarray
+    """Position of the first unit of every chunk, [n, c]."""
+    end: np.ndarray
+    """Position after the last, [n, c]."""
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def some(self, rows: np.ndarray) -> "Contents":
+        """Some of them."""
+        return Contents(counts=self.counts[rows], start=self.start[rows], end=self.end[rows])
+
+
+class RecomputeWays(Protocol):
+    """Orders of a stage, and what a number means in each."""
+
+    @property
+    def orders(self) -> int:
+        """Number of orders."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all stages have one number and one order."""
+
+    def most(self, contents: Contents) -> np.ndarray:
+        """The least number that recomputes all that an order can. [n]"""
+
+    def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Layers that are recomputed with a number in an order, each [n]. [n, c, K]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerOrders:
+    """Any layers of a stage, one after another."""
+
+    kinds: np.ndarray
+    """Indices of the kinds that are layers, [L]."""
+    places: np.ndarray
+    """Orders of places in [c * L], [orders, c * L]."""
+    is_shared: bool = False
+
+    @classmethod
+    def of(cls, cost: CostModel, mean: np.ndarray, most: np.ndarray) -> Self:
+        """Orders by what a layer saves for its time, and by kind or chunk first.
+
+        Args:
+            mean: features of a mean micro-batch.
+            most: micro-batches that each chunk holds at most, [c].
+        """
+        kinds = layer_kinds(cost.kinds)
+        return cls(kinds=np.array(kinds), places=_orders(cost, kinds, mean, most))
+
+    @property
+    def orders(self) -> int:
+        """Number of orders."""
+        return len(self.places)
+
+    def most(self, contents: Contents) -> np.ndarray:
+        """All layers. [n]"""
+        return contents.counts[..., self.kinds].sum(axis=(1, 2))
+
+    def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """The first so many layers of an order. [n, c, K]"""
+        held, place = contents.counts[..., self.kinds], self.places[order]
+        in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
+        before = in_order.cumsum(axis=1) - in_order
+        some = np.clip(number[:, None] - before, 0, in_order)
+        placed = np.empty_like(some)
+        np.put_along_axis(placed, place, some, axis=1)
+        found = np.zeros(contents.counts.shape, np.int64)
+        found[..., self.kinds] = placed.reshape(held.shape)
+        return found
+
+
+def _orders(
+    cost: CostModel, kinds: Sequence[int], mean: np.ndarray, most: np.ndarray
+) -> np.ndarray:
+    """Orders of the layers of chunks. [orders, c * L]"""
+    units = [*cost.units.values()]
+    layers = [units[kind] for kind in kinds]
+    saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
+    spent = np.array([each.recompute_ms @ mean for each in layers])
+    price = spent / np.maximum(saved, 1e-9)
+    # What saves nothing comes last.
+    by_price = np.where(saved > 0, price / np.maximum(most[:, None], 1), np.inf)
+    chunks = np.argsort(-most, kind="stable").tolist()
+    useful = [kind for kind in range(len(layers)) if saved[kind] > 0]
+    idle = [kind for kind in range(len(layers)) if saved[kind] <= 0]
+    many = len(useful) > _MOST_KINDS
+    ways = [tuple(useful), tuple(useful[::-1])] if many else list(permutations(useful))
+    orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
+    for way in ways:
+        full = [*way, *idle]
+        orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
+        orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])
+    return np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerNumbers:
+    """The first layers that every chunk holds of a tower, as many as a number says."""
+
+    layers: TowerLayers
+    kinds: np.ndarray
+    """Indices of the kinds that are layers, [L]."""
+    fixed: np.ndarray
+    """Numbers of the towers in every order; -1 for the number looked for, [orders, towers]."""
+    is_shared: bool
+    """Whether all stages have the same number, and the same of the encoders."""
+
+    @classmethod
+    def of(cls, cost: CostModel, model: ModelConfig, freedom: RecomputeFreedom) -> Self:
+        """Numbers that a trainer of such freedom is told, which has a pipeline."""
+        assert freedom is not RecomputeFreedom.ALL  # of trainers without a pipeline alone
+        layers = TowerLayers.of(cost, model)
+        is_shared = freedom is not RecomputeFreedom.STAGES
+        fixed = [(-1,) * len(layers.towers)]
+        if is_shared:
+            # Layers without a backward have nothing to recompute.
+            every = zip((layers.stop - layers.first).tolist(), layers.has_backward, strict=True)
+            choices = [
+                _choices(number, freedom) if has_backward else (0,)
+                for number, has_backward in every
+            ]
+            fixed = [(*encoders, -1) for encoders in product(*choices[:-1])]
+        return cls(
+            layers=layers,
+            kinds=np.array(layer_kinds(cost.kinds)),
+            fixed=np.array(fixed),
+            is_shared=is_shared,
+        )
+
+    @property
+    def orders(self) -> int:
+        """Number of orders."""
+        return len(self.fixed)
+
+    def most(self, contents: Contents) -> np.ndarray:
+        """Layers of the chunk that holds most of a tower whose number is looked for. [n]"""
+        held = self.layers.held(contents.start.ravel(), contents.end.ravel())
+        free = held[:, (self.fixed < 0).any(axis=0)].max(axis=1)
+        return free.reshape(contents.start.shape).max(axis=1)
+
+    def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """The first so many layers of every chunk. [n, c, K]"""
+        fixed = self.fixed[order]
+        numbers = np.where(fixed < 0, number[:, None], fixed)
+        chunks = contents.start.shape[1]
+        of_chunks = self.layers.recomputed(
+            contents.start.ravel(), contents.end.ravel(), np.repeat(numbers, chunks, axis=0)
+        )
+        found = np.zeros(contents.counts.shape, np.int64)
+        found[..., self.kinds] = of_chunks.reshape(*contents.start.shape, len(self.kinds))
+        return found
+
+
+def _choices(layers: int, freedom: RecomputeFreedom) -> tuple[int, ...]:
+    """Numbers of an encoder with so many layers."""
+    return tuple(range(layers + 1)) if freedom is RecomputeFreedom.TOWERS else (0, layers)
