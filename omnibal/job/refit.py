@@ -386,7 +386,7 @@ def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[i
 def _slow_ranks(
     plan: Plan, fitted: JobSpec, workload: Workload, records: Sequence[StepRecord]
 ) -> list[dict[int, float]]:
-    """Of every stage the data-parallel ranks that take longer than is fitted, and how much.
+    """Data-parallel ranks of every stage that take longer than is fitted, and how much.
 
     Times of ranks that wait for each other within passes do not tell which is slow.
     """
