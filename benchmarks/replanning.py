@@ -84,7 +84,7 @@ class Bench:
         ]  # fmt: skip
         ranks = Ranks([*map(str, words)], 2, save.with_suffix(".txt"), _slow if slow else _alike)
         if not ranks.wait(1800) or any(ranks.ended.values()):
-            raise SystemExit(save.with_suffix(".txt").read_text())
+            raise SystemExit(f"{ranks.ended}: {save.with_suffix('.txt').read_text()}")
         return save
 
     def anew(self, plan: Path, run: Path) -> tuple[Path, dict]:
