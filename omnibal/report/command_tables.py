@@ -350,6 +350,7 @@ def run_table(plan: Plan, run: "RunSummary | None", replay: "ReplaySummary | Non
             "loss, last step": f"{run.last_loss:.4f}",
             "step, median": milliseconds(run.step_ms),
             **{name: f"{count:,}" for name, count in run.incidents().items()},
+            **{str(slow): f"{slow.factor:.2f} x median rank" for slow in run.slow_ranks},
         }
     if replay is not None:
         step = f"step, mean of {len(replay.info.steps):,}"

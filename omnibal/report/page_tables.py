@@ -71,7 +71,9 @@ def stage_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
     count = micro_batches_per_step(plan)
     per = f"Times of a step of {count:.4g} micro-batches; " if count else ""
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
-    caption = f"{per}backward includes recomputation.{mean}"
+    slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
+    slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""
+    caption = f"{per}backward includes recomputation.{mean}{slower}"
     return Table.of_columns("Stages", columns + _beside("waiting, %", waits), caption)
 
 

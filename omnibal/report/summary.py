@@ -4,7 +4,7 @@ A run's times are medians over its steps: one slow step (the first, a checkpoint
 system) must not pass for the plan's error.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from omnibal.job.plan import Plan
+from omnibal.job.refit import SLOW
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
@@ -30,6 +31,18 @@ class StageTime(NamedTuple):
     """Forward and backward of data-parallel encoders, which every rank runs."""
     exchange_ms: float
     """Exchange of their features and gradients; measured, with the wait for other ranks."""
+
+
+class SlowRank(NamedTuple):
+    """A data-parallel rank of a stage that is slower than others."""
+
+    stage: int
+    rank: int
+    factor: float
+    """Time of its passes over those of the stage's median rank."""
+
+    def __str__(self) -> str:
+        return f"stage {self.stage}, data-parallel rank {self.rank}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +77,9 @@ class RunSummary(StepFigures):
     replaced_samples: int
     allocation_retries: int
     """Allocation retries of the rank with most of them in each step, summed over the steps."""
+    slow_ranks: tuple[SlowRank, ...] = ()
+    """Ranks whose passes take at least `SLOW` times as long as those of the stage's median rank,
+    whose packs are about as large."""
 
     def incidents(self) -> dict[str, int]:
         """Number of incidents by their name, without those that did not happen."""
@@ -100,10 +116,22 @@ def summarise_run(
         allocation_retries=sum(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
+        slow_ranks=tuple(each for stage in stages for each in _slow_ranks(records, stage)),
         stages=tuple(_median_time(records, stage) for stage in stages),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),
     )
+
+
+def _slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]:
+    """Slow ranks of a stage, of the steps that have every rank's time."""
+    timed = [record.stages[stage].ranks_ms for record in records if record.stages[stage].ranks_ms]
+    if not timed:
+        return
+    ranks_ms = np.median(timed, axis=0)
+    factors = ranks_ms / max(float(np.median(ranks_ms)), 1e-9)
+    for rank in np.flatnonzero(factors >= SLOW).tolist():
+        yield SlowRank(stage, rank, float(factors[rank]))
 
 
 def _median_time(records: Sequence[StepRecord], stage: int) -> StageTime:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 SUBJECTS = (
     *("models", "data", "planning", "encoders", "training", "conversion", "replay", "results"),
-    *("faults", "lint", "python", "levels"),
+    *("faults", "lint", "python", "levels", "replanning"),
 )
 TRAINERS = sorted((ROOT / "docs" / "trainers").glob("*.md"))
 GUIDES = (README, *(ROOT / "docs" / f"{subject}.md" for subject in SUBJECTS), *TRAINERS)

@@ -1,9 +1,11 @@
 """The run's files: what training writes is what reports read, also while it is still writing."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from omnibal.base.errors import UserError
@@ -18,9 +20,11 @@ from omnibal.job.runlog import (
     StepRecord,
     append_record,
     drop_records,
+    is_timed,
     read_evaluation,
     read_run,
     read_run_info,
+    samples_digest,
     write_evaluation,
     write_run_info,
 )
@@ -187,3 +191,36 @@ def test_steps_that_no_checkpoint_holds_are_dropped(tmp_path):
     lines = path.read_text().split("\n")
     assert [json.loads(line)["step"] for line in lines[:4]] == [0, 1, 2, 2]
     assert lines[4:] == ["odd", ""]
+
+
+def test_samples_digest_is_of_the_set():
+    """Prevents: a digest that tells packs or ranks apart, or not samples; by hand."""
+    expected = hashlib.sha256(np.array([2, 3, 300], "<i8").tobytes()).hexdigest()[:16]
+    assert samples_digest(np.array([300, 2, 3], np.int32)) == expected
+    assert samples_digest(np.array([300, 2, 4])) != expected
+
+
+def test_steps_are_timed_at_first_and_now_and_then():
+    """Prevents: a log that grows by every pass of a long run, or that never tells of one."""
+    timed = [step for step in range(40, 200) if is_timed(step, 40)]
+    assert timed == [*range(40, 140), 140, 150, 160, 170, 180, 190]
+
+
+def test_a_slow_rank_is_named():
+    """Prevents: a slow device that is lost in the mean over ranks; by hand."""
+
+    def stage(*ranks_ms: float) -> StageRecord:
+        times = dict.fromkeys(("forward_ms", "backward_ms", "wait_ms", "data_ms"), 1.0)
+        return StageRecord(**times, optimizer_ms=1.0, peak_gib=1.0, ranks_ms=ranks_ms)
+
+    records = [
+        StepRecord(
+            step=step, epoch=0, loss=1.0, loss_tokens=1, samples=1, tokens=1, step_ms=10.0,
+            learning_rate=0.0, grad_norm=1.0,
+            stages=(stage(10, 10.5, 9.8), stage(10, noise, 15)),
+        )
+        for step, noise in enumerate((10, 40, 10.2))
+    ]  # fmt: skip
+    [slow] = summarise_run(records, 6, None).slow_ranks
+    assert (slow.stage, slow.rank) == (1, 2)
+    assert slow.factor == pytest.approx(15 / 10.2)

@@ -9,6 +9,7 @@ which others wait, nor forks one that has a device.
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ def plan_again(
         return None
     plan = read_plan(considered)
     taken = run / _FOLDER / f"step_{step:07d}_gpus_{plan.parallel.world_size}"
+    if taken.exists():  # made before for a start that came to nothing
+        shutil.rmtree(taken)
     considered.rename(taken)
     return taken, summary
 

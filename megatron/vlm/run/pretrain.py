@@ -149,11 +149,10 @@ def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
     Raises:
         UserError: there is no plan in the given one.
     """
-    step = latest_step(arguments.save)
-    if step is None or arguments.load is None or arguments.finetune:
+    resumes = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
+    if not (resumes or arguments.checkpoints.elastic) or arguments.finetune:
         return given
-    if arguments.load.resolve() != arguments.save.resolve():
-        return given
+    step = latest_step(arguments.save) or 0
     found = newest_plan(given, arguments.save, step, launch.world_size)
     if found.directory != given:
         _log.info(f"going on with {found.directory}, made after step {found.step}")
