@@ -361,7 +361,7 @@ def predict_steps(
         ready_ms = rows.first_waits_ms(once)
         timeline = rows.simulated(ready_ms)
         exposed_ms = rows.exposed_ms(once, timeline)
-        reduced_ms = timeline.finish_ms + exposed_ms
+        reduced_ms = rows.encoded_ms(timeline.finish_ms) + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
             # All ranks of a pipeline encode; the first stage has taken that time already.
@@ -481,6 +481,18 @@ class SimulatedRows:
             lockstep=None,
             waits_ms=None,
         )
+
+    def encoded_ms(self, finish_ms: np.ndarray) -> np.ndarray:
+        """Ends of every row's stages, of which the first waits for encoders at the end. [rows, p]
+
+        Their exchange begins when all stages have run their last pass: where second parts of
+        backwards are put off, another stage than the first may be the last.
+        """
+        if self.waits_ms is None or finish_ms.shape[1] == 1:
+            return finish_ms
+        after_ms = finish_ms[:, 1:].max(axis=1) + self.waits_ms[:, 1]
+        first_ms = np.maximum(finish_ms[:, 0], after_ms)
+        return np.concatenate([first_ms[:, None], finish_ms[:, 1:]], axis=1)
 
     def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
         """Wait of every row's stages for new weights, before their first forward. [rows, p]"""

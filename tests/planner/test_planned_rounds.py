@@ -324,6 +324,29 @@ def test_a_round_is_dealt_as_a_step_of_its_own_beside_its_load() -> None:
     assert tried > 4
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_encoders_without_rounds_run_backward_after_the_last_stage(name: str) -> None:
+    """Prevents: a step that ends before encoders run backward, as the first stage ends early."""
+    problem, _ = problem_of()
+    workload, schedule = problem.workload, PipelineSchedule(name=name)
+    times = workload_times(problem.cost, problem.stages_at, workload)
+    slower = np.array([1.0, 3.0])  # the last stage's second parts end last
+    times = replace(
+        times,
+        forward_ms=times.forward_ms * slower,
+        backward_ms=times.backward_ms * slower,
+        weight_ms=times.weight_ms * slower,
+    )
+    ranks = workload.data_parallel_size
+    _, step = np.unique(workload.step, return_inverse=True)
+    alone = SimulatedRows.of(replace(times, waits_ms=None), workload, slice(None), step, schedule)
+    waits_ms = np.bincount(step * ranks + workload.dp_rank, times.waits_ms.sum(axis=1))
+    expected_ms = (alone.simulated().step_ms + waits_ms).reshape(-1, ranks).max(axis=1)
+    once = per_step_costs(problem.cost, problem.stages_at[0]).nothing()
+    predicted = predict_steps(times, workload, once, schedule)
+    np.testing.assert_allclose(predicted.step_ms, expected_ms, rtol=1e-12)
+
+
 def test_predicted_steps_have_what_rounds_leave_of_the_waits() -> None:
     """Prevents: a prediction of rounds that is not the simulated step."""
     problem, beside = problem_of()
