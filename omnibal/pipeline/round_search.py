@@ -310,25 +310,19 @@ class _Search:
         """
         forward_ms, back_ms = (ms.mean(axis=(0, 1)).T for ms in (work.forward_ms, work.backward_ms))
         needed, given = self._needed_and_given(sizes)
-        given = given + work.exchange_back_ms.mean(axis=0)
-        for stage in range(self.problem.stages):
-            start, end = self._passes(stage)
+        passes = [self._passes(stage) for stage in range(self.problem.stages)]
+        laid, encoded = [], 0.0
+        for (start, end), each_ms in zip(passes, forward_ms, strict=True):
             idle = start - np.concatenate([[0.0], end[:-1]])
-            forward, place = [], 0
-            for took, by in zip(forward_ms[stage], needed, strict=True):
-                while place < len(idle) and idle[place] < ahead * took and end[place] + took <= by:
-                    place += 1
-                forward.append(place)
-                if place < len(idle):
-                    idle[place] = max(idle[place] - took, 0)
-            back = []
-            for took, since in zip(back_ms[stage], given, strict=True):
-                while place < len(idle) and (start[place] < since or idle[place] < behind * took):
-                    place += 1
-                back.append(place)
-                if place < len(idle):
-                    idle[place] = max(idle[place] - took, 0)
-            yield tuple(forward), tuple(back)
+            forward = _laid_ahead(idle, end, each_ms, needed, ahead)
+            last = forward[-1]
+            encoded = max(encoded, (end[last - 1] if last else 0.0) + each_ms[-1])
+            laid.append((forward, idle))
+        # No gradients come back before all stages have encoded all rounds; a stage that comes to a
+        # backward before could wait for ever.
+        given = np.maximum(given, encoded) + work.exchange_back_ms.mean(axis=0)
+        for (forward, idle), (start, _), each_ms in zip(laid, passes, back_ms, strict=True):
+            yield forward, _laid_behind(forward[-1], idle, start, each_ms, given, behind)
 
     def _passes(self, stage: int) -> tuple[np.ndarray, np.ndarray]:
         """Start and end of a stage's mean passes without encoders, in the order of its list."""
@@ -466,6 +460,46 @@ def _mean_step_ms(row_ms: np.ndarray, step: np.ndarray) -> float:
     longest = np.zeros(int(step.max()) + 1)
     np.maximum.at(longest, step, row_ms)
     return float(longest[np.unique(step)].mean())
+
+
+def _laid_ahead(
+    idle: np.ndarray, end: np.ndarray, each_ms: np.ndarray, needed: np.ndarray, part: float
+) -> tuple[int, ...]:
+    """Places of a stage's rounds, forward: each at the first idle time that is long enough, but in
+    time to be needed. What they take is taken off `idle`.
+
+    Args:
+        idle: time before each pass, and `end` of each pass, [passes].
+        each_ms: time of each round, and when it is `needed`, [W].
+        part: of a round's time that the idle time must have.
+    """
+    places, place = [], 0
+    for took, by in zip(each_ms, needed, strict=True):
+        while place < len(idle) and idle[place] < part * took and end[place] + took <= by:
+            place += 1
+        places.append(place)
+        if place < len(idle):
+            idle[place] = max(idle[place] - took, 0)
+    return tuple(places)
+
+
+def _laid_behind(
+    place: int,
+    idle: np.ndarray,
+    start: np.ndarray,
+    each_ms: np.ndarray,
+    given: np.ndarray,
+    part: float,
+) -> tuple[int, ...]:
+    """Places of a stage's rounds, back, as `_laid_ahead`: from `place` on, after they are given."""
+    places = []
+    for took, since in zip(each_ms, given, strict=True):
+        while place < len(idle) and (start[place] < since or idle[place] < part * took):
+            place += 1
+        places.append(place)
+        if place < len(idle):
+            idle[place] = max(idle[place] - took, 0)
+    return tuple(places)
 
 
 def _idle_ms(start: np.ndarray, end: np.ndarray, since: float, until: float) -> float:

@@ -403,6 +403,14 @@ def test_the_search_is_near_the_best_of_all_places() -> None:
     assert found_ms <= best_ms + 0.1 * max(before_ms - best_ms, 0)
 
 
+def test_the_search_lays_no_rounds_for_which_stages_wait_for_ever() -> None:
+    """Prevents: a plan that cannot be made, as a stage comes to a backward before others encode."""
+    problem, _ = problem_of(parallel=Parallel(pipeline=4, data=2), packs_per_step=16)
+    for choice in search_rounds(problem):
+        for each in choice.beside.rounds:
+            assert order_of(problem.schedule, 4, each.rounds)
+
+
 def mean_ms(
     problem: RoundProblem, beside: DataParallelEncoders, rounds: tuple[EncoderRound, ...]
 ) -> float:
