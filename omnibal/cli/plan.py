@@ -1,7 +1,7 @@
 """`omnibal plan`: make a plan directory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,6 +46,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.report import command_tables
 from omnibal.search.conflicts import Feature, check_complete, check_together
+from omnibal.steps.pack_settings import PORTION_SAMPLES
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
@@ -109,6 +110,15 @@ class DataOptions(LevelOptions):
     ] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
+    portion_samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="samples that are packed together, stored in files of their own and trained one "
+            "portion after the other, where there are more",
+        ),
+    ] = PORTION_SAMPLES
     window: Annotated[
         int | None,
         typer.Option(
@@ -214,6 +224,7 @@ class DataOptions(LevelOptions):
             micro_batches=self.micro_batches,
             samples_per_step=samples_per_step,
             curriculum_steps=self.curriculum_steps,
+            portion_samples=self.portion_samples,
         )
 
 
@@ -371,7 +382,8 @@ def plan(
     _check_options(context, data, partition)
     goal = _goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
-    save_plan(planned.result, output)
+    written = save_plan(planned.result, output)
+    planned = replace(planned, result=replace(planned.result, plan=written))
     slow = slow_reading(planned.prediction)
     print_notes(
         [*given.notes(), *([slow] if slow else []), *notes_for(strategy.target, planned.result)]

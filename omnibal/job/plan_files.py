@@ -13,14 +13,22 @@ from omnibal.job.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     PLAN_FILE,
+    PORTIONS_FOLDER,
     PROFILE_FILE,
     DataPlan,
     Plan,
+    SettingsHashes,
     write_plan,
 )
-from omnibal.job.plan_data import data_at_caps
-from omnibal.job.planner import PlanResult
+from omnibal.job.plan_data import SampleData, data_at_caps
+from omnibal.job.plan_portions import check_hash, fewest_packs, joined_data, write_portions
+from omnibal.job.planner import PlanResult, check_memory, in_best_order
+from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
+from omnibal.steps.portions import PortionedSamples, PortionPlace
+
+_OF_A_PLAN = frozenset({PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PORTIONS_FOLDER, PROFILE_FILE})
+"""Names of what a plan directory holds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,7 +39,10 @@ class PlanFiles:
     job: JobSpec
     """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
+    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either; of a
+    plan to train whose data is in portions, those of the first."""
+    directory: Path | None = None
+    """Where the plan lies, from which portions are read; None of one that was not read."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
@@ -69,26 +80,23 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     """
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
+    if plan.data.portions:
+        return joined_data(plan.data, directory)
     return _read_data(plan.data, directory)
 
 
 def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
     packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
-    for name, given, planned in (
-        (LENGTHS_FILE, lengths.sha256, data.lengths_sha256),
-        (PACKS_FILE, packs.sha256, data.packs_sha256),
-    ):
-        if given != planned:
-            raise UserError(
-                f"{name} has the content hash {given[:12]}, but plan.json says {planned[:12]}; "
-                "the files of a plan belong together: restore the file, or make the plan anew "
-                "with `omnibal plan`"
-            )
+    check_hash(LENGTHS_FILE, lengths.sha256, data.lengths_sha256)
+    check_hash(PACKS_FILE, packs.sha256, data.packs_sha256)
     return packs, lengths
 
 
-def save_plan(result: PlanResult, directory: Path) -> None:
+def save_plan(result: PlanResult, directory: Path) -> Plan:
     """Write the plan directory whole or not at all; an earlier plan there is replaced.
+
+    Returns:
+        The plan as it is written: of all portions, where the result is of the first.
 
     Raises:
         UserError: `directory` holds something other than a plan, which is left as it is.
@@ -98,12 +106,15 @@ def save_plan(result: PlanResult, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made, replaced = Path(scratch) / "new", Path(scratch) / "old"
         made.mkdir()
-        if result.data is not None:
+        plan = result.plan
+        if result.portions is not None:
+            plan = _with_portions(result, result.portions, made)
+        elif result.data is not None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
         result.cost_source.save(made / PROFILE_FILE)
-        write_plan(result.plan, made)
+        write_plan(plan, made)
         if directory.exists():
             directory.rename(replaced)
         try:
@@ -112,6 +123,44 @@ def save_plan(result: PlanResult, directory: Path) -> None:
             if replaced.exists():
                 replaced.rename(directory)
             raise
+    return plan
+
+
+def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Path) -> Plan:
+    """Pack and write all portions as the first is planned; returns the plan of them all.
+
+    Raises:
+        UserError: packs of a portion do not fit into memory on the stages planned on the first.
+    """
+    plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
+    assert plan.data is not None and result.data is not None
+    first, planned, levels = result.data[0], plan.data, plan.pack_levels
+    is_ordered = result.search is not None and plan.made_for is None
+
+    def schedule(lengths: Lengths, place: PortionPlace) -> ScheduledPacks:
+        if place.is_first:
+            return first
+        data = SampleData(
+            lengths=lengths,
+            settings=samples.settings_of(place),
+            levels=levels,
+            packs_per_step=planned.packs_per_step,
+            rules=job.trainer.packs,
+        )
+        packs, _ = data.schedule(job)
+        if is_ordered:
+            packs = in_best_order(plan, job, levels, packs, lengths)
+        name = f"portion {place.number} of epoch {place.epoch}"
+        check_memory(plan, job, packs, lengths, name)
+        return packs
+
+    portions = write_portions(samples, schedule, directory)
+    data = DataPlan.joined(plan.data, portions, samples.settings.epochs)
+    if are_plain(levels):
+        least = fewest_packs(samples, plan.data.caps)
+        data = data.model_copy(update={"fewest_packs": least})
+    hashes = SettingsHashes.of(plan.model, data)
+    return plan.model_copy(update={"data": data, "settings_sha256": hashes})
 
 
 def check_replaceable(directory: Path) -> None:
@@ -131,7 +180,7 @@ def check_replaceable(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"{directory}: is a file; a plan is a directory: choose another -o")
     names = {path.name for path in directory.iterdir()}
-    foreign = sorted(names - {PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE})
+    foreign = sorted(names - _OF_A_PLAN)
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
             f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "

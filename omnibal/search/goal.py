@@ -50,7 +50,7 @@ class Samples(PackSettings):
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
-        _check_counts(1, epochs=self.epochs, **steps)
+        _check_counts(1, epochs=self.epochs, portion_samples=self.portion_samples, **steps)
         _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
         for given, kind in ((self.packing, PackingMethod), (self.fill, FillRule)):
             if not isinstance(given, kind):

@@ -1,7 +1,7 @@
 """A run of pretrain_vlm.py after its command line is parsed: checks its inputs, then trains."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -47,7 +47,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.job.check import open_plan, training_obstacles
+from omnibal.job.check import open_plan, open_portion, training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_files import PlanFiles
@@ -86,16 +86,6 @@ class Run:
     def plan(self) -> Plan:
         """The plan that is trained."""
         return self.planned.plan
-
-    @property
-    def packs(self) -> ScheduledPacks:
-        """Every micro-batch of the plan."""
-        return self.planned.steps[0]
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tiles and tokens of every sample."""
-        return self.planned.steps[1]
 
     @property
     def data(self) -> DataPlan:
@@ -198,7 +188,7 @@ def execute(run: Run, store: dist.Store) -> None:
             run.plan,
             links,
             arguments.optimization,
-            steps=run.packs.steps,
+            steps=run.data.steps,
             seed=arguments.seed,
             provider=arguments.provider,
         )
@@ -229,7 +219,7 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
     if run.plan.adapters is not None:
         options["adapters"] = run.plan.adapters.model_dump(mode="json")
     first_step, skipped_steps = _load(run, trainer, options)
-    last_step = min(arguments.train_iters or run.packs.steps, run.packs.steps)
+    last_step = min(arguments.train_iters or run.data.steps, run.data.steps)
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return RunOutcome(first_step, False)
@@ -245,24 +235,11 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
-    job = run.planned.job
-    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
-    shares = _encoder_shares(run)
-    dataset = _dataset(run, trainer.units, sharing, shares, range(first_step, last_step))
-    batches = load_batches(dataset, arguments.num_workers, current_device())
-    with closing(batches), StopSignal() as stop:
+    portions = _portions(run, trainer, range(first_step, last_step), validation)
+    with closing(portions), StopSignal() as stop:
         loop = TrainingLoop(
             trainer,
-            RunData(
-                scheduled=run.packs,
-                lengths=run.lengths,
-                sharing=sharing,
-                encoder_shares=shares,
-                batches=batches,
-                pack_flops=pack_flops(job, run.packs.packs, run.lengths),
-                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
-                validation=validation,
-            ),
+            portions,
             RunOptions(
                 save=arguments.save,
                 save_interval=arguments.checkpoints.save_interval,
@@ -279,7 +256,34 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
         return loop.run(first_step)
 
 
-def _encoder_shares(run: Run) -> EncoderShares | None:
+def _portions(
+    run: Run, trainer: Trainer, steps: range, validation: Validation | None
+) -> Generator[RunData, None, None]:
+    """What this rank trains in some steps, a portion of the data at a time."""
+    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
+    job, first = run.planned.job, steps.start
+    while first < steps.stop:
+        held, packs, lengths = open_portion(run.planned, first)
+        shares = _encoder_shares(run, packs, lengths)
+        stop = min(held.stop, steps.stop)
+        dataset = _dataset(run, trainer.units, sharing, shares, packs, lengths, range(first, stop))
+        batches = load_batches(dataset, run.arguments.num_workers, current_device())
+        with closing(batches):
+            yield RunData(
+                stop=stop,
+                scheduled=packs,
+                lengths=lengths,
+                sharing=sharing,
+                encoder_shares=shares,
+                batches=batches,
+                pack_flops=pack_flops(job, packs.packs, lengths),
+                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
+                validation=validation,
+            )
+        first = stop
+
+
+def _encoder_shares(run: Run, packs: ScheduledPacks, lengths: Lengths) -> EncoderShares | None:
     plan = run.plan
     if plan.beside is None:
         return None
@@ -291,22 +295,28 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
         beside=plan.beside,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
-        packs=run.packs,
+        packs=packs,
         levels=plan.pack_levels,
-        lengths=run.lengths,
+        lengths=lengths,
     )
 
 
 def _dataset(
-    run: Run, units: Stage, sharing: Sharing, shares: EncoderShares | None, steps: range
+    run: Run,
+    units: Stage,
+    sharing: Sharing,
+    shares: EncoderShares | None,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    steps: range,
 ) -> PackDataset | EncodingDataset:
     """What this rank reads in some steps, as its stage and data-parallel encoders need it."""
     read = partial(
         PackDataset,
         run.reader(run.training_data),
-        run.packs,
-        run.lengths,
-        sharing.rows(run.packs, steps.start, steps.stop),
+        packs,
+        lengths,
+        sharing.rows(packs, steps.start, steps.stop),
         options=run.arguments.samples,
         sharing=sharing,
     )
