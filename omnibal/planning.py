@@ -129,6 +129,10 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         UserError: nothing that is asked for can be planned, with what would fit where memory is
             short.
     """
+    if isinstance(goal.data, Samples) and goal.data.available:
+        planned = plan(replace(goal, data=replace(goal.data, available=())), listener)
+        result = replace(planned.result, available=goal.data.available)
+        return replace(planned, result=result)
     portions = _portions(goal)
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
@@ -34,6 +35,7 @@ from omnibal.cli.options import (
 from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
+from omnibal.data.mixture import drawn, read_mixture
 from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -70,6 +72,7 @@ _FEATURES = {
     "packing": Feature.PACKING,
     "seed": Feature.SEED,
     "epochs": Feature.EPOCHS,
+    "mixture": Feature.MIXTURE,
     "max_tiles": Feature.LIMITS,
     "max_tokens": Feature.LIMITS,
     "limit": Feature.LIMITS,
@@ -110,6 +113,13 @@ class DataOptions(LevelOptions):
     ] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
+    mixture: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file that says how often the samples of each source are seen, by weight or "
+            "in epochs (default: each once in every epoch)"
+        ),
+    ] = None
     portion_samples: Annotated[
         int,
         typer.Option(
@@ -146,11 +156,23 @@ class DataOptions(LevelOptions):
     def files(self) -> list[Path]:
         """List the files that the data is read from."""
         earlier = [] if self.steps_of is None else [self.steps_of]
-        return [*earlier, *length_files(self.lengths or [])]
+        mixture = [] if self.mixture is None else [self.mixture]
+        return [*earlier, *mixture, *length_files(self.lengths or [])]
 
-    def samples(self) -> Lengths | None:
-        """Read the lengths; None for a plan of shapes only."""
-        return read_lengths(self.lengths) if self.lengths else None
+    def samples(self) -> tuple[Lengths | None, tuple[int, ...]]:
+        """Read the lengths, and draw the mixture of them that is asked for.
+
+        Returns:
+            Lengths, None for a plan of shapes only; and samples that each source has of a mixture.
+        """
+        if not self.lengths:
+            return None, ()
+        lengths = read_lengths(self.lengths)
+        if self.mixture is None:
+            return lengths, ()
+        available = np.bincount(lengths.source, minlength=len(lengths.source_names))
+        mixed = drawn(lengths, read_mixture(self.mixture), self.seed)
+        return mixed, tuple(available.tolist())
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack for a model; None where they are to be searched for.
@@ -200,7 +222,7 @@ class DataOptions(LevelOptions):
         if self.steps_of is not None:
             earlier = open_plan(self.steps_of)
             return Earlier(plan=earlier.plan, data=earlier.data)
-        samples = self.samples()
+        samples, available = self.samples()
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:
             assert caps is not None
@@ -225,6 +247,7 @@ class DataOptions(LevelOptions):
             samples_per_step=samples_per_step,
             curriculum_steps=self.curriculum_steps,
             portion_samples=self.portion_samples,
+            available=available,
         )
 
 

@@ -1,6 +1,6 @@
 """Preflight of a plan directory: proves that training can follow the plan, or says why not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
+from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
 from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
 from omnibal.job.planner import for_all_portions, prediction_of
 from omnibal.model.config import ModelConfig
@@ -28,6 +28,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
+from omnibal.steps.seen import seen_by_step
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import steps_of
 
@@ -92,6 +93,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
+        passed += _check_mixture(plan.data, [(packs, lengths)])
     passed += [
         f"costs are of {job.cost.source}",
         _check_costs(files, lengths, packs, to_train=to_train),
@@ -108,10 +110,36 @@ def _check_portions(
     if not to_train:
         for index in range(1, len(data.portions)):
             _check_portion(files, data, index, to_train=False)
+        mixture = _check_mixture(data, data_in_portions(data, directory))
     passed = [f"first portion: {line}" for line in passed]
     if not to_train:
         passed.append(f"all {len(data.portions):,} portions of {data.epochs:,} epochs hold like it")
+        passed += mixture
     return replace(files, data=first), [*passed, *_check_fewest(data)]
+
+
+def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Lengths]]) -> list[str]:
+    """Refuse other counts of what is seen of every source than the packs have."""
+    mixture = data.mixture
+    if mixture is None:
+        return []
+    planned = np.array([each.seen for each in mixture.sources]).T
+    found, names = np.zeros_like(planned), [each.name for each in mixture.sources]
+    for packs, lengths in portions:
+        if names != list(lengths.source_names):
+            raise UserError(
+                f"data.mixture is of {', '.join(names)}, and the lengths of "
+                f"{', '.join(lengths.source_names)}; {_ANEW}"
+            )
+        found += seen_by_step(packs, lengths, mixture.by_step)
+    if mixture.by_step[-1] != data.steps or (planned != found).any():
+        place = int((planned != found).any(axis=1).argmax())
+        raise UserError(
+            f"data.mixture says that {planned[place].tolist()} samples of {', '.join(names)} are "
+            f"seen by step {mixture.by_step[place]:,} of {data.steps:,}, and the packs have "
+            f"{found[place].tolist()}; correct it, or {_ANEW}"
+        )
+    return mixture.sentences()
 
 
 def _check_portion(

@@ -59,6 +59,37 @@ class Shapes(Frozen):
     are one image."""
 
 
+class SourceSeen(Frozen):
+    """What is seen of a source of a mixture."""
+
+    name: str
+    samples: Annotated[int, Field(ge=0)]
+    """Samples that it has."""
+    seen: tuple[Annotated[int, Field(ge=0)], ...]
+    """Samples that were trained by every step of `by_step`, repeats counted each time."""
+
+
+class MixtureSeen(Frozen):
+    """What is seen of every source of a mixture, in the course of the run."""
+
+    by_step: tuple[Count, ...]
+    """Numbers of steps, from the start of the run; the last is all of them."""
+    sources: tuple[SourceSeen, ...]
+
+    def sentences(self) -> list[str]:
+        """What was seen by every step, a sentence each."""
+        return [
+            f"by step {step:,}: "
+            + ", ".join(
+                f"{each.name} {each.seen[place]:,} samples ({each.seen[place] / each.samples:.2f} "
+                "epochs)"
+                for each in self.sources
+                if each.samples
+            )
+            for place, step in enumerate(self.by_step)
+        ]
+
+
 class DataPortion(Frozen):
     """A portion of a plan's data in one epoch: packs and steps of some of its samples."""
 
@@ -98,6 +129,8 @@ class DataPlan(Shapes):
     files of their own; empty where all samples are packed together."""
     fewest_packs: Annotated[Count | None, Field(exclude_if=lambda packs: packs is None)] = None
     """Packs that an epoch of all portions together needs at least; None where it is not proven."""
+    mixture: Annotated[MixtureSeen | None, Field(exclude_if=lambda seen: seen is None)] = None
+    """What is seen of every source; None where the samples are no mixture of sources."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
@@ -118,7 +151,7 @@ class DataPlan(Shapes):
     def of_portion(self, index: int) -> "DataPlan":
         """The data of one portion alone, as if there were no others."""
         own = dict(self.portions[index])
-        own |= {"epochs": 1, "portions": (), "fewest_packs": None}
+        own |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
         return self.model_copy(update=own | ({"curriculum_steps": 0} if index else {}))
 
     @classmethod
@@ -197,8 +230,8 @@ class SettingsHashes(Frozen):
 
 
 _TOLD_BY_FILES = frozenset(
-    "samples left_out packs steps portions fewest_packs lengths_sha256 packs_sha256 steps_sha256 "
-    "origin".split()
+    "samples left_out packs steps portions fewest_packs mixture lengths_sha256 packs_sha256 "
+    "steps_sha256 origin".split()
 )
 """Fields of a DataPlan that its packs and lengths tell too."""
 

@@ -1,8 +1,11 @@
 """Reading and writing of a plan's directory as a whole."""
 
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, read_profile
@@ -16,16 +19,26 @@ from omnibal.job.plan import (
     PORTIONS_FOLDER,
     PROFILE_FILE,
     DataPlan,
+    MixtureSeen,
     Plan,
     SettingsHashes,
+    SourceSeen,
     write_plan,
 )
 from omnibal.job.plan_data import SampleData, data_at_caps
-from omnibal.job.plan_portions import check_hash, fewest_packs, joined_data, write_portions
+from omnibal.job.plan_portions import (
+    check_hash,
+    fewest_packs,
+    in_run,
+    joined_data,
+    read_portion,
+    write_portions,
+)
 from omnibal.job.planner import PlanResult, check_memory, in_best_order
 from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.steps.seen import milestones, seen_by_step
 
 _OF_A_PLAN = frozenset({PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PORTIONS_FOLDER, PROFILE_FILE})
 """Names of what a plan directory holds."""
@@ -113,6 +126,8 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
+        if result.available and plan.data is not None:
+            plan = _with_mixture(plan, plan.data, made, result.available)
         result.cost_source.save(made / PROFILE_FILE)
         write_plan(plan, made)
         if directory.exists():
@@ -124,6 +139,36 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
                 replaced.rename(directory)
             raise
     return plan
+
+
+def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
+    """The plan with what is seen of every source, of its files as they are written."""
+    by_step = milestones(data.steps)
+    seen = np.zeros((len(by_step), len(available)), np.int64)
+    names: tuple[str, ...] = ()
+    for packs, lengths in data_in_portions(data, directory):
+        seen += seen_by_step(packs, lengths, by_step)
+        names = lengths.source_names
+    sources = tuple(
+        SourceSeen(name=name, samples=there, seen=tuple(counts))
+        for name, there, counts in zip(names, available, seen.T.tolist(), strict=True)
+    )
+    mixture = MixtureSeen(by_step=by_step, sources=sources)
+    return plan.model_copy(update={"data": data.model_copy(update={"mixture": mixture})})
+
+
+def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
+    """Read the packs of a run, with steps counted through it, and their lengths: a portion at a
+    time, or all where there is but one.
+
+    Raises:
+        UserError: a file is missing or broken, or is not the one that the plan was made with.
+    """
+    if not data.portions:
+        yield _read_data(data, directory)
+    for index in range(len(data.portions)):
+        packs, lengths = read_portion(data, index, directory)
+        yield in_run(packs, data, index), lengths
 
 
 def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Path) -> Plan:

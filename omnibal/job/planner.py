@@ -136,6 +136,8 @@ class PlanResult:
     """What its costs were counted or measured by."""
     portions: PortionedSamples | None = None
     """All samples, where plan and data are of the first portion of them alone."""
+    available: tuple[int, ...] = ()
+    """Samples that each source has, where the lengths are a mixture of them."""
 
     @property
     def micro_batches(self) -> int:

@@ -47,6 +47,9 @@ class Samples(PackSettings):
     """Packs of one rank in a step, were all of them full ones of the longest level."""
     samples_per_step: int | None = None
     """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
+    available: tuple[int, ...] = ()
+    """Samples that each source has, where the lengths are a mixture (`omnibal.data.mixture`): the
+    plan then says what is seen of each."""
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
@@ -196,6 +199,8 @@ class Goal:
             has[Feature.MICRO_BATCHES] = data.micro_batches is not None
             has[Feature.SAMPLES_PER_STEP] = data.samples_per_step is not None
             has[Feature.CURRICULUM] = data.curriculum_steps > 0
+            has[Feature.MIXTURE] = bool(data.available)
+            has[Feature.EPOCHS] = data.epochs > 1
         if isinstance(data, ShapesAlone):
             has[Feature.MICRO_BATCHES] = data.micro_batches is not None
         return {feature for feature, is_there in has.items() if is_there}
