@@ -10,11 +10,19 @@ import sys
 
 from rich.console import Console
 
+from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.dry_run import print_dry_run
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.pretrain import execute, load_run, open_trainable
+from megatron.vlm.run.pretrain import (
+    execute,
+    load_run,
+    open_trainable,
+    plan_for_all,
+    plan_to_train,
+    resumed,
+)
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
 
@@ -23,14 +31,19 @@ def main() -> None:
     launch = Launch.from_environment()
     show_log(launch.rank)
     try:
-        arguments = parse_arguments()
-        planned = open_trainable(arguments.plan)
-        if arguments.run is None:
+        given = parse_arguments()
+        if given.run is None:
+            planned = open_trainable(given.plan)
             if launch.rank == 0:
                 print_dry_run(planned.plan, Console())
             return
-        run = load_run(arguments.run, planned, launch)
-        store = open_store(launch)
+        arguments, store = resumed(given.run), None
+        directory = plan_to_train(given.plan, arguments, launch)
+        if arguments.checkpoints.elastic:
+            store = open_store(launch, start=f"{latest_step(arguments.save)} {launch.world_size}")
+            directory = plan_for_all(directory, arguments, launch, store)
+        run = load_run(arguments, open_trainable(directory), launch)
+        store = store or open_store(launch)
     except UserError as error:
         # All processes of a node see the same files and fail alike: one of them speaks.
         if launch.local_rank == 0:

@@ -59,12 +59,12 @@ from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, Profile, read_profile
 from omnibal.data.lengths import Lengths
+from omnibal.job.plan import plan_sha256
 from omnibal.job.replay import (
     ReplayInfo,
     ReplaySummary,
     StageReplay,
     heaviest_rows,
-    plan_sha256,
     summarise_replay,
 )
 from omnibal.model.config import load_cluster, load_model

@@ -40,8 +40,8 @@ from megatron.vlm.measure.replay import (
     random_rows,
     standing_in,
 )
+from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.launch import Launch, initialize_distributed
-from megatron.vlm.run.loop import gather_stage_records
 from megatron.vlm.step.clock import Phase, each_ms
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError

@@ -31,6 +31,7 @@ from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.job.fake_replay import FakeStage, Roofline, read_fake_stages
 from omnibal.job.job import JobSpec
+from omnibal.job.plan import plan_sha256
 from omnibal.job.plan_data import MockData
 from omnibal.job.plan_files import PlanFiles, save_plan
 from omnibal.job.planner import PlanRequest, make_plan
@@ -38,7 +39,6 @@ from omnibal.job.replay import (
     ReplayInfo,
     ReplaySummary,
     StageReplay,
-    plan_sha256,
     rows_of_steps,
     summarise_replay,
 )

@@ -7,6 +7,11 @@
 #   scripts/train_nodes.sh 4 1 node-a PLAN META.json TOKENIZER.model RUN [options]   # on node-b
 # Run again with the same RUN, it goes on from the newest checkpoint.
 #
+# NODES may be MIN:MAX: training begins with the nodes that have come, at least MIN, is planned for
+# them (pretrain_vlm.py --elastic), and goes on from the newest checkpoint with those that are left
+# when one fails, or with one more when it comes. NODE_RANK then is 0 on MASTER, which must stay, and
+# anything else elsewhere.
+#
 # From the environment: GPUS_PER_NODE (8), MASTER_PORT (29500), and torchrun's own PET_* (for
 # example PET_NUMA_BINDING=node binds each rank to the cores near its GPU; it needs numactl).
 #
@@ -20,16 +25,24 @@ source "$root/scripts/job.sh"
 
 read_job "$0 NODES NODE_RANK MASTER" "${@:4}"
 nodes=$1 node_rank=$2 master=$3 gpus=${GPUS_PER_NODE:-8}
-[[ $nodes =~ ^[1-9][0-9]*$ ]] || fail "NODES is '$nodes'; give a whole number from 1 on"
-[[ $node_rank =~ ^(0|[1-9][0-9]*)$ && $node_rank -lt $nodes ]] ||
-    fail "NODE_RANK is '$node_rank'; give each node another number, from 0 to $((nodes - 1))"
+[[ $nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ ]] ||
+    fail "NODES is '$nodes'; give a whole number from 1 on, or two as MIN:MAX"
+most=${nodes#*:}
+[[ $node_rank =~ ^(0|[1-9][0-9]*)$ && $node_rank -lt $most ]] ||
+    fail "NODE_RANK is '$node_rank'; give each node another number, from 0 to $((most - 1))"
 [[ $gpus =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE is '$gpus'; give a whole number from 1 on"
-if [[ $nodes -gt 1 && $master =~ ^(|localhost|127\..*)$ ]]; then
+if [[ $most -gt 1 && $master =~ ^(|localhost|127\..*)$ ]]; then
     fail "MASTER is '$master'; give the name or address by which all $nodes nodes reach node 0"
 fi
 
 where=(--standalone)
-if [[ $nodes -gt 1 ]]; then
+if [[ $nodes == *:* ]]; then
+    # As many restarts as a long run may have faults; each goes on from the newest checkpoint.
+    where=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-id omnibal
+        --rdzv-endpoint "$master:${MASTER_PORT:-29500}" --max-restarts 100)
+    [[ $node_rank -ne 0 ]] || where+=(--rdzv-conf is_host=true)
+    arguments+=(--elastic)
+elif [[ $nodes -gt 1 ]]; then
     where=(--nnodes "$nodes" --node-rank "$node_rank" --master-addr "$master"
         --master-port "${MASTER_PORT:-29500}")
 fi

@@ -23,6 +23,7 @@ from omnibal.cli import (
     plan,
     presets,
     profile,
+    replan,
     report,
     run,
     simulate,
@@ -62,6 +63,7 @@ for command in (
     export.export,
     simulate.simulate,
     report.report,
+    replan.replan,
 ):
     app.command()(with_groups(command))
 # What follows `--` is the trainer's.

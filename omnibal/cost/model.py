@@ -59,6 +59,9 @@ class UnitCost:
     transient_bytes: np.ndarray
     """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
     largest of the moments counts. Where the unit has no backward, while it runs forward."""
+    two_part_bytes: np.ndarray
+    """`transient_bytes` of a backward whose products for weight gradients come later, [moments,
+    features]."""
     late_bytes: np.ndarray
     """Inputs of linears, gradients of their outputs, which a micro-batch keeps until that part has
     run, and what one product works with besides, [3, features]."""
@@ -178,6 +181,13 @@ class CostModel:
     part."""
     library_buffers: tuple[LibraryBuffer, ...] = ()
     """What the trainer's libraries keep (`omnibal.cost.transformer_engine`)."""
+    slowness: tuple[float, ...] = ()
+    """Time of every part of the model on its stage's devices over what its units cost, 1 of the
+    fastest; empty where all devices are alike."""
+
+    def slowness_of(self, parts: int) -> np.ndarray:
+        """Slowness of so many parts of the model, 1 where it is known of another number. [parts]"""
+        return np.array(self.slowness if len(self.slowness) == parts else (1.0,) * parts)
 
     @property
     def levels(self) -> int:

@@ -307,8 +307,8 @@ class Measured(CostSource):
             added_ms("backward_ms", np.array([one.backward_ms for one in shares])),
         )
 
-    def save(self, path: Path) -> None:
-        write_profile(self.profile, path)
+    def save(self, profile: Path, refit: Path) -> None:
+        write_profile(self.profile, profile)
 
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:

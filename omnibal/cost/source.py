@@ -97,8 +97,13 @@ class CostSource:
         [features at levels]; None to count it."""
         return None
 
-    def save(self, path: Path) -> None:
-        """Write what a plan's directory keeps of it; nothing where all is counted."""
+    def save(self, profile: Path, refit: Path) -> None:
+        """Write what a plan's directory keeps of it; nothing where all is counted.
+
+        Args:
+            profile: file of what was measured.
+            refit: file of how a run has changed it.
+        """
 
 
 ANALYTIC = CostSource()

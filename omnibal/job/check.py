@@ -74,14 +74,15 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     job = job_of_plan(plan, directory)
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
-    _check_rounds(plan)
+    if plan.beside is not None:
+        check_rounds(plan.beside, plan.schedule, plan.parallel.pipeline)
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
     if plan.data is not None and plan.data.portions:
         files, found = _check_portions(plan, plan.data, job, directory, to_train=to_train)
         return files, [*passed, *found, *_check_settings(plan)]
-    files = PlanFiles(plan=plan, job=job, data=data_of_plan(plan, directory))
+    files = PlanFiles(directory=directory, plan=plan, job=job, data=data_of_plan(plan, directory))
     if files.data is None:
         if plan.prediction is not None:
             raise UserError(
@@ -399,16 +400,6 @@ def _check_partition(plan: Plan) -> str:
     if chunks > 1:
         held += f" of {chunks} chunks"
     return f"{held} hold {what} of {plan.model.name} once, in order"
-
-
-def _check_rounds(plan: Plan) -> None:
-    """Refuse rounds of data-parallel encoders that cannot run."""
-    if plan.beside is None:
-        return
-    try:
-        check_rounds(plan.beside, plan.schedule, plan.parallel.pipeline)
-    except ValueError as error:
-        raise UserError(f"beside.{error}; leave beside.rounds out, or {_ANEW}") from error
 
 
 def _check_settings(plan: Plan) -> list[str]:

@@ -38,6 +38,9 @@ PORTIONS_FOLDER = "portions"
 """Folder of a plan whose data is in portions: in it, a folder each, with lengths and packs."""
 PROFILE_FILE = "profile.json"
 """File of the measured costs that the plan was made with; absent where costs were counted."""
+REFIT_FILE = "refit.json"
+"""File of how a run has changed the costs; absent where no run has."""
+PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
 MAX_EPOCHS = 1_000
 """Most epochs, as all are packed before the first is trained."""
 MAX_SEED = 2**63 - 1  # of an int64 column
@@ -473,11 +476,15 @@ def portion_packs_file(epoch: int) -> str:
     return f"packs-{epoch:03}.parquet"
 
 
+def plan_sha256(plan: Plan) -> str:
+    """Hash of all of a plan but its prediction."""
+    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+
+
 def plan_files(directory: Path) -> list[Path]:
     """Every file of a plan directory, whether it exists or not, those of portions if they do."""
-    names = (PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE)
     of_portions = sorted((directory / PORTIONS_FOLDER).glob("*/*.parquet"))
-    return [*(directory / name for name in names), *of_portions]
+    return [*(directory / name for name in PLAN_FILES), *of_portions]
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

@@ -9,15 +9,18 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, read_profile
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.refitted import Refitted, read_refit
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import (
     LENGTHS_FILE,
     PACKS_FILE,
     PLAN_FILE,
+    PLAN_FILES,
     PORTIONS_FOLDER,
     PROFILE_FILE,
+    REFIT_FILE,
     DataPlan,
     MixtureSeen,
     Plan,
@@ -40,9 +43,6 @@ from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.steps.portions import PortionedSamples, PortionPlace
 from omnibal.steps.seen import milestones, seen_by_step
 
-_OF_A_PLAN = frozenset({PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PORTIONS_FOLDER, PROFILE_FILE})
-"""Names of what a plan directory holds."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanFiles:
@@ -55,7 +55,7 @@ class PlanFiles:
     """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either; of a
     plan to train whose data is in portions, those of the first."""
     directory: Path | None = None
-    """Where the plan lies, from which portions are read; None of one that was not read."""
+    """Where they were read; None of what was put together in memory."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
@@ -75,14 +75,18 @@ class PlanFiles:
 def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
     """Make the job that a plan is for, with the costs that the plan was made with.
 
-    These are of the profile in its directory, or counted where there is none.
+    These are of the profile in its directory, or counted where there is none, and changed by what a
+    run has shown where the plan was made from one.
 
     Raises:
         UserError: the parallel sizes do not fit the model or the cluster, or the profile is broken
             or not of the plan's model, precision or tensor size.
     """
-    path = directory / PROFILE_FILE
-    return JobSpec.of_plan(plan, Measured(read_profile(path)) if path.exists() else ANALYTIC)
+    profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
+    source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
+    if refit.exists():
+        source = Refitted(source, read_refit(refit))
+    return JobSpec.of_plan(plan, source)
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
@@ -128,7 +132,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
             write_lengths(lengths, made / LENGTHS_FILE)
         if result.available and plan.data is not None:
             plan = _with_mixture(plan, plan.data, made, result.available)
-        result.cost_source.save(made / PROFILE_FILE)
+        result.cost_source.save(made / PROFILE_FILE, made / REFIT_FILE)
         write_plan(plan, made)
         if directory.exists():
             directory.rename(replaced)
@@ -225,7 +229,7 @@ def check_replaceable(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"{directory}: is a file; a plan is a directory: choose another -o")
     names = {path.name for path in directory.iterdir()}
-    foreign = sorted(names - _OF_A_PLAN)
+    foreign = sorted(names - {*PLAN_FILES, PORTIONS_FOLDER})
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
             f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "

@@ -6,7 +6,6 @@ plan's schedule, with links and reductions between devices from the cost model, 
 was there. So a plan for many devices is tried on one.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_valida
 
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
@@ -141,11 +140,6 @@ class ReplaySummary:
     def recompute_fraction(self) -> float:
         """Share of all computing that is done for the second time."""
         return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
-
-
-def plan_sha256(plan: Plan) -> str:
-    """Hash of all of a plan but its prediction."""
-    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
 
 
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:

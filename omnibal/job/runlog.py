@@ -3,11 +3,14 @@
 Training writes these types and the report reads them.
 """
 
+import hashlib
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 from omnibal.base.errors import UserError
@@ -32,6 +35,10 @@ _OfDataParallelEncoders = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms
 """Time that is written only where encoders are data-parallel."""
 
 
+_OfTimedSteps = Annotated[tuple[NonNegativeFloat, ...], Field(exclude_if=lambda times: not times)]
+"""Times that are written in some steps only."""
+
+
 class RunInfo(Frozen):
     """Identity of a run, written when it starts, so that a report can match it to its plan."""
 
@@ -41,6 +48,11 @@ class RunInfo(Frozen):
     provider: Provider | None = None
     """Provider of the layers since the run was started or resumed last; None where it was not
     recorded."""
+    plan_sha256: str | None = None
+    """Hash of the plan, without its prediction (`omnibal.job.plan.plan_sha256`); None where it was
+    not recorded."""
+    since_step: NonNegativeInt = 0
+    """Step from which on the plan was this one; the log may begin with steps of another one."""
 
 
 class StageRecord(Frozen):
@@ -59,6 +71,9 @@ class StageRecord(Frozen):
     """Forward and backward of data-parallel encoders, what runs again included."""
     exchange_ms: _OfDataParallelEncoders = 0.0
     """Exchange of their features and gradients, and the wait for the ranks that encode longer."""
+    ranks_ms: _OfTimedSteps = ()
+    """Forward and backward of each data-parallel rank together, in steps with `PassTimes` where
+    there are several."""
     peak_gib: NonNegativeFloat
     """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
     CPU: resident set of the process so far."""
@@ -83,6 +98,18 @@ class ExpertBalance(Frozen):
     is planned for as `imbalance` of every micro-batch."""
 
 
+class PassTimes(Frozen):
+    """Time of every pass of one data-parallel rank in a step, by which costs are fitted anew
+    (`omnibal.job.refit`). Ranks take turns, so that the log stays small."""
+
+    dp_rank: NonNegativeInt
+    forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
+    """Time of every micro-batch, in the order of slots, on every part of the model; mean over
+    tensor-parallel ranks. [parts][micro-batches]"""
+    backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
+    """Time of every backward, likewise, recomputation included."""
+
+
 _Items = Annotated[NonNegativeInt, Field(exclude_if=lambda number: number == 0)]
 """Items of an encoder, which the log leaves out where there are none."""
 
@@ -102,6 +129,9 @@ class StepRecord(Frozen):
     clips: _Items = 0
     image_tokens: _Items = 0
     tokens: NonNegativeInt
+    samples_sha256: Annotated[str, Field(exclude_if=lambda digest: not digest)] = ""
+    """First 16 digits of the SHA-256 of the numbers of the samples, in ascending order: equal
+    for equal sets of samples, whatever packs and ranks they had. Empty in earlier logs."""
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
     """Time of logging, checkpoints and validation since the step before, on the writing rank."""
@@ -118,6 +148,8 @@ class StepRecord(Frozen):
     experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
     """Spread of the tokens; None where no layer has experts."""
     stages: tuple[StageRecord, ...]
+    passes: PassTimes | None = Field(default=None, exclude_if=lambda passes: passes is None)
+    """Times of single passes; None in most steps (`is_timed`)."""
 
 
 class ValidationRecord(Frozen):
@@ -166,6 +198,26 @@ class Evaluation(Frozen):
     examples: tuple[EvaluatedAnswer, ...]
 
 
+_TIMED_FIRST, _TIMED_EVERY = 100, 10
+"""Steps after a start of which all are timed pass by pass, and the distance of those after them: a
+log of many steps grows by a tenth of a timed step's times, some 10 bytes a pass, in each."""
+
+
+def is_timed(step: int, first_step: int) -> bool:
+    """Whether a step is logged with the times of its passes.
+
+    Args:
+        first_step: since the run was started or resumed last.
+    """
+    return step - first_step < _TIMED_FIRST or step % _TIMED_EVERY == 0
+
+
+def samples_digest(samples: np.ndarray) -> str:
+    """The digest of sample numbers for `StepRecord.samples_sha256`, whatever their order."""
+    in_order = np.sort(samples).astype("<i8")
+    return hashlib.sha256(in_order.tobytes()).hexdigest()[:16]
+
+
 def run_files(directory: Path) -> list[Path]:
     """List every file of a run that a report reads, whether it exists or not."""
     names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
@@ -202,6 +254,24 @@ def read_run(path: Path) -> list[StepRecord]:
     if not records:
         raise UserError(f"{path}: holds no step yet; let the run finish at least one")
     return records
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunLog:
+    """What a run has logged of its steps."""
+
+    info: RunInfo
+    records: tuple[StepRecord, ...]
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "RunLog":
+        """Read the log in a run's directory.
+
+        Raises:
+            UserError: there is none, it holds no step, or it does not follow the schema.
+        """
+        info = read_run_info(directory)
+        return cls(info=info, records=tuple(read_run(directory / RUN_FILE)))
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:

@@ -297,6 +297,7 @@ def _problem(
         levels=cost.levels,
         same_at_levels=workload.lockstep_ranks > 1,
         numbers=numbers,
+        slowness=cost.slowness_of(pipeline_size) if cost.slowness else None,
     )
 
 

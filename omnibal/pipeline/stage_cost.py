@@ -116,11 +116,12 @@ def _times(
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
-    recompute_ms = features @ _recompute(cost, stages_at).T
+    slowness = cost.slowness_of(len(held))
+    recompute_ms = features @ _recompute(cost, stages_at).T * slowness
     return StageTimes(
-        forward_ms=features @ (held @ forward).T,
-        backward_ms=features @ (held @ backward).T + recompute_ms,
-        weight_ms=features @ (held @ weight).T,
+        forward_ms=features @ (held @ forward).T * slowness,
+        backward_ms=features @ (held @ backward).T * slowness + recompute_ms,
+        weight_ms=features @ (held @ weight).T * slowness,
         recompute_ms=recompute_ms,
         forward_link_ms=cost.link_latency_ms + cost.link_ms_per_byte * (features @ forward_bytes.T),
         backward_link_ms=cost.link_latency_ms * returns

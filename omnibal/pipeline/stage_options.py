@@ -92,6 +92,9 @@ class SearchProblem:
     rules: StageRules = FREE
     numbers: StageNumbers | None = None
     """Numbers of recomputed layers, of one level; None where any layers may be recomputed."""
+    slowness: np.ndarray | None = None
+    """Time of every stage's passes over what its units cost, 1 at least, so that bounds over units
+    hold; None where all are alike. [p]"""
 
     @property
     def stages(self) -> int:
@@ -207,7 +210,10 @@ def recomputing(
     """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""
     structure, runs = problem.structure, problem.structure.runs
     terms = runs.terms[run]
-    terms[:, structure.layout.backward] += recomputed @ structure.recompute_ms
+    layout = structure.layout
+    terms[:, layout.backward] += recomputed @ structure.recompute_ms
+    if problem.slowness is not None:
+        terms[:, layout.forward.start : layout.backward.stop] *= problem.slowness[stage]
     terms = runs.with_buckets(terms, run, stage)
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)

@@ -13,9 +13,9 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FakeStage, check_fake_replay, is_fake_replay, read_fake_stages
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.replay import INFO_FILE, ReplaySummary, plan_sha256, read_replay
+from omnibal.job.replay import INFO_FILE, ReplaySummary, read_replay
 from omnibal.job.runlog import (
     RUN_FILE,
     Evaluation,

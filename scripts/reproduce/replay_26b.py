@@ -30,9 +30,10 @@ from ablation_variants import (  # noqa: E402
 )
 
 from omnibal.base.errors import EXIT_USER_ERROR, UserError  # noqa: E402
+from omnibal.job.plan import plan_sha256  # noqa: E402
 from omnibal.job.plan_files import save_plan  # noqa: E402
 from omnibal.job.planner import PlanResult  # noqa: E402
-from omnibal.job.replay import ReplaySummary, plan_sha256, read_replay  # noqa: E402
+from omnibal.job.replay import ReplaySummary, read_replay  # noqa: E402
 from omnibal.model.config import load_cluster, load_model  # noqa: E402
 
 VARIANTS = (Variant.COMMON, Variant.CAREFUL, Variant.MEMORY)

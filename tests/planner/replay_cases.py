@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.replay import (
     REPLAY_FILES,
     ReplayInfo,
     StageReplay,
-    plan_sha256,
 )
 from omnibal.pipeline.lost_time import causes_of
 from omnibal.pipeline.stage_cost import per_step_costs

@@ -15,6 +15,7 @@ from megatron.vlm.run.arguments import (
     EvaluationArguments,
     ReportArguments,
     RunArguments,
+    StorageArguments,
     parse_arguments,
 )
 from megatron.vlm.step.train import OptimizationOptions
@@ -54,8 +55,10 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
             weight_decay=0.05, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
         ),
         checkpoints=CheckpointArguments(
-            save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2
+            save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2,
+            replan_at=(), elastic=False,
         ),
+        storage=StorageArguments(),
         reports=ReportArguments(tensorboard_dir=None, wandb_project=None, profile_steps=range(0)),
         evaluation=None,
     )  # fmt: skip
@@ -66,6 +69,7 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
     run = run_of(
         monkeypatch,
         f"{TRAIN} --load l --finetune --train-iters 7 --seed 3 --no-async-save --save-interval 5 "
+        "--replan-at 50,7 --elastic "
         "--keep-checkpoints 2 --exit-after-failed-saves 3 --max-skipped-steps 0 --num-workers 0 "
         "--on-bad-sample skip --loss-weighting sample --drop-path-rate 0.1 --lr 1e-3 "
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
@@ -83,7 +87,12 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
     assert (run.optimization.lr, run.optimization.drop_path_rate) == (1e-3, 0.1)
     assert run.optimization.loss_weighting is LossWeighting.SAMPLE
     assert run.checkpoints == CheckpointArguments(
-        save_interval=5, keep_checkpoints=2, async_save=False, exit_after_failed_saves=3
+        save_interval=5,
+        keep_checkpoints=2,
+        async_save=False,
+        exit_after_failed_saves=3,
+        replan_at=(7, 50),
+        elastic=True,
     )
     assert run.reports == ReportArguments(
         tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5)

@@ -19,10 +19,11 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.pack_share import Sharing
-from megatron.vlm.run import loop
+from megatron.vlm.run import gather
+from megatron.vlm.run.gather import gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.log import show_log
-from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop, gather_stage_records
+from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
@@ -164,7 +165,7 @@ class FakeAllocator:
 
 def memory_of_three_steps(links):
     """On a fake device that the second rank uses more of."""
-    loop.has_cuda = lambda: True
+    gather.has_cuda = lambda: True
     device, records = FakeAllocator(torch.cuda), []
     for peak_gib, reserved_gib, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
         more = dist.get_rank()

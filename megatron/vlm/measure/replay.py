@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
-from megatron.vlm.inputs.encoder_share import StepShares
+from megatron.vlm.inputs.encoder_share import StepRounds, StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
@@ -37,6 +37,7 @@ from megatron.vlm.run.launch import make_groups, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, moment
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.messages import Channel, Message
+from megatron.vlm.step.pass_times import forward_and_backward_ms, in_place
 from megatron.vlm.step.train import Trainer, build_trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
@@ -204,31 +205,19 @@ class _RecomputeClock(PhaseClock):
         """Stop the clock; returns the times of all micro-batches since the last stop."""
         intervals, again = self.stop(), self._again
         self._again = []
-        forward_ms = self._in_place(each_ms(intervals, Phase.FORWARD), Pass.FORWARD)
-        of_backward = Pass.BACKWARD, Pass.BACKWARD_INPUT
-        first_ms = self._in_place(each_ms(intervals, Phase.BACKWARD), *of_backward)
+        forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
         late_ms = each_ms(intervals, Phase.BACKWARD_WEIGHT)
-        second_ms = self._in_place(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * first_ms
+        weight_ms = self._in_place(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
         recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
         return MicroBatchTimes(
-            forward_ms=forward_ms,
-            backward_ms=first_ms + second_ms,
-            weight_ms=second_ms,
-            recompute_ms=self._in_place(recompute_ms, *of_backward),
+            forward_ms=forward_ms.ravel(),
+            backward_ms=backward_ms.ravel(),
+            weight_ms=weight_ms.ravel(),
+            recompute_ms=self._in_place(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
         )
 
     def _in_place(self, in_turn_ms: Sequence[float], *kinds: Pass) -> np.ndarray:
-        """Times of passes of some kinds, given in the order in which the stage runs them, by
-        micro-batch and chunk. [micro-batches * chunks]"""
-        schedule, rank = self._links.schedule, self._links.rank
-        micro_batches = len(in_turn_ms) // schedule.chunks
-        listed = schedule.rule(self._links.size, schedule.chunks, micro_batches).operations[rank]
-        places = [
-            one.micro_batch * schedule.chunks + one.chunk for one in listed if one.kind in kinds
-        ]
-        found = np.zeros(len(places))
-        found[places] = in_turn_ms
-        return found
+        return in_place(self._links, in_turn_ms, *kinds)
 
 
 EncodingWork = tuple[StepShares, list[MicroBatch]]
@@ -286,10 +275,11 @@ class StageReplayer:
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
         shares, passes = (None, []) if encoding is None else encoding
+        rounds = None if shares is None else StepRounds.whole(shares, len(batches))
         coming = MicroBatchStream(
             batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
-            encoding=shares,
+            encoding=rounds,
         )
         self._clock.switch(Phase.WAIT)
         self._trainer.run_step(coming, self._clock)
@@ -449,7 +439,7 @@ def _replay(
             on_run()
         times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
     measured = MicroBatchTimes.combined(times, np.concatenate)
-    has_late = Pass.BACKWARD_WEIGHT in replayer.trainer.plan.schedule.passes
+    has_late = replayer.trainer.plan.schedule.in_two
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
     return StageReplay(
         stage=stage,

@@ -31,14 +31,13 @@ from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
-from omnibal.job.plan import Plan
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import (
     REPLAY_FILES,
     ReplayInfo,
     chosen_steps,
     heaviest_rows,
-    plan_sha256,
     rows_of_steps,
 )
 from omnibal.job.stage_files import Found, Identity, StageFiles

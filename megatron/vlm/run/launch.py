@@ -63,12 +63,16 @@ class Launch:
             )
 
 
-def open_store(launch: Launch, init_method: str = "env://") -> dist.Store:
+def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> dist.Store:
     """Open the store through which all ranks meet; waits until they have come.
 
     Rank 0 serves it (under torchrun the launcher of the first node does) for as long as it keeps
     what is returned. A process alone has nobody to meet, and may have been started without a
     launcher.
+
+    Args:
+        start: what all ranks of this start know alike and those of another do not, where a launcher
+            keeps its store from one to the next.
 
     Raises:
         UserError: the launcher did not say where to meet, or not all ranks came.
@@ -87,7 +91,7 @@ def open_store(launch: Launch, init_method: str = "env://") -> dist.Store:
             "minutes, with the same MASTER_ADDR and MASTER_PORT, and reach them; look for a rank "
             "that failed earlier, or start all with torchrun or scripts/slurm"
         ) from error
-    return store
+    return dist.PrefixStore(start, store) if start else store
 
 
 def initialize_distributed(

@@ -1,12 +1,10 @@
 """The training loop: trains the plan's packs; writes checkpoints, `run.jsonl` and traces."""
 
 import logging
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.pack_share import Sharing
+from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
-from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
@@ -30,14 +27,16 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
+    PassTimes,
     StageRecord,
     StepRecord,
     ValidationRecord,
     append_record,
+    is_timed,
+    samples_digest,
 )
 from omnibal.packing.packs import ScheduledPacks
 
-_GIB = 2**30
 TRACE_FOLDER = "traces"
 _log = logging.getLogger(__name__)
 
@@ -51,12 +50,19 @@ class RunOptions:
     """Steps between checkpoints; one is always saved at the end."""
     last_step: int
     """Step of the plan to stop after (counted from its start, not from a resume)."""
+    pause_step: int | None = None
+    """Step to return after, with a checkpoint, to go on from; None for the last."""
     eval_interval: int | None = None
     """Steps between validations; None for none."""
     exit_after_failed_saves: int = 2
     """Number of failed saves in a row that ends the run; a failed last save ends it too."""
     profile_steps: range = range(0)
     """Steps that each stage's first rank writes a trace of."""
+
+    @property
+    def end(self) -> int:
+        """Step to return after."""
+        return self.last_step if self.pause_step is None else self.pause_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +85,10 @@ class RunData:
     encoder_shares: EncoderShares | None = None
     """What ranks encode, where encoders are data-parallel."""
 
+    def rows(self, step: int) -> np.ndarray:
+        """Rows of all ranks' packs in the step; packs are sorted by step."""
+        return np.arange(*np.searchsorted(self.scheduled.step, [step, step + 1]))
+
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
@@ -86,6 +96,8 @@ class RunOutcome:
 
     steps: int
     """Steps trained, those before a resume included."""
+    skipped_steps: int
+    """Steps that were skipped."""
     stopped: bool
     """Whether the run was stopped on request, before its end."""
 
@@ -109,10 +121,10 @@ class TrainingLoop:
         self._writer, self._health, self._sinks = writer, health, list(sinks)
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
-        self._begin_portion()
+        self._data = next(portions)
 
     def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` to `last_step`, or until any rank is asked to stop.
+        """Train from `first_step` to the options' end, or until any rank is asked to stop.
 
         A checkpoint is saved at the end. The sinks are closed.
 
@@ -123,14 +135,16 @@ class TrainingLoop:
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)
-        while step < options.last_step and not stopped:
+        while step < options.end and not stopped:
             if step == self._data.stop:
-                self._begin_portion()
+                self._data = next(self._portions)
             with tracer.step(step):
                 begun = time.perf_counter()
                 result = self._train(step)
                 ended = time.perf_counter()
-            record = self._record(step, result, (ended - begun) * 1e3, (begun - before) * 1e3)
+            timed = is_timed(step, first_step)
+            between_ms = (begun - before) * 1e3
+            record = self._record(step, result, (ended - begun) * 1e3, between_ms, timed)
             before = ended
             step += 1
             stopped = result.stop_requested
@@ -141,15 +155,10 @@ class TrainingLoop:
         tracer.close()
         for sink in self._sinks:
             sink.close()
-        return RunOutcome(step, stopped)
-
-    def _begin_portion(self) -> None:
-        self._data = next(self._portions)
-        scheduled = self._data.scheduled
-        self._step_start = np.searchsorted(scheduled.step, np.arange(scheduled.steps + 1))
+        return RunOutcome(step, self._health.skipped_steps, stopped)
 
     def _train(self, step: int) -> StepResult:
-        data, rows = self._data, self._rows(step)
+        data, rows = self._data, self._data.rows(step)
         packs = data.scheduled.take(rows)
         own = data.sharing.rows(packs, step, step + 1)
         batches = MicroBatchStream(
@@ -161,15 +170,13 @@ class TrainingLoop:
         slots = data.sharing.slots(packs, self._trainer.plan.parallel)
         return train_step(self._trainer, batches, self._stop_requested(), slots=slots)
 
-    def _rows(self, step: int) -> np.ndarray:
-        """Rows of all ranks' packs in the step; packs are sorted by step."""
-        return np.arange(self._step_start[step], self._step_start[step + 1])
-
     def _record(
-        self, step: int, result: StepResult, step_ms: float, between_ms: float
+        self, step: int, result: StepResult, step_ms: float, between_ms: float, timed: bool
     ) -> StepRecord:
-        stages = gather_stage_records(self._trainer.links, result.phases_ms)
-        scheduled, rows = self._data.scheduled, self._rows(step)
+        stages, passes = gather_stage_records(self._trainer.links, result.phases_ms), None
+        if timed:
+            stages, passes = self._pass_times(step, result, stages)
+        scheduled, rows = self._data.scheduled, self._data.rows(step)
         offsets = scheduled.packs.offsets
         samples = int(offsets[rows[-1] + 1] - offsets[rows[0]])
         replaced_share = result.replaced_samples / samples
@@ -189,6 +196,9 @@ class TrainingLoop:
             clips=int(scheduled.column("clips")[rows].sum()),
             image_tokens=int(scheduled.column("image_tokens")[rows].sum()),
             tokens=int(scheduled.tokens[rows].sum()),
+            samples_sha256=samples_digest(
+                scheduled.packs.samples[offsets[rows[0]] : offsets[rows[-1] + 1]]
+            ),
             step_ms=step_ms,
             between_ms=between_ms,
             mfu=flops / (step_ms / 1e3 * self._data.peak_flops_per_s),
@@ -199,11 +209,23 @@ class TrainingLoop:
             grad_norm=result.grad_norm,
             experts=result.experts,
             stages=stages,
+            passes=passes,
         )
+
+    def _pass_times(
+        self, step: int, result: StepResult, stages: tuple[StageRecord, ...]
+    ) -> tuple[tuple[StageRecord, ...], PassTimes]:
+        """Records of stages with every rank's time, and the passes of the rank whose turn it is;
+        collective over all ranks."""
+        data, plan = self._data, self._trainer.plan
+        turn = step % plan.parallel.data
+        packs = data.scheduled.take(data.rows(step))
+        slots = replace(data.sharing, dp_rank=turn).slots(packs, plan.parallel)
+        return gather_pass_times(self._trainer.links, result.intervals, stages, turn, slots)
 
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
-        last = stopped or step == options.last_step
+        last = stopped or step == options.end
         # No save while steps are skipped, as the weights may be at fault.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._trainer.wait_for_weights()
@@ -290,46 +312,6 @@ class _Tracer:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._profiler.export_chrome_trace(str(self._path))
             self._profiler = None
-
-
-def gather_stage_records(
-    links: PipelineLinks, phases_ms: dict[Phase, float]
-) -> tuple[StageRecord, ...]:
-    """Records of all stages over their ranks: mean phase times, most memory since the last call."""
-    own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
-    everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
-    dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
-    # Megatron numbers ranks stage by stage.
-    by_stage = everyone.view(links.size, -1, len(own)).cpu()
-    return tuple(
-        _stage_record(ranks[:, : len(Phase)], ranks[:, len(Phase) :]) for ranks in by_stage
-    )
-
-
-def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
-    """Record of one stage; both arguments are [ranks, kinds]."""
-    times = dict(zip(Phase, phases_ms.mean(0).tolist(), strict=True))
-    times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
-    peak_gib, reserved_gib, retries = memory.amax(0).tolist()
-    return StageRecord(
-        **{f"{phase}_ms": ms for phase, ms in times.items()},
-        peak_gib=peak_gib,
-        reserved_gib=reserved_gib,
-        allocation_retries=round(retries),
-    )
-
-
-def _take_memory_use() -> tuple[float, float, int]:
-    """Take `peak_gib`, `reserved_gib` and `allocation_retries` of this rank; resets CUDA's."""
-    if not has_cuda():
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
-    cuda = torch.cuda
-    peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
-    retries = cuda.memory_stats()["num_alloc_retries"]
-    cuda.reset_peak_memory_stats()
-    cuda.reset_accumulated_memory_stats()
-    return peak / _GIB, reserved / _GIB, retries
 
 
 def _progress_line(record: StepRecord, first_step: int, last_step: int, started: float) -> str:

@@ -1,9 +1,11 @@
 """A run of pretrain_vlm.py after its command line is parsed: checks its inputs, then trains."""
 
+import gc
+import json
 import logging
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,11 @@ from megatron.vlm.run.loop import (
     TrainingLoop,
 )
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
+from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
 from omnibal.base.errors import UserError
@@ -49,13 +53,15 @@ from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.job.check import open_plan, open_portion, training_obstacles
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan import DataPlan, Plan, plan_sha256, read_plan
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.runlog import (
     RUN_FILE,
+    RUN_INFO_FILE,
     VALIDATION_FILE,
     RunInfo,
     drop_records,
+    read_run_info,
     write_evaluation,
     write_run_info,
 )
@@ -66,6 +72,10 @@ from omnibal.pipeline.reading import too_few_loaders
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
+LEAST_GAIN = 0.02
+"""Share of a step's time that a new plan must save to be worth loading a checkpoint for. Steps are
+predicted within some percent (docs/results.md), two plans of one job by the same costs within less:
+what is below this may be no gain at all."""
 _log = logging.getLogger(__name__)
 
 
@@ -86,6 +96,18 @@ class Run:
     def plan(self) -> Plan:
         """The plan that is trained."""
         return self.planned.plan
+
+    @property
+    @property
+    def directory(self) -> Path:
+        """The plan's directory; what is trained was read."""
+        assert self.planned.directory is not None
+        return self.planned.directory
+
+    @property
+    def last_step(self) -> int:
+        """Step of the plan to stop after."""
+        return min(self.arguments.train_iters or self.data.steps, self.data.steps)
 
     @property
     def data(self) -> DataPlan:
@@ -112,6 +134,62 @@ def open_trainable(directory: Path) -> PlanFiles:
     return planned
 
 
+def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
+    """The plan directory that the run goes on with, which it was planned anew in since.
+
+    Raises:
+        UserError: there is no plan in the given one.
+    """
+    step = latest_step(arguments.save)
+    if step is None or arguments.load is None or arguments.finetune:
+        return given
+    if arguments.load.resolve() != arguments.save.resolve():
+        return given
+    found = newest_plan(given, arguments.save, step, launch.world_size)
+    if found.directory != given:
+        _log.info(f"going on with {found.directory}, made after step {found.step}")
+    return found.directory
+
+
+def resumed(arguments: RunArguments) -> RunArguments:
+    """The arguments, by which an elastic run goes on from its own newest checkpoint, if any."""
+    if not arguments.checkpoints.elastic or latest_step(arguments.save) is None:
+        return arguments
+    return replace(arguments, load=arguments.save, finetune=False)
+
+
+def plan_for_all(
+    directory: Path, arguments: RunArguments, launch: Launch, store: dist.Store
+) -> Path:
+    """The plan directory for as many processes as came: the given one, or one that rank 0 makes of
+    it; collective over all ranks.
+
+    Raises:
+        UserError: the job cannot be planned for so many, the same on every rank.
+    """
+    if read_plan(directory).parallel.world_size == launch.world_size:
+        return directory
+    step = latest_step(arguments.save) or 0
+    key = f"plan after {step} steps for {launch.world_size}"
+    if launch.rank == 0:
+        store.set(key, json.dumps(_made_for(directory, arguments.save, step, launch.world_size)))
+    told = json.loads(store.get(key))
+    if "error" in told:
+        raise UserError(told["error"])
+    _log.info(f"planned for the {launch.world_size} processes that came: {told['plan']}")
+    return Path(told["plan"])
+
+
+def _made_for(directory: Path, run: Path, step: int, processes: int) -> dict[str, str]:
+    """The plan for so many processes, or why there is none."""
+    try:
+        made = plan_again(directory, run, step, gpus=processes)
+    except (UserError, OSError) as error:
+        return {"error": f"{processes} processes came, and the plan is for others: {error}"}
+    assert made is not None, "other devices are not compared"
+    return {"plan": str(made[0])}
+
+
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
     """Read and check data, tokenizer and directories; every rank finds the same mistakes here.
 
@@ -126,14 +204,15 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     origin = plan.data.origin
     check_same_data("the tokenizer", text_sha256(plan.model, tokenizer), origin.tokenizer_sha256)
     training_data = heldout_data = None
+    storage, cache = arguments.storage, arguments.storage.opened_cache()
     if not arguments.skip_train:
         assert arguments.data is not None
-        training_data = Annotations.open(arguments.data)
+        training_data = Annotations.open(arguments.data, storage.opened_index(), cache)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is another run than the one that had them.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.evaluation is not None:
-        heldout_data = Annotations.open(arguments.evaluation.eval_data)
+        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache)
     return Run(
         arguments=arguments,
         planned=planned,
@@ -184,19 +263,13 @@ def execute(run: Run, store: dist.Store) -> None:
     arguments = run.arguments
     with ending_together(run.launch, store):
         links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)
-        trainer = build_trainer(
-            run.plan,
-            links,
-            arguments.optimization,
-            steps=run.data.steps,
-            seed=arguments.seed,
-            provider=arguments.provider,
-        )
         if arguments.skip_train:
             assert arguments.load is not None
-            outcome = RunOutcome(load_weights(arguments.load, run.plan, trainer.stages), False)
+            trainer = _built(run, links)
+            steps = load_weights(arguments.load, run.plan, trainer.stages)
+            outcome = RunOutcome(steps, 0, False)
         else:
-            outcome = train_plan(run, trainer)
+            run, trainer, outcome = _train(run, links)
         if outcome.stopped:
             _log.info(
                 f"stopped as asked after step {outcome.steps}; to go on, give the same command "
@@ -207,36 +280,102 @@ def execute(run: Run, store: dist.Store) -> None:
         shut_down_distributed()
 
 
-def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
-    """Train from the start or from --load to the end or to --train-iters."""
+def _built(run: Run, links: PipelineLinks) -> Trainer:
+    arguments = run.arguments
+    return build_trainer(
+        run.plan,
+        links,
+        arguments.optimization,
+        steps=run.data.steps,
+        seed=arguments.seed,
+        provider=arguments.provider,
+    )
+
+
+def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
+    """Train from the start or from --load to the end or to --train-iters, planned anew where that
+    is asked for; collective over all ranks."""
+    trainer = _built(run, links)
+    done = _load(run, trainer)
+    with StopSignal() as stop:
+        while True:
+            anew = planned_anew(run, done.steps) if _is_due(run, done.steps) else None
+            if anew is not None:
+                # Its memory is free before the next one takes as much.
+                del trainer
+                gc.collect()
+                run, trainer = anew, _built(anew, links)
+                _load(run, trainer)
+            done = train_plan(run, trainer, done, stop)
+            if done.stopped or done.steps >= run.last_step:
+                return run, trainer, done
+
+
+def _is_due(run: Run, steps: int) -> bool:
+    """Whether the run is to be planned anew after so many steps, and was not."""
+    if steps not in run.arguments.checkpoints.replan_at or steps >= run.last_step:
+        return False
+    return MadePlan.of(run.directory).step != steps
+
+
+def planned_anew(run: Run, steps: int) -> Run | None:
+    """The run with a plan by what it has measured, from its newest checkpoint on; None where that
+    gains too little. Rank 0 plans; collective over all ranks."""
+    told: list[tuple[str | None, str]] = [(None, "")]
+    if run.launch.rank == 0:
+        told = [_told_of_planning(run, steps)]
+    dist.broadcast_object_list(told, src=0)
+    [(directory, line)] = told
+    _log.info(line)
+    if directory is None:
+        return None
+    arguments = replace(run.arguments, load=run.arguments.save, finetune=False)
+    return replace(run, arguments=arguments, planned=open_trainable(Path(directory)))
+
+
+def _told_of_planning(run: Run, steps: int) -> tuple[str | None, str]:
+    """The directory of a better plan, if there is one, and a line of what came of planning."""
+    save = run.arguments.save
+    try:
+        made = plan_again(run.directory, save, steps, least_gain=LEAST_GAIN)
+    except (UserError, OSError) as error:
+        return None, f"not planned anew after step {steps}: {error}"
+    if made is None:
+        return None, (
+            f"not planned anew after step {steps}: no plan saves {LEAST_GAIN:.0%} of a step, which "
+            "predictions may be off by"
+        )
+    directory, summary = made
+    return str(directory), (
+        f"planned anew after step {steps}: {summary['step_ms']:.0f} ms a step are predicted, by "
+        f"the same costs {summary['before_ms']:.0f} ms before; going on with {directory}"
+    )
+
+
+def train_plan(run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal) -> RunOutcome:
+    """Train from what is done to the next step after which the run is planned anew, or the end."""
     arguments, evaluation = run.arguments, run.arguments.evaluation
-    assert run.training_data is not None
-    options: dict[str, Any] = asdict(trainer.options) | {
-        "seed": arguments.seed,
-        "augmented": list(run.training_data.augmented),
-        "frozen": list(run.plan.frozen),
-    }
-    if run.plan.adapters is not None:
-        options["adapters"] = run.plan.adapters.model_dump(mode="json")
-    first_step, skipped_steps = _load(run, trainer, options)
-    last_step = min(arguments.train_iters or run.data.steps, run.data.steps)
+    first_step, last_step = done.steps, run.last_step
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
-        return RunOutcome(first_step, False)
+        return done
     _check_traced_steps(arguments.reports.profile_steps, last_step)
     if run.plan.prediction is not None:
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
         if note is not None:
             _log.info(note)
+    pauses = [step for step in arguments.checkpoints.replan_at if first_step < step < last_step]
+    pause_step = min([*pauses, last_step])
     validation = _validation(run, trainer)
     sinks = _open_run(run, first_step)
     writer = CheckpointWriter(
-        arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler, options,
+        arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
+        _options(run, trainer),
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
-    portions = _portions(run, trainer, range(first_step, last_step), validation)
-    with closing(portions), StopSignal() as stop:
+    portions = _portions(run, trainer, range(first_step, pause_step), validation)
+    with closing(portions):
         loop = TrainingLoop(
             trainer,
             portions,
@@ -244,16 +383,30 @@ def train_plan(run: Run, trainer: Trainer) -> RunOutcome:
                 save=arguments.save,
                 save_interval=arguments.checkpoints.save_interval,
                 last_step=last_step,
+                pause_step=pause_step,
                 eval_interval=None if evaluation is None else evaluation.eval_interval,
                 exit_after_failed_saves=arguments.checkpoints.exit_after_failed_saves,
                 profile_steps=arguments.reports.profile_steps,
             ),
             writer,
-            RunHealth(arguments.max_skipped_steps, skipped_steps),
+            RunHealth(arguments.max_skipped_steps, done.skipped_steps),
             sinks,
             lambda: stop.requested,
         )
         return loop.run(first_step)
+
+
+def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
+    """Settings that a checkpoint's optimizer state is of."""
+    assert run.training_data is not None
+    options: dict[str, Any] = asdict(trainer.options) | {
+        "seed": run.arguments.seed,
+        "augmented": list(run.training_data.augmented),
+        "frozen": list(run.plan.frozen),
+    }
+    if run.plan.adapters is not None:
+        options["adapters"] = run.plan.adapters.model_dump(mode="json")
+    return options
 
 
 def _portions(
@@ -293,6 +446,7 @@ def _encoder_shares(run: Run, packs: ScheduledPacks, lengths: Lengths) -> Encode
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=packs,
@@ -327,23 +481,24 @@ def _dataset(
     return EncodingDataset(texts, items, shares, steps.start, steps.stop)
 
 
-def _load(run: Run, trainer: Trainer, options: dict[str, Any]) -> tuple[int, int]:
-    """Load the checkpoint if any; returns the steps done before and how many were skipped."""
+def _load(run: Run, trainer: Trainer) -> RunOutcome:
+    """Load the checkpoint if any; what was trained before."""
     arguments = run.arguments
     if arguments.load is None:
-        return 0, 0
+        return RunOutcome(0, 0, False)
     if arguments.finetune:
         steps = load_weights(arguments.load, run.plan, trainer.stages)
         for optimizer in trainer.optimizers:
             if optimizer is not None:
                 optimizer.reload_model_params()
         _log.info(f"starting from the weights of {arguments.load} after step {steps}")
-        return 0, 0
+        return RunOutcome(0, 0, False)
     loaded = load_checkpoint(
-        arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler, options
-    )
+        arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
+        _options(run, trainer),
+    )  # fmt: skip
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
-    return loaded.step, loaded.training_state["skipped_steps"]
+    return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
 
 
 def _check_traced_steps(steps: range, last_step: int) -> None:
@@ -373,13 +528,24 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
+    digest = plan_sha256(run.plan)
     info = RunInfo(
         model=run.plan.model.name,
         packs_sha256=run.data.packs_sha256,
         provider=arguments.provider,
+        plan_sha256=digest,
+        since_step=min(_since_step(arguments.save, digest, first_step), first_logged),
     )
     write_run_info(info, arguments.save)
     return sinks
+
+
+def _since_step(save: Path, digest: str, first_step: int) -> int:
+    """Step from which on the log in a run's directory is of the plan of this hash."""
+    if not (save / RUN_INFO_FILE).exists():
+        return first_step
+    earlier = read_run_info(save)
+    return earlier.since_step if earlier.plan_sha256 == digest else first_step
 
 
 def _make_directory(path: Path) -> None:

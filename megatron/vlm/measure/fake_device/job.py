@@ -18,8 +18,7 @@ from omnibal.job.fake_replay import (
     FakeReplayInfo,
     heaviest_windows,
 )
-from omnibal.job.plan import Plan
-from omnibal.job.replay import plan_sha256
+from omnibal.job.plan import Plan, plan_sha256
 from omnibal.model.config import Precision, Provider
 
 _TRAINER = Path(__file__).parents[2]

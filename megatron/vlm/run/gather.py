@@ -1,0 +1,113 @@
+"""What all ranks measured in a step, gathered for the run's log.
+
+Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, m
+micro-batches of a data-parallel rank.
+"""
+
+import resource
+import sys
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron.vlm.backend import current_device, has_cuda
+from megatron.vlm.step.clock import Interval, Phase
+from megatron.vlm.step.links import PipelineLinks
+from megatron.vlm.step.pass_times import forward_and_backward_ms
+from omnibal.job.runlog import PassTimes, StageRecord
+
+_GIB = 2**30
+_DIGITS = 3
+"""Decimals of a pass's milliseconds in the log: finer than any clock is steady."""
+
+
+def gather_stage_records(
+    links: PipelineLinks, phases_ms: dict[Phase, float]
+) -> tuple[StageRecord, ...]:
+    """Records of all stages over their ranks: mean phase times, most memory since the last call."""
+    own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
+    everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
+    dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
+    # Megatron numbers ranks stage by stage.
+    by_stage = everyone.view(links.size, -1, len(own)).cpu()
+    return tuple(
+        _stage_record(ranks[:, : len(Phase)], ranks[:, len(Phase) :]) for ranks in by_stage
+    )
+
+
+def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
+    """Record of one stage; both arguments are [ranks, kinds]."""
+    times = dict(zip(Phase, phases_ms.mean(0).tolist(), strict=True))
+    times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
+    peak_gib, reserved_gib, retries = memory.amax(0).tolist()
+    return StageRecord(
+        **{f"{phase}_ms": ms for phase, ms in times.items()},
+        peak_gib=peak_gib,
+        reserved_gib=reserved_gib,
+        allocation_retries=round(retries),
+    )
+
+
+def _take_memory_use() -> tuple[float, float, int]:
+    """Take `peak_gib`, `reserved_gib` and `allocation_retries` of this rank; resets CUDA's."""
+    if not has_cuda():
+        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
+    cuda = torch.cuda
+    peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
+    retries = cuda.memory_stats()["num_alloc_retries"]
+    cuda.reset_peak_memory_stats()
+    cuda.reset_accumulated_memory_stats()
+    return peak / _GIB, reserved / _GIB, retries
+
+
+def gather_pass_times(
+    links: PipelineLinks,
+    intervals: Sequence[Interval],
+    stages: Sequence[StageRecord],
+    turn: int,
+    slots: int,
+) -> tuple[tuple[StageRecord, ...], PassTimes]:
+    """Records of stages with the time of each of their data-parallel ranks, where there are
+    several, and the times of one rank's passes; collective over all ranks.
+
+    Args:
+        intervals: of this rank in the step.
+        turn: the data-parallel rank whose passes are wanted.
+        slots: micro-batches that it ran.
+    """
+    own_2mc = torch.from_numpy(forward_and_backward_ms(links, intervals))
+    wanted_2mc = torch.zeros(2, slots, links.schedule.chunks, dtype=torch.float64)
+    if parallel_state.get_data_parallel_rank() == turn:
+        wanted_2mc = own_2mc
+    own = torch.cat([own_2mc.sum()[None], wanted_2mc.flatten()]).to(current_device())
+    everyone = own.new_empty(dist.get_world_size() * len(own))
+    dist.all_gather_into_tensor(everyone, own)
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    # Megatron numbers ranks stage by stage, and tensor-parallel ones first of all.
+    by_rank_pd = everyone.view(links.size, -1, tensor, len(own)).mean(2).cpu()
+    ranks_ms = by_rank_pd[:, :, 0].tolist()
+    if len(ranks_ms[0]) > 1:
+        stages = [
+            stage.model_copy(update={"ranks_ms": _rounded(each)})
+            for stage, each in zip(stages, ranks_ms, strict=True)
+        ]
+    passes_p2mc = by_rank_pd[:, turn, 1:].view(links.size, *wanted_2mc.shape)
+    held = links.schedule.parts_of(links.size * links.schedule.chunks)
+    places = [
+        (stage, parts.index(part))
+        for part in range(links.size * links.schedule.chunks)
+        for stage, parts in enumerate(held)
+        if part in parts
+    ]
+    forward_ms, backward_ms = (
+        tuple(_rounded(passes_p2mc[stage, kind, :, chunk].tolist()) for stage, chunk in places)
+        for kind in range(2)
+    )
+    return tuple(stages), PassTimes(dp_rank=turn, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def _rounded(times_ms: Sequence[float]) -> tuple[float, ...]:
+    return tuple(round(ms, _DIGITS) for ms in times_ms)

@@ -1,0 +1,125 @@
+"""The plans that a run has gone on with: which is the newest, and making the next.
+
+    RUN/plans/step_0000050_gpus_8/   a plan made after 50 steps, for 8 devices
+
+Planning is a process of its own, `omnibal replan`: it neither holds the interpreter of a rank, on
+which others wait, nor forks one that has a device.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import omnibal
+from omnibal.base.errors import UserError
+from omnibal.cost.refitted import read_refit
+from omnibal.job.plan import REFIT_FILE, Plan, plan_sha256, read_plan
+from omnibal.job.runlog import RUN_FILE, RUN_INFO_FILE, read_run_info
+
+_FOLDER = "plans"
+_CONSIDERED = "considered"
+"""A plan that is not taken yet, or was not."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MadePlan:
+    """A plan directory, and after how many steps of the run it was made."""
+
+    directory: Path
+    plan: Plan
+    root_sha256: str
+    """Hash of the plan that a user made, of which it was made."""
+    step: int
+
+    @classmethod
+    def of(cls, directory: Path) -> "MadePlan":
+        """Read a plan's directory; one that no run has led to was made after 0 steps.
+
+        Raises:
+            UserError: it holds no plan.
+        """
+        plan, path = read_plan(directory), directory / REFIT_FILE
+        if not path.exists():
+            return cls(directory, plan, plan_sha256(plan), 0)
+        refit = read_refit(path)
+        return cls(directory, plan, refit.root_sha256, refit.step)
+
+
+def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
+    """The plan that a run goes on with: of those in its directory that were made of the given one,
+    the newest for so many processes; else the newest for others, or the given one.
+
+    Args:
+        step: steps that are trained; later plans are of a future that was given up.
+
+    Raises:
+        UserError: there is no plan in the given directory.
+    """
+    first = MadePlan.of(given)
+    folder = run / _FOLDER
+    folders = sorted(folder.iterdir()) if folder.is_dir() else []
+    made = [MadePlan.of(each) for each in folders if each.name.startswith("step_")]
+    known = [first, *(one for one in made if one.root_sha256 == first.root_sha256)]
+    past = [one for one in known if one.step <= step or one is first]
+    return max(past, key=lambda one: (one.plan.parallel.world_size == world_size, one.step))
+
+
+def plan_again(
+    directory: Path, run: Path, step: int, *, least_gain: float = -1.0, gpus: int | None = None
+) -> tuple[Path, dict[str, Any]] | None:
+    """Plan anew in a process of its own; the directory of the plan and the command's summary, or
+    None where it saves less of a step's time than it must.
+
+    Args:
+        directory: of the plan that the run was trained by.
+        run: its directory, whose log is read where it is of that plan.
+        least_gain: share of a step's time; of other devices nothing is compared.
+        gpus: devices; None for the plan's.
+
+    Raises:
+        UserError: it cannot be planned anew, with the reason.
+    """
+    considered = run / _FOLDER / _CONSIDERED
+    words = [str(directory), "-o", str(considered), "--after", str(step), "--json"]
+    words += [] if gpus is None else ["--gpus", str(gpus)]
+    measured = ["--run", str(run)]
+    try:
+        summary = _planned([*words, *measured] if _has_log(directory, run) else words)
+    except UserError:
+        if gpus is None or not _has_log(directory, run):
+            raise
+        summary = _planned(words)  # the costs stay where too little was measured
+    if gpus is None and summary["gain"] < least_gain:
+        return None
+    plan = read_plan(considered)
+    taken = run / _FOLDER / f"step_{step:07d}_gpus_{plan.parallel.world_size}"
+    considered.rename(taken)
+    return taken, summary
+
+
+def _has_log(directory: Path, run: Path) -> bool:
+    """Whether the log of a run is of a plan."""
+    if not ((run / RUN_FILE).exists() and (run / RUN_INFO_FILE).exists()):
+        return False
+    return read_run_info(run).plan_sha256 == plan_sha256(read_plan(directory))
+
+
+def _planned(words: list[str]) -> dict[str, Any]:
+    """Run `omnibal replan`; what it prints."""
+    root = str(Path(omnibal.__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
+    made = subprocess.run(
+        [sys.executable, "-m", "omnibal", "replan", *words],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if made.returncode:
+        line = (made.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(line.removeprefix("error: "))
+    summary: dict[str, Any] = json.loads(made.stdout)
+    return summary

@@ -1,0 +1,61 @@
+"""`omnibal replan`: plan a run anew by what it has measured, or for other devices."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.outputs import check_folder
+from omnibal.cli.console import ConsoleListener, print_result
+from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.model.parallel import MAX_DEVICES
+from omnibal.report.replan_tables import misprediction_table, replan_facts, replan_summary
+
+
+def replan(
+    directory: DirectoryArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to make")],
+    run: Annotated[
+        Path | None, typer.Option(help="directory of the run trained from it (its --save)")
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_DEVICES, help="devices to go on with (default: the plan's)"),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, max=MAX_DEVICES, help="nodes to go on with, all of each")
+    ] = None,
+    after: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_COUNT, help="steps trained (default: those of the run's log)"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Plan a run anew: by the times that it has measured, or for other devices.
+
+    Every step keeps its samples, so that the run's checkpoints go on under the new plan.
+    """
+    from omnibal.job.check import open_plan
+    from omnibal.job.plan_files import save_plan
+    from omnibal.job.runlog import RunLog
+    from omnibal.replanning import replan as replan_run
+
+    files = open_plan(directory, to_train=True)
+    if gpus is not None and nodes is not None:
+        raise UserError("--gpus and --nodes were given, which say the same: leave one out")
+    if nodes is not None:
+        gpus = nodes * files.plan.cluster.gpus_per_node
+    if run is None and gpus is None:
+        raise UserError(
+            "neither a run nor a number of devices was given, so nothing is new: give --run, "
+            "--gpus or --nodes"
+        )
+    check_folder("-o", output, [directory])
+    log = None if run is None else RunLog.of_directory(run)
+    planned = replan_run(files, log, gpus, after, ConsoleListener())
+    save_plan(planned.result, output)
+    tables = [] if planned.fit is None else [misprediction_table(planned.fit)]
+    summary = replan_summary(planned) | {"plan": str(output)}
+    print_result(as_json, summary, *tables, replan_facts(planned), f"plan: {output}")

@@ -1,0 +1,460 @@
+"""Costs fitted anew on what a run has measured.
+
+The log has the time of every pass of some data-parallel rank, step after step. A pass is predicted
+as a sum over the units of its part of the model and the features of its micro-batch. Factors of
+these terms, one for every kind of unit and pass, one for every feature of each, and one for every
+stage's devices, are fitted to the times, all of them in logarithms: the most likely ones where
+factors are near 1 beforehand and a time may be far off now and then (ridge regression with Huber's
+weights, by Gauss-Newton steps). So what the run says nothing of keeps its cost, and what always
+runs together changes together.
+
+Shapes: n passes, c terms (a kind of unit, forward or backward, and a feature), g kinds of units and
+passes, s stages.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.cost.model import CostModel
+from omnibal.cost.refitted import Refit, Refitted, UnitFactors
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, plan_sha256
+from omnibal.job.runlog import RunInfo, StepRecord
+from omnibal.model.units import ENCODER_WAITS_MS
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
+from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
+from omnibal.pipeline.workload import Workload
+
+LEAST_STEPS = 5
+"""Fewest measured steps: a machine that is busy for one of them then decides nothing."""
+_WARM_UP = 2
+"""First steps after a start, in which libraries choose kernels and memory is asked for."""
+_SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
+"""Standard deviations of the logarithms before anything is measured: counted rates are off by up to
+a half (`docs/results.md`), of a kind's features alike for the most part, and devices of one kind
+differ little."""
+_LEAST_NOISE = 0.01
+"""Least relative error of a time that is believed in."""
+_HUBER = 1.5
+"""Errors in standard deviations up to which a time counts fully."""
+_MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
+_TRIED_STAGES = 4
+"""Stages of which each is tried as the next that differs: where one is slow, those that hold like
+units seem fast."""
+_LEAST_EVIDENCE = 5.0
+"""Gain in log-likelihood for which one more stage may differ: by less, chance alone does it."""
+SLOW = 1.1
+"""Factor from which on a device counts as slow: devices of one kind differ by a few percent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Terms:
+    """What the costs say of measured passes, term by term."""
+
+    ms: np.ndarray
+    """Time of every term of every pass, [n, c]."""
+    measured_ms: np.ndarray
+    """Time that it took, [n]."""
+    stage: np.ndarray
+    """Stage that ran it, [n]."""
+    names: tuple[tuple[str, str, str], ...]
+    """Kind of unit, "forward" or "backward", and feature of every term, [c]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class KindFit:
+    """What a kind of unit was predicted to take in the passes that were measured."""
+
+    name: str
+    predicted_ms: float
+    """Time of forwards and backwards together; this and the next are means over passes' steps."""
+    fitted_ms: float
+
+    @property
+    def factor(self) -> float:
+        """Fitted time over predicted one; 1 where nothing was predicted."""
+        return self.fitted_ms / self.predicted_ms if self.predicted_ms else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StageFit:
+    """What a stage was predicted to take, and took, in the passes that were measured."""
+
+    predicted_ms: float
+    fitted_ms: float
+    measured_ms: float
+    slowness: float
+    """Slowness of its devices beside the fastest stage's."""
+    slow_ranks: dict[int, float]
+    """Data-parallel ranks that take longer than what is fitted, by at least `SLOW`."""
+
+    @property
+    def factor(self) -> float:
+        """Measured time over predicted one."""
+        return self.measured_ms / self.predicted_ms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RunFit:
+    """Costs fitted on a run, and what was mispredicted."""
+
+    refit: Refit
+    kinds: tuple[KindFit, ...]
+    stages: tuple[StageFit, ...]
+    step_ms: float
+    """Median time of the measured steps."""
+    noise: float
+    """Relative error of a single pass's time by the fit, a robust standard deviation."""
+
+
+def root_of(plan: Plan, job: JobSpec) -> str:
+    """Hash of the plan that a user made, of which this one was made, or of itself."""
+    source = job.cost_source
+    return source.refit.root_sha256 if isinstance(source, Refitted) else plan_sha256(plan)
+
+
+def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records of a run's steps that tell the times of single passes of this plan.
+
+    Raises:
+        UserError: the run was not of the plan, or has too few of them.
+    """
+    if info.plan_sha256 != plan_sha256(plan):
+        raise UserError(
+            "the run was trained by another plan, or its log is an earlier version's: give the "
+            "plan that it was started with, or that it went on with after it was planned anew"
+        )
+    first = info.since_step + _WARM_UP
+    timed = [one for one in records if one.passes is not None and one.step >= first]
+    if len(timed) < LEAST_STEPS:
+        raise UserError(
+            f"the run has logged the passes of {len(timed)} steps of the plan after the first "
+            f"{_WARM_UP}, and at least {LEAST_STEPS} are needed: let it train on"
+        )
+    return timed
+
+
+def fit_run(
+    plan: Plan, job: JobSpec, workload: Workload, records: Sequence[StepRecord], step: int
+) -> RunFit:
+    """Fit the costs of a job on the measured passes of a run.
+
+    Args:
+        workload: of all the plan's packs.
+        records: `measured_records` of the run.
+        step: steps of the run that were trained.
+    """
+    workload = workload.of_steps([record.step for record in records])
+    cost = job.cost_of_all(plan.pack_levels)
+    terms = measured_terms(plan, cost, workload, records)
+    found = _fitted(terms, _groups(terms.names), plan.parallel.pipeline)
+    factors, (slowness, common) = found.factors, _relative(found.slowness)
+    refit = Refit(
+        root_sha256=root_of(plan, job),
+        step=step,
+        measured_steps=len(records),
+        units=_by_unit(terms.names, factors * common),
+        update=_update_factor(plan, cost, records),
+        pipeline=plan.parallel.pipeline,
+        slowness=_of_parts(plan, slowness),
+    )
+    source = job.cost_source
+    whole = refit.after(source.refit) if isinstance(source, Refitted) else refit
+    slow_ranks = _slow_ranks(plan, refitted_job(job, whole), workload, records)
+    # A step waits for the pipeline with the slow device, so the stage counts as slow everywhere.
+    slowest = slowness * np.array([max(each.values(), default=1.0) for each in slow_ranks])
+    slowest, _ = _relative(slowest / slowest.min())
+    fitted_ms = terms.ms * factors * found.slowness[terms.stage, None]
+    return RunFit(
+        refit=whole.model_copy(update={"slowness": _of_parts(plan, slowest)}),
+        kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
+        stages=_stage_fits(terms, fitted_ms, slowest, slow_ranks, len(records)),
+        step_ms=float(np.median([record.step_ms for record in records])),
+        noise=found.noise,
+    )
+
+
+def refitted_job(job: JobSpec, refit: Refit) -> JobSpec:
+    """The job with the costs of a refit, in place of an earlier one."""
+    source = job.cost_source
+    first = source.source if isinstance(source, Refitted) else source
+    return replace(job, cost_source=Refitted(first, refit))
+
+
+def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
+    """Slowness of stages beside the fastest, 1 where none is slow, and what is common to all."""
+    least = float(slowness.min())
+    if slowness.max() < SLOW * least:
+        return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
+    return slowness / least, least
+
+
+def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
+    """Slowness of the parts of the model, of that of stages; empty where none is slow."""
+    if slowness.max() == 1:
+        return ()
+    of_parts = np.ones(len(plan.stages))
+    for stage, parts in enumerate(plan.schedule.parts_of(len(plan.stages))):
+        of_parts[parts] = slowness[stage]
+    return tuple(of_parts.tolist())
+
+
+def measured_terms(
+    plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
+) -> Terms:
+    """The terms of all passes that records tell of.
+
+    Raises:
+        UserError: a step had other micro-batches than the plan's packs.
+    """
+    turn = {record.step: record.passes.dp_rank for record in records if record.passes}
+    turns = np.array([turn[step] for step in workload.step.tolist()])
+    workload = workload.rows(np.flatnonzero(workload.dp_rank == turns))
+    of_row, names = _row_terms(plan, cost, workload)
+    stages = {
+        part: stage
+        for stage, parts in enumerate(plan.schedule.parts_of(len(plan.stages)))
+        for part in parts
+    }
+    found: list[tuple[np.ndarray, np.ndarray, int]] = []
+    for record in records:
+        passes = record.passes
+        assert passes is not None, "records are of measured steps"
+        rows = np.flatnonzero(workload.step == record.step)  # sorted by slot
+        for kind, times in enumerate((passes.forward_ms, passes.backward_ms)):
+            if len(times) != len(plan.stages) or any(len(each) != len(rows) for each in times):
+                raise UserError(
+                    f"step {record.step} of the run had other micro-batches or parts of the model "
+                    "than the plan: give the plan that the run was trained by"
+                )
+            found += [
+                (of_row[kind, part, rows], np.array(each), part) for part, each in enumerate(times)
+            ]
+    ms = np.concatenate([terms for terms, _, _ in found])
+    measured_ms = np.concatenate([times for _, times, _ in found])
+    stage = np.concatenate([np.full(len(times), stages[part]) for _, times, part in found])
+    real = (ms.sum(axis=1) > 0) & (measured_ms > 0)
+    used = ms.any(axis=0)
+    return Terms(
+        ms=ms[real][:, used],
+        measured_ms=measured_ms[real],
+        stage=stage[real],
+        names=tuple(names[index] for index in np.flatnonzero(used)),
+    )
+
+
+def _row_terms(
+    plan: Plan, cost: CostModel, workload: Workload
+) -> tuple[np.ndarray, list[tuple[str, str, str]]]:
+    """Times of all terms in forwards and backwards, [2, parts, rows, c], and their names."""
+    levels, slowness = cost.levels, cost.slowness_of(len(plan.stages))
+    base = cost.features[: len(cost.features) // levels]
+    features = features_of(workload, cost).reshape(len(workload), levels, -1)
+    features = np.where(np.isin(base, ENCODER_WAITS_MS), 0.0, features)
+    held = np.stack([unit_counts(cost.kinds, stage) for stage in plan.stages])
+    again = np.stack(
+        [
+            [recomputed_counts(cost.kinds, stage) for stage in stages]
+            for stages in plan.stages_at_levels
+        ]
+    )  # [levels, parts, kinds]
+
+    def of(coefficients: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Times [parts, rows, kinds, features]."""
+        each = coefficients.reshape(len(coefficients), levels, -1)
+        return np.einsum("rlf,klf,lpk,p->prkf", features, each, counts, slowness)
+
+    every = np.broadcast_to(held, (levels, *held.shape))
+    units = list(cost.units.values())
+    forward = of(np.stack([unit.forward_ms for unit in units]), every)
+    backward = of(np.stack([unit.backward_ms for unit in units]), every)
+    second = of(np.stack([unit.recompute_ms for unit in units]), again)
+    terms = np.stack(
+        [
+            np.stack([forward, np.zeros_like(forward)], axis=3),
+            np.stack([second, backward], axis=3),
+        ]
+    )  # [2, parts, rows, kinds, forward or backward, features]
+    names = [
+        (kind, which, feature)
+        for kind in cost.units
+        for which in ("forward", "backward")
+        for feature in base
+    ]
+    return terms.reshape(*terms.shape[:3], -1), names
+
+
+def _groups(names: Sequence[tuple[str, str, str]]) -> np.ndarray:
+    """Number of the kind of unit and pass of every term, [c]."""
+    known = {name: number for number, name in enumerate(dict.fromkeys(n[:2] for n in names))}
+    return np.array([known[name[:2]] for name in names])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Fit:
+    """The most likely factors where some stages' devices may differ from the others."""
+
+    factors: np.ndarray
+    """Factors of terms, [c]."""
+    slowness: np.ndarray
+    """Factors of stages, [s]; 1 of those that may not differ."""
+    error: np.ndarray
+    """Logarithm of measured over fitted time of every pass, [n]."""
+    prior: float
+    """Half the sum of squared logarithms, in standard deviations: how unlikely the factors were
+    beforehand."""
+
+    @property
+    def noise(self) -> float:
+        """Relative error of a time, a robust standard deviation."""
+        return max(1.4826 * float(np.median(np.abs(self.error))), _LEAST_NOISE)
+
+    def unlikeliness(self, noise: float) -> float:
+        """Negative logarithm of the likelihood, beside the prior one's, at errors of this size."""
+        error = np.abs(self.error) / noise
+        inside = np.minimum(error, _HUBER)
+        return float((inside * (error - inside / 2)).sum()) + self.prior
+
+
+def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
+    """The fit with as few stages that differ as can be.
+
+    A stage that alone holds some units cannot be told from these. So none may differ at first; then
+    one after another of those that are fitted worst, or took other times than predicted, while that
+    makes it all more likely.
+    """
+    taken = np.log(terms.measured_ms / terms.ms.sum(axis=1))
+    by_costs = np.array([np.median(taken[terms.stage == stage]) for stage in range(stages)])
+    free: list[int] = []
+    best = _fitted_with(terms, groups, stages, free)
+    while len(free) + 1 < stages:
+        left = [np.median(best.error[terms.stage == stage]) for stage in range(stages)]
+        unlike = {
+            stage
+            for far in (np.abs(left), np.abs(by_costs - np.median(by_costs)))
+            for stage in np.argsort(-far, kind="stable")[:_TRIED_STAGES].tolist()
+            if far[stage] > _LEAST_NOISE and stage not in free
+        }
+        tried = {each: _fitted_with(terms, groups, stages, [*free, each]) for each in unlike}
+        if not tried:
+            break
+        chosen = min(sorted(tried), key=lambda stage: tried[stage].unlikeliness(best.noise))
+        gain = best.unlikeliness(best.noise) - tried[chosen].unlikeliness(best.noise)
+        if gain < _LEAST_EVIDENCE:
+            break
+        free, best = [*free, chosen], tried[chosen]
+    return best
+
+
+def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _Fit:
+    """The fit where only some stages may differ."""
+    of_groups = np.eye(int(groups.max()) + 1)[groups]  # [c, g]
+    of_stages = np.eye(stages)[terms.stage][:, list(free)]  # [n, free]
+    kinds, features = of_groups.shape[1], len(groups)
+    spread = np.repeat(
+        [_SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES], [kinds, features, len(free)]
+    )
+    logs = np.zeros(len(spread))
+
+    def fit() -> tuple[_Fit, np.ndarray]:
+        factors = np.exp(of_groups @ logs[:kinds] + logs[kinds : kinds + features])
+        slowness = np.ones(stages)
+        slowness[list(free)] = np.exp(logs[kinds + features :])
+        ms = terms.ms * factors
+        error = np.log(terms.measured_ms / ms.sum(axis=1) / slowness[terms.stage])
+        prior = float(((logs / spread) ** 2).sum()) / 2
+        return _Fit(factors=factors, slowness=slowness, error=error, prior=prior), ms
+
+    for _ in range(_MAX_ROUNDS):
+        found, ms = fit()
+        noise, error = found.noise, found.error
+        weight = np.minimum(1, _HUBER * noise / np.maximum(np.abs(error), 1e-12)) / noise**2
+        shares = ms / ms.sum(axis=1)[:, None]
+        slopes = np.concatenate([shares @ of_groups, shares, of_stages], axis=1)
+        normal = (slopes * weight[:, None]).T @ slopes + np.diag(spread**-2.0)
+        change = np.linalg.solve(normal, slopes.T @ (weight * error) - logs / spread**2)
+        logs = logs + np.clip(change, -1, 1)
+        if np.abs(change).max() < _CLOSE_ENOUGH:
+            break
+    return fit()[0]
+
+
+def _slow_ranks(
+    plan: Plan, fitted: JobSpec, workload: Workload, records: Sequence[StepRecord]
+) -> list[dict[int, float]]:
+    """Slow data-parallel ranks of every stage, and how much longer they take than is fitted.
+
+    Times of ranks that wait for each other within passes do not tell which is slow.
+    """
+    parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
+    if workload.runs_together or not all(one.ranks_ms for r in records for one in r.stages):
+        return [{} for _ in parts_of]
+    cost = fitted.cost_of_all(plan.pack_levels)
+    times = workload_times(cost, plan.stages_at_levels, workload)
+    row_ms = times.forward_ms + times.backward_ms  # [rows, parts]
+    ratios = np.empty((len(records), len(parts_of), ranks))
+    for index, record in enumerate(records):
+        rows = workload.step == record.step
+        for stage, parts in enumerate(parts_of):
+            of_stage = row_ms[rows][:, parts].sum(axis=1)
+            fitted_ms = np.bincount(workload.dp_rank[rows], of_stage, ranks)
+            measured_ms = np.array(record.stages[stage].ranks_ms)
+            ratios[index, stage] = measured_ms / np.maximum(fitted_ms, 1e-9)
+    ratio = np.median(ratios, axis=0)
+    ratio = ratio / np.median(ratio, axis=1, keepdims=True)
+    return [
+        {rank: float(each[rank]) for rank in np.flatnonzero(each >= SLOW).tolist()}
+        for each in ratio
+    ]
+
+
+def _by_unit(names: Sequence[tuple[str, str, str]], factors: np.ndarray) -> dict[str, UnitFactors]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (kind, which, feature), factor in zip(names, factors.tolist(), strict=True):
+        found.setdefault(kind, {}).setdefault(which, {})[feature] = factor
+    return {kind: UnitFactors(**given) for kind, given in found.items()}
+
+
+def _update_factor(plan: Plan, cost: CostModel, records: Sequence[StepRecord]) -> float:
+    """Measured over predicted time of what happens once a step, mean over the stages."""
+    once = per_step_costs(cost, plan.stages, plan.schedule)
+    predicted_ms = float((once.update_ms + once.exchange_ms).mean())
+    measured_ms = [np.mean([stage.optimizer_ms for stage in one.stages]) for one in records]
+    ratio = float(np.median(measured_ms)) / predicted_ms if predicted_ms else 1.0
+    return float(np.clip(ratio, 1e-3, 1e3)) if ratio else 1.0
+
+
+def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit, ...]:
+    kinds = dict.fromkeys(name[0] for name in terms.names)
+    of_kind = {kind: [name[0] == kind for name in terms.names] for kind in kinds}
+    return tuple(
+        KindFit(
+            name=kind,
+            predicted_ms=float(terms.ms[:, chosen].sum()) / steps,
+            fitted_ms=float(fitted_ms[:, chosen].sum()) / steps,
+        )
+        for kind, chosen in of_kind.items()
+    )
+
+
+def _stage_fits(
+    terms: Terms,
+    fitted_ms: np.ndarray,
+    slowness: np.ndarray,
+    slow_ranks: Sequence[dict[int, float]],
+    steps: int,
+) -> tuple[StageFit, ...]:
+    return tuple(
+        StageFit(
+            predicted_ms=float(terms.ms[terms.stage == stage].sum()) / steps,
+            fitted_ms=float(fitted_ms[terms.stage == stage].sum()) / steps,
+            measured_ms=float(terms.measured_ms[terms.stage == stage].sum()) / steps,
+            slowness=float(slow),
+            slow_ranks=ranks,
+        )
+        for stage, (slow, ranks) in enumerate(zip(slowness, slow_ranks, strict=True))
+    )

@@ -1,0 +1,159 @@
+"""Planning anew from a run: costs fitted on what it measured, and a plan that goes on with it.
+
+The steps stay those of the earlier plan, with the same samples, so that a checkpoint of the run
+says under the new plan too which of them were trained. What is searched for again are stages and
+recomputed layers, ranks and slots of every step's packs, and where the number of devices has
+changed the parallel sizes.
+"""
+
+from dataclasses import dataclass, replace
+
+from omnibal.base.errors import UserError
+from omnibal.cost.refitted import Refit, Refitted
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.planner import PlanResult, prediction_of
+from omnibal.job.refit import RunFit, fit_run, measured_records, refitted_job, root_of
+from omnibal.job.runlog import RunLog
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.planning import plan as plan_goal
+from omnibal.search.goal import Earlier, Free, Goal, Listener
+from omnibal.search.strategy import FreeSizes
+
+Packed = tuple[ScheduledPacks, Lengths]
+"""The packs of a plan, and the lengths of its samples."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Replanned:
+    """A plan made from another one and its run."""
+
+    result: PlanResult
+    fit: RunFit | None
+    """Costs fitted on the run; None where no run was given."""
+    before_ms: float | None
+    """Predicted step of the earlier plan by the fitted costs; None where it was for other
+    sizes."""
+
+    @property
+    def plan(self) -> Plan:
+        """The new plan."""
+        return self.result.plan
+
+    @property
+    def step_ms(self) -> float:
+        """Predicted step of the new plan."""
+        return _step_ms(self.result)
+
+    @property
+    def gain(self) -> float:
+        """Share of a step's time that it saves, by the fitted costs."""
+        return 0.0 if not self.before_ms else 1 - self.step_ms / self.before_ms
+
+
+def replan(
+    files: PlanFiles,
+    run: RunLog | None,
+    gpus: int | None = None,
+    after: int | None = None,
+    listener: Listener | None = None,
+) -> Replanned:
+    """Plan anew from a run, for the same devices or for others.
+
+    Args:
+        files: of the plan that the run was trained by.
+        run: its log; None to keep the costs, where the number of devices changes.
+        gpus: devices of the new plan; None for those of the earlier one.
+        after: steps that are trained; None for those of the log.
+
+    Raises:
+        UserError: the run is of another plan or has measured too little, the plan has no data, or
+            nothing fits so many devices.
+    """
+    plan, job = files.plan, files.job
+    if plan.data is None or plan.made_for is not None:
+        raise UserError(
+            "the plan is of shapes only or for another trainer, and what is planned anew is a run "
+            "of pretrain_vlm.py: give the plan that it was started with"
+        )
+    fit = None if run is None else _fit(files, run, after)
+    job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
+    if gpus not in (None, plan.parallel.world_size):
+        assert gpus is not None
+        result = _at_other_sizes(plan, job, files.steps, gpus, listener)
+        return Replanned(result=result, fit=fit, before_ms=None)
+    before = _kept(plan, job, files)
+    planned = plan_goal(_goal(plan, job, files.steps), listener).result
+    best = min((planned, before), key=_step_ms)
+    return Replanned(result=best, fit=fit, before_ms=_step_ms(before))
+
+
+def _step_ms(result: PlanResult) -> float:
+    assert result.plan.prediction is not None, "what is planned is predicted"
+    return result.plan.prediction.step_ms
+
+
+def _kept_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
+    """The refit of costs that stay as they are."""
+    source = job.cost_source
+    if isinstance(source, Refitted):
+        return source.refit.model_copy(update={"step": step})
+    return Refit(root_sha256=root_of(plan, job), step=step)
+
+
+def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
+    plan, (packs, lengths) = files.plan, files.steps
+    records = measured_records(plan, run.info, run.records)
+    workload = files.job.workload(packs, lengths, plan.pack_levels)
+    step = run.records[-1].step + 1 if after is None else after
+    return fit_run(plan, files.job, workload, records, step)
+
+
+def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
+    """The plan as it is, predicted by other costs."""
+    packs, lengths = files.steps
+    workload = job.workload(packs, lengths, plan.pack_levels)
+    prediction = prediction_of(plan, job, packs, workload)
+    return PlanResult(
+        plan=plan.model_copy(update={"prediction": prediction}),
+        data=(packs, lengths),
+        search=None,
+        cost_source=job.cost_source,
+    )
+
+
+def _goal(plan: Plan, job: JobSpec, data: Packed, sizes: FreeSizes | None = None) -> Goal:
+    """The goal of the plan's steps on the job, in the plan's schedule and placement."""
+    free = Free(sizes=sizes, placements=(job.placement,), schedule=plan.schedule.name)
+    # How encoders run beside the pipeline is searched for with the stages.
+    return Goal(job=replace(job, beside=None), data=Earlier(plan=plan, data=data), free=free)
+
+
+def _at_other_sizes(
+    plan: Plan, job: JobSpec, data: Packed, gpus: int, listener: Listener | None
+) -> PlanResult:
+    """The plan on other devices: with more or fewer data-parallel ranks where that can be, else of
+    the best sizes."""
+    for parallel in _with_other_data(plan.parallel, gpus):
+        if job.allows(parallel):
+            try:
+                return plan_goal(_goal(plan, job.sized(parallel), data), listener).result
+            except UserError:  # other sizes are left, of which what is wrong is told
+                continue
+    return plan_goal(_goal(plan, job, data, FreeSizes(gpus=gpus)), listener).result
+
+
+def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
+    """The sizes with so many data-parallel ranks that all devices are used; none where they cannot
+    be."""
+    data, rest = divmod(gpus, parallel.tensor * parallel.pipeline)
+    if rest or not data:
+        return []
+    is_full = parallel.sharded == parallel.data
+    sharded = data if parallel.sharded > 1 and is_full else min(parallel.sharded, data)
+    if data % sharded or parallel.tensor * data % parallel.expert:
+        return []
+    return [parallel.model_copy(update={"data": data, "sharded": sharded})]
