@@ -18,7 +18,12 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
-from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan
+from omnibal.job.planner import (
+    PlanRequest,
+    PlanResult,
+    for_all_portions,
+    make_ordered_plan,
+)
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level, are_plain
 from omnibal.model.limits import (
@@ -73,6 +78,7 @@ from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.portions import PortionedSamples
 
 _SMALL_COPY = 0.05
 """Share of a device's memory below which encoders stay whole in a search of sizes."""
@@ -123,6 +129,13 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         UserError: nothing that is asked for can be planned, with what would fit where memory is
             short.
     """
+    if isinstance(goal.data, Samples) and goal.data.available:
+        planned = plan(replace(goal, data=replace(goal.data, available=())), listener)
+        result = replace(planned.result, available=goal.data.available)
+        return replace(planned, result=result)
+    portions = _portions(goal)
+    if portions is not None:
+        return _planned_in_portions(goal, portions, listener)
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
     sizes = goal.free.sizes
@@ -132,6 +145,41 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         raise search.with_advice(error) from error
     search.note_undivided(planned.result.plan)
     return planned
+
+
+def _portions(goal: Goal) -> PortionedSamples | None:
+    """The samples in portions; None where they are few enough to be packed together."""
+    if not isinstance(goal.data, Samples):
+        return None
+    return PortionedSamples.of(goal.data.lengths, goal.data.settings)
+
+
+def _planned_in_portions(
+    goal: Goal, portions: PortionedSamples, listener: Listener | None
+) -> Planned:
+    """The plan that is best for the first portion; the others are packed as the plan is saved."""
+    assert isinstance(goal.data, Samples)
+    settings = portions.settings_of(next(portions.places))
+    lengths = portions.samples(0)
+    data = replace(
+        goal.data,
+        lengths=lengths,
+        epochs=settings.epochs,
+        types=settings.types,
+        portion_samples=len(lengths),
+    )
+    (listener or Silence()).note(
+        f"{len(portions.lengths):,} samples are packed in {portions.count} portions; stages are "
+        "planned on the first"
+    )
+    planned = plan(replace(goal, data=data), listener)
+    fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
+    portions = replace(portions, settings=replace(portions.settings, fill=fill))
+    runs = portions.settings.epochs * len(portions.lengths) / len(lengths)
+    found = planned.result
+    predicted = for_all_portions(_prediction(found), runs)
+    whole = found.plan.model_copy(update={"prediction": predicted})
+    return replace(planned, result=replace(found, plan=whole, portions=portions))
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:

@@ -1,11 +1,12 @@
 """`omnibal plan`: make a plan directory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
@@ -34,6 +35,7 @@ from omnibal.cli.options import (
 from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
+from omnibal.data.mixture import drawn, read_mixture
 from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -46,6 +48,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.report import command_tables
 from omnibal.search.conflicts import Feature, check_complete, check_together
+from omnibal.steps.pack_settings import PORTION_SAMPLES
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
@@ -69,6 +72,7 @@ _FEATURES = {
     "packing": Feature.PACKING,
     "seed": Feature.SEED,
     "epochs": Feature.EPOCHS,
+    "mixture": Feature.MIXTURE,
     "max_tiles": Feature.LIMITS,
     "max_tokens": Feature.LIMITS,
     "limit": Feature.LIMITS,
@@ -109,6 +113,22 @@ class DataOptions(LevelOptions):
     ] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
+    mixture: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file that says how often the samples of each source are seen, by weight or "
+            "in epochs (default: each once in every epoch)"
+        ),
+    ] = None
+    portion_samples: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MAX_COUNT,
+            help="samples that are packed together, stored in files of their own and trained one "
+            "portion after the other, where there are more",
+        ),
+    ] = PORTION_SAMPLES
     window: Annotated[
         int | None,
         typer.Option(
@@ -136,11 +156,23 @@ class DataOptions(LevelOptions):
     def files(self) -> list[Path]:
         """List the files that the data is read from."""
         earlier = [] if self.steps_of is None else [self.steps_of]
-        return [*earlier, *length_files(self.lengths or [])]
+        mixture = [] if self.mixture is None else [self.mixture]
+        return [*earlier, *mixture, *length_files(self.lengths or [])]
 
-    def samples(self) -> Lengths | None:
-        """Read the lengths; None for a plan of shapes only."""
-        return read_lengths(self.lengths) if self.lengths else None
+    def samples(self) -> tuple[Lengths | None, tuple[int, ...]]:
+        """Read the lengths, and draw the mixture of them that is asked for.
+
+        Returns:
+            Lengths, None for a plan of shapes only; and samples that each source has of a mixture.
+        """
+        if not self.lengths:
+            return None, ()
+        lengths = read_lengths(self.lengths)
+        if self.mixture is None:
+            return lengths, ()
+        available = np.bincount(lengths.source, minlength=len(lengths.source_names))
+        mixed = drawn(lengths, read_mixture(self.mixture), self.seed)
+        return mixed, tuple(available.tolist())
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack for a model; None where they are to be searched for.
@@ -190,7 +222,7 @@ class DataOptions(LevelOptions):
         if self.steps_of is not None:
             earlier = open_plan(self.steps_of)
             return Earlier(plan=earlier.plan, data=earlier.data)
-        samples = self.samples()
+        samples, available = self.samples()
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:
             assert caps is not None
@@ -214,6 +246,8 @@ class DataOptions(LevelOptions):
             micro_batches=self.micro_batches,
             samples_per_step=samples_per_step,
             curriculum_steps=self.curriculum_steps,
+            portion_samples=self.portion_samples,
+            available=available,
         )
 
 
@@ -371,7 +405,8 @@ def plan(
     _check_options(context, data, partition)
     goal = _goal(given, data, strategy, sizes, partition)
     planned = planning.plan(goal, ConsoleListener())
-    save_plan(planned.result, output)
+    written = save_plan(planned.result, output)
+    planned = replace(planned, result=replace(planned.result, plan=written))
     slow = slow_reading(planned.prediction)
     print_notes(
         [*given.notes(), *([slow] if slow else []), *notes_for(strategy.target, planned.result)]

@@ -1,6 +1,7 @@
-"""Reading of Parquet files with a checked type for every column."""
+"""Reading of Parquet files, one column at a time, with a checked type for each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from omnibal.model.encoders import ITEM_FEATURES, SQUARED_FEATURES
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A Parquet file's columns; every error names the file and ends with the remedy."""
+    """A Parquet file's columns; every error names the file and ends with the remedy.
 
-    table: pa.Table
+    A column is read when it is asked for, so that a file of many samples is never there whole.
+    """
+
+    schema: pa.Schema
     path: Path
     remedy: str
 
@@ -28,16 +32,15 @@ class Columns:
         Raises:
             UserError: it is missing, is not Parquet, or lacks one of the columns.
         """
-        try:
-            with pq.ParquetFile(path) as file:
-                table = file.read()
-        except FileNotFoundError as error:
-            raise UserError(f"{path}: no such file; {remedy}") from error
-        except (pa.ArrowException, OSError, UnicodeError) as error:
-            raise UserError(f"{path}: not a Parquet file ({error}); {remedy}") from error
-        columns = cls(table, path, remedy)
+        with _reading(path, remedy), pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+        columns = cls(schema, path, remedy)
         columns.require(names)
         return columns
+
+    def _column(self, name: str) -> pa.ChunkedArray:
+        with _reading(self.path, self.remedy), pq.ParquetFile(self.path) as file:
+            return file.read(columns=[name]).column(name)
 
     def require(self, names: Iterable[str]) -> None:
         """Refuse a file that lacks one of these columns, or has it twice.
@@ -45,7 +48,7 @@ class Columns:
         Raises:
             UserError: it does.
         """
-        missing = [name for name in names if self.table.column_names.count(name) != 1]
+        missing = [name for name in names if self.schema.names.count(name) != 1]
         if missing:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
@@ -66,32 +69,32 @@ class Columns:
         return self._once(SQUARED_FEATURES)
 
     def _once(self, names: Sequence[str]) -> list[str]:
-        found = [name for name in names if name in self.table.column_names]
+        found = [name for name in names if name in self.schema.names]
         for name in found:
-            if self.table.column_names.count(name) > 1:
+            if self.schema.names.count(name) > 1:
                 raise UserError(f"{self.path}: has column {name} more than once; {self.remedy}")
         return found
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
         """A column of integers that all fit into `kind`. [rows]"""
-        column = self.table.column(name)
+        column = self._column(name)
         self._require(name, pa.types.is_integer(column.type), "integers", column.null_count)
-        return self._cast(name, kind).to_numpy()
+        return self._cast(name, column, kind).to_numpy()
 
     def integer_lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The entries of all lists, one list after the other, and the lists' sizes; both int64."""
-        column = self.table.column(name)
+        column = self._column(name)
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
         fits = is_list and pa.types.is_integer(kind.value_type)
         nulls = column.null_count + (pc.list_flatten(column).null_count if fits else 0)
         self._require(name, fits, "lists of integers", nulls)
-        lists = self._cast(name, pa.large_list(pa.int64()))
+        lists = self._cast(name, column, pa.large_list(pa.int64()))
         return pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
 
     def categories(self, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
         """Codes (int32 [rows]) and names of a column of strings."""
-        column = self.table.column(name).combine_chunks()
+        column = self._column(name).combine_chunks()
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode()
         kind = column.type.value_type
@@ -100,19 +103,30 @@ class Columns:
         self._require(name, is_text, "strings", nulls)
         return column.indices.to_numpy().astype(np.int32), tuple(column.dictionary.to_pylist())
 
-    def _cast(self, name: str, kind: pa.DataType) -> pa.ChunkedArray:
+    def _cast(self, name: str, column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
         try:
-            return self.table.column(name).cast(kind)
+            return column.cast(kind)
         except pa.ArrowInvalid as error:
             raise UserError(f"{self.path}: column {name}: {error}; {self.remedy}") from error
 
     def _require(self, name: str, fits: bool, wanted: str, nulls: int) -> None:
         if not fits or nulls:
-            given = f"{self.table.column(name).type}{' with nulls' if nulls else ''}"
+            given = f"{self.schema.field(name).type}{' with nulls' if nulls else ''}"
             raise UserError(
                 f"{self.path}: column {name} holds {given}; it must hold {wanted} without nulls; "
                 f"{self.remedy}"
             )
+
+
+@contextmanager
+def _reading(path: Path, remedy: str) -> Iterator[None]:
+    """Turn what goes wrong with a file into a one-line error."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; {remedy}") from error
+    except (pa.ArrowException, OSError, UnicodeError) as error:
+        raise UserError(f"{path}: not a Parquet file ({error}); {remedy}") from error
 
 
 def no_items(count: int) -> np.ndarray:

@@ -5,8 +5,9 @@ A row counts `tokens` (language tokens, those of images and recordings included)
 (of images, thumbnail included), `clips` (of recordings) and `image_tokens` (of images at their
 native resolution), these with `squared_image_tokens`, the sum over images and frames of the square
 of each one's tokens, and with two lists, of one entry an image or video in the order of their
-tokens: `image_times`, 1 of an image, and `tokens_per_time`. Only where a scan skipped samples does
-it also say which `sample` of the annotations it is of.
+tokens: `image_times`, 1 of an image, and `tokens_per_time`. Only where a scan skipped samples, or
+a plan has some of them or some repeatedly, does it also say which `sample` of the annotations it is
+of.
 """
 
 import hashlib
@@ -42,6 +43,9 @@ from omnibal.model.encoders import (
 from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
+_ROWS_KEY = b"omnibal_rows"
+"""Says that `sample` holds rows of a plan's data: each once, in a portion of it, or repeated."""
+_REPEATED = b"repeated"
 _SAMPLE = "sample"
 _TOKENS = ("tokens", "loss_tokens")
 _IMAGE_TOKENS = ImagesEncoder.feature
@@ -155,6 +159,8 @@ class Lengths:
     sample: np.ndarray | None = None
     """Index of every row's sample in the annotations, int64, ascending; None where nothing was
     skipped and a row's index is its sample's."""
+    repeats: bool = False
+    """Whether neighbours in `sample` may be equal, as a mixture repeats samples."""
     image_sizes: ImageSizes | None = None
     """Tokens of every image and video at its native resolution; None where these were not
     counted."""
@@ -299,12 +305,15 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     }
     lists = {} if lengths.image_sizes is None else _lists(lengths.image_sizes)
     table = pa.table({**counts, **squares, **lists, "source": source})
+    metadata: dict[bytes, bytes] = {}
+    if lengths.origin is not None:
+        metadata[_METADATA_KEY] = lengths.origin.model_dump_json().encode()
     if lengths.sample is not None:
         table = table.append_column(_SAMPLE, pa.array(lengths.sample, pa.int64()))
-    if lengths.origin is not None:
-        table = table.replace_schema_metadata({_METADATA_KEY: lengths.origin.model_dump_json()})
+        if lengths.repeats or lengths.origin is None:
+            metadata[_ROWS_KEY] = _REPEATED if lengths.repeats else b"once"
     with atomic(path) as temporary:
-        pq.write_table(table, temporary)
+        pq.write_table(table.replace_schema_metadata(metadata or None), temporary)
 
 
 def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
@@ -328,6 +337,8 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_file(path)]
+    if len(parts) == 1:
+        return _checked(parts[0], paths)
     names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
     codes = [
         np.array([names.index(name) for name in part.source_names], np.int32)[part.source]
@@ -341,16 +352,20 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         source=np.concatenate(codes),
         source_names=names,
         squares=_joined_squares(parts),
-        origin=parts[0].origin if len(parts) == 1 else None,
-        sample=parts[0].sample if len(parts) == 1 else None,
+        origin=None,
         image_sizes=_joined_image_sizes(parts),
     )
-    if not len(joined):
+    return _checked(joined, paths)
+
+
+def _checked(lengths: Lengths, paths: Sequence[Path]) -> Lengths:
+    """The lengths, of which there must be some, and all of them counts."""
+    if not len(lengths):
         raise UserError(
             f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
         )
-    _check_counts(joined, paths)
-    return joined
+    _check_counts(lengths, paths)
+    return lengths
 
 
 def _joined_squares(parts: Sequence[Lengths]) -> dict[str, np.ndarray]:
@@ -447,14 +462,15 @@ def _read_file(path: Path) -> list[Lengths]:
             source_names=source_names,
             squares={name: columns.integers(name, pa.int64()) for name in columns.square_names()},
             origin=origin,
-            sample=_sample(columns) if origin is not None else None,
+            sample=_sample(columns) if origin is not None or _rows(columns) else None,
+            repeats=_rows(columns) == _REPEATED,
             image_sizes=_image_sizes(columns),
         )
     ]
 
 
 def _origin(columns: Columns) -> LengthsOrigin | None:
-    metadata = (columns.table.schema.metadata or {}).get(_METADATA_KEY)
+    metadata = (columns.schema.metadata or {}).get(_METADATA_KEY)
     if metadata is None:
         return None
     where = f"{columns.path}: origin"
@@ -462,7 +478,7 @@ def _origin(columns: Columns) -> LengthsOrigin | None:
 
 
 def _image_sizes(columns: Columns) -> ImageSizes | None:
-    if not set(_SIZES.values()) & set(columns.table.column_names):
+    if not set(_SIZES.values()) & set(columns.schema.names):
         return None
     columns.require(_SIZES.values())
     (times, counts), (tokens, others) = (columns.integer_lists(name) for name in _SIZES.values())
@@ -478,11 +494,18 @@ def _image_sizes(columns: Columns) -> ImageSizes | None:
     return ImageSizes(images=images, counts=counts)
 
 
+def _rows(columns: Columns) -> bytes | None:
+    """What the column `sample` says of rows of a plan's data; None where it is of annotations."""
+    found: bytes | None = (columns.schema.metadata or {}).get(_ROWS_KEY)
+    return found
+
+
 def _sample(columns: Columns) -> np.ndarray | None:
-    if _SAMPLE not in columns.table.column_names:
+    if _SAMPLE not in columns.schema.names:
         return None
     sample = columns.integers(_SAMPLE, pa.int64())
-    wrong = np.diff(sample, prepend=-1) < 1
+    wrong = np.diff(sample, prepend=-1) < (0 if _rows(columns) == _REPEATED else 1)
+    wrong[:1] |= sample[:1] < 0
     if wrong.any():
         row = int(wrong.argmax())
         raise UserError(

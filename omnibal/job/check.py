@@ -1,6 +1,7 @@
 """Preflight of a plan directory: proves that training can follow the plan, or says why not."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,12 @@ from pydantic import BaseModel
 from omnibal.base.errors import UserError
 from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
-from omnibal.job.planner import prediction_of
+from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
+from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
+from omnibal.job.planner import for_all_portions, prediction_of
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
@@ -25,6 +28,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
+from omnibal.steps.seen import seen_by_step
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import steps_of
 
@@ -57,7 +61,10 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
     Raises:
         UserError: as `check_plan`.
     """
-    return check_and_open(directory, to_train=to_train)[0]
+    files, _ = check_and_open(directory, to_train=to_train)
+    if to_train or files.plan.data is None or not files.plan.data.portions:
+        return files
+    return replace(files, data=data_of_plan(files.plan, directory))
 
 
 def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
@@ -72,6 +79,9 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
+    if plan.data is not None and plan.data.portions:
+        files, found = _check_portions(plan, plan.data, job, directory, to_train=to_train)
+        return files, [*passed, *found, *_check_settings(plan)]
     files = PlanFiles(directory=directory, plan=plan, job=job, data=data_of_plan(plan, directory))
     if files.data is None:
         if plan.prediction is not None:
@@ -84,11 +94,106 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     packs, lengths = files.data
     if plan.data is not None:
         passed += _check_data(plan, plan.data, lengths, packs)
+        passed += _check_mixture(plan.data, [(packs, lengths)])
     passed += [
         f"costs are of {job.cost.source}",
         _check_costs(files, lengths, packs, to_train=to_train),
     ]
     return files, passed + _check_settings(plan)
+
+
+def _check_portions(
+    plan: Plan, data: DataPlan, job: JobSpec, directory: Path, *, to_train: bool
+) -> tuple[PlanFiles, list[str]]:
+    """Check portions one at a time; of a plan to train the first, and others as they begin."""
+    files = PlanFiles(plan=plan, job=job, data=None, directory=directory)
+    first, passed = _check_portion(files, data, 0, to_train=to_train)
+    if not to_train:
+        for index in range(1, len(data.portions)):
+            _check_portion(files, data, index, to_train=False)
+        mixture = _check_mixture(data, data_in_portions(data, directory))
+    passed = [f"first portion: {line}" for line in passed]
+    if not to_train:
+        passed.append(f"all {len(data.portions):,} portions of {data.epochs:,} epochs hold like it")
+        passed += mixture
+    return replace(files, data=first), [*passed, *_check_fewest(data)]
+
+
+def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Lengths]]) -> list[str]:
+    """Refuse other counts of what is seen of every source than the packs have."""
+    mixture = data.mixture
+    if mixture is None:
+        return []
+    planned = np.array([each.seen for each in mixture.sources]).T
+    found, names = np.zeros_like(planned), [each.name for each in mixture.sources]
+    for packs, lengths in portions:
+        if names != list(lengths.source_names):
+            raise UserError(
+                f"data.mixture is of {', '.join(names)}, and the lengths of "
+                f"{', '.join(lengths.source_names)}; {_ANEW}"
+            )
+        found += seen_by_step(packs, lengths, mixture.by_step)
+    if mixture.by_step[-1] != data.steps or (planned != found).any():
+        place = int((planned != found).any(axis=1).argmax())
+        raise UserError(
+            f"data.mixture says that {planned[place].tolist()} samples of {', '.join(names)} are "
+            f"seen by step {mixture.by_step[place]:,} of {data.steps:,}, and the packs have "
+            f"{found[place].tolist()}; correct it, or {_ANEW}"
+        )
+    return mixture.sentences()
+
+
+def _check_portion(
+    files: PlanFiles, data: DataPlan, index: int, *, to_train: bool
+) -> tuple[tuple[ScheduledPacks, Lengths], list[str]]:
+    """Read and check one portion as a plan of its own."""
+    assert files.directory is not None, "portions are read from files"
+    epoch, number = divmod(index, data.portions_per_epoch)
+    plan, own_data = files.plan.of_portion(index), data.of_portion(index)
+    packs, lengths = read_portion(data, index, files.directory)
+    if plan.prediction is not None:
+        runs = own_data.samples / (data.epochs * data.samples)
+        alone = for_all_portions(plan.prediction, runs)
+        plan = plan.model_copy(update={"prediction": alone})
+    own = replace(files, plan=plan, data=(packs, lengths))
+    try:
+        passed = _check_data(plan, own_data, lengths, packs)
+        passed.append(_check_costs(own, lengths, packs, to_train=to_train))
+    except UserError as error:
+        raise UserError(f"portion {number} of epoch {epoch}: {error}") from error
+    return (packs, lengths), passed
+
+
+def _check_fewest(data: DataPlan) -> list[str]:
+    """Refuse fewer packs than any packing needs; says how far they are above that."""
+    least = data.fewest_packs
+    if least is None:
+        return []
+    packs = sum(each.packs for each in data.portions[: data.portions_per_epoch])
+    if packs < least and not data.left_out:
+        raise UserError(
+            f"data.fewest_packs is {least:,}, and an epoch has {packs:,} packs; they cannot be "
+            f"fewer: correct it, or {_ANEW}"
+        )
+    return [f"an epoch has {packs:,} packs, {packs / least - 1:.3%} above the {least:,} proven"]
+
+
+def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Lengths]:
+    """Read and check what is trained from a step of the run on, up to where its portion ends.
+
+    Returns:
+        The steps that there are packs of; the packs, with steps counted through the run; lengths.
+
+    Raises:
+        UserError: a file is missing or broken, or does not hold what the plan says.
+    """
+    data = files.plan.data
+    if data is None or not data.portions:
+        packs, lengths = files.steps
+        return range(packs.steps), packs, lengths
+    index = portion_of_step(data, step)
+    (packs, lengths), _ = _check_portion(files, data, index, to_train=True)
+    return range(*data.first_steps[index : index + 2]), in_run(packs, data, index), lengths
 
 
 def _check_sharded(plan: Plan, directory: Path) -> None:

@@ -7,7 +7,7 @@ absent; everything training needs is in the other fields.
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -34,6 +34,8 @@ SCHEMA_VERSION: Final = 2
 PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
+PORTIONS_FOLDER = "portions"
+"""Folder of a plan whose data is in portions: in it, a folder each, with lengths and packs."""
 PROFILE_FILE = "profile.json"
 """File of the measured costs that the plan was made with; absent where costs were counted."""
 REFIT_FILE = "refit.json"
@@ -60,6 +62,49 @@ class Shapes(Frozen):
     are one image."""
 
 
+class SourceSeen(Frozen):
+    """What is seen of a source of a mixture."""
+
+    name: str
+    samples: Annotated[int, Field(ge=0)]
+    """Samples that it has."""
+    seen: tuple[Annotated[int, Field(ge=0)], ...]
+    """Samples that were trained by every step of `by_step`, repeats counted each time."""
+
+
+class MixtureSeen(Frozen):
+    """What is seen of every source of a mixture, in the course of the run."""
+
+    by_step: tuple[Count, ...]
+    """Numbers of steps, from the start of the run; the last is all of them."""
+    sources: tuple[SourceSeen, ...]
+
+    def sentences(self) -> list[str]:
+        """What was seen by every step, a sentence each."""
+        return [
+            f"by step {step:,}: "
+            + ", ".join(
+                f"{each.name} {each.seen[place]:,} samples ({each.seen[place] / each.samples:.2f} "
+                "epochs)"
+                for each in self.sources
+                if each.samples
+            )
+            for place, step in enumerate(self.by_step)
+        ]
+
+
+class DataPortion(Frozen):
+    """A portion of a plan's data in one epoch: packs and steps of some of its samples."""
+
+    samples: Count
+    left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
+    packs: Count
+    steps: Count
+    lengths_sha256: str
+    packs_sha256: str
+    steps_sha256: str
+
+
 class DataPlan(Shapes):
     """Origin of the packs, so that training can refuse other data."""
 
@@ -80,12 +125,76 @@ class DataPlan(Shapes):
     """Consecutive samples that are a step, where the data is a stream in its order; packs and
     micro-batches per step are then the most of any step. None where packs are matched into
     steps."""
+    portions: Annotated[
+        tuple[DataPortion, ...], Field(exclude_if=lambda portions: not portions)
+    ] = ()
+    """Portions that are packed and trained one after the other, those of the first epoch first, in
+    files of their own; empty where all samples are packed together."""
+    fewest_packs: Annotated[Count | None, Field(exclude_if=lambda packs: packs is None)] = None
+    """Packs that an epoch of all portions together needs at least; None where it is not proven."""
+    mixture: Annotated[MixtureSeen | None, Field(exclude_if=lambda seen: seen is None)] = None
+    """What is seen of every source; None where the samples are no mixture of sources."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
     """SHA-256 of the packs of every step, or of a window's samples, whatever the ranks: equal
     hashes can resume each other."""
     origin: LengthsOrigin | None
+
+    @property
+    def portions_per_epoch(self) -> int:
+        """Number of portions that all samples are in."""
+        return len(self.portions) // self.epochs
+
+    @property
+    def first_steps(self) -> tuple[int, ...]:
+        """First step of every portion, and the number of all steps."""
+        return tuple(accumulate((each.steps for each in self.portions), initial=0))
+
+    def of_portion(self, index: int) -> "DataPlan":
+        """The data of one portion alone, as if there were no others."""
+        own = dict(self.portions[index])
+        own |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
+        return self.model_copy(update=own | ({"curriculum_steps": 0} if index else {}))
+
+    @classmethod
+    def joined(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
+        """The data of all portions, of which the first is described already."""
+
+        def of_all(name: str, among: Sequence[DataPortion]) -> str:
+            hashes = "".join(str(dict(each)[name]) for each in among)
+            return hashlib.sha256(hashes.encode()).hexdigest()
+
+        once = portions[: len(portions) // epochs]
+        found = {
+            "epochs": epochs,
+            "samples": sum(each.samples for each in once),
+            "left_out": sum(each.left_out for each in portions),
+            "packs": sum(each.packs for each in portions),
+            "steps": sum(each.steps for each in portions),
+            "lengths_sha256": of_all("lengths_sha256", once),
+            "packs_sha256": of_all("packs_sha256", portions),
+            "steps_sha256": of_all("steps_sha256", portions),
+        }
+        return first.model_copy(update=found | {"portions": tuple(portions)})
+
+    @model_validator(mode="after")
+    def _portions_are_all(self) -> "DataPlan":
+        if not self.portions:
+            return self
+        if len(self.portions) % self.epochs:
+            raise ValueError(
+                f"portions has {len(self.portions)} entries for {self.epochs} epochs; every epoch "
+                "must have equally many"
+            )
+        whole = DataPlan.joined(self, self.portions, self.epochs)
+        for (name, given), (_, found) in zip(self, whole, strict=True):
+            if given != found:
+                raise ValueError(
+                    f"{name} is {given}, and of all entries of portions together it is {found}; "
+                    "the two must be equal"
+                )
+        return self
 
     @model_validator(mode="after")
     def _windows_are_packed_for_themselves(self) -> "DataPlan":
@@ -124,7 +233,8 @@ class SettingsHashes(Frozen):
 
 
 _TOLD_BY_FILES = frozenset(
-    "samples left_out packs steps lengths_sha256 packs_sha256 steps_sha256 origin".split()
+    "samples left_out packs steps portions fewest_packs mixture lengths_sha256 packs_sha256 "
+    "steps_sha256 origin".split()
 )
 """Fields of a DataPlan that its packs and lengths tell too."""
 
@@ -242,6 +352,12 @@ class Plan(Frozen):
         parts = (self.stages[part] for part in self.parts_of(stage))
         return Stage(units=tuple(span for part in parts for span in part.units))
 
+    def of_portion(self, index: int) -> "Plan":
+        """The plan of one portion of its data alone; only the first has the prediction."""
+        assert self.data is not None, "the plan has data"
+        update: dict[str, object] = {"data": self.data.of_portion(index)}
+        return self.model_copy(update=update | ({"prediction": None} if index else {}))
+
     @property
     def pipeline_model(self) -> ModelConfig:
         """The part of the model that the stages are cut from: without data-parallel encoders."""
@@ -350,14 +466,25 @@ class Plan(Frozen):
         return self
 
 
+def portion_folder(directory: Path, number: int) -> Path:
+    """Folder of a portion, which has its lengths, and its packs of every epoch."""
+    return directory / PORTIONS_FOLDER / f"{number:05}"
+
+
+def portion_packs_file(epoch: int) -> str:
+    """Name of a portion's packs in an epoch."""
+    return f"packs-{epoch:03}.parquet"
+
+
 def plan_sha256(plan: Plan) -> str:
     """Hash of all of a plan but its prediction."""
     return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
 
 
 def plan_files(directory: Path) -> list[Path]:
-    """Every file of a plan directory, whether it exists or not."""
-    return [directory / name for name in PLAN_FILES]
+    """Every file of a plan directory, whether it exists or not, those of portions if they do."""
+    of_portions = sorted((directory / PORTIONS_FOLDER).glob("*/*.parquet"))
+    return [*(directory / name for name in PLAN_FILES), *of_portions]
 
 
 def write_plan(plan: Plan, directory: Path) -> None:

@@ -88,6 +88,12 @@ class SampleData:
                 "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
                 f"with data.method {' or '.join(PackingMethod)}"
             )
+        if plan.data.portions:
+            raise UserError(
+                f"what --steps-of names is a plan in {len(plan.data.portions)} portions, whose "
+                "steps are known by the hash of each; go on with the sizes that it has, or plan "
+                "with a larger --portion-samples"
+            )
         packs, lengths = data
         return cls(
             lengths=lengths,

@@ -1,8 +1,11 @@
 """Reading and writing of a plan's directory as a whole."""
 
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, read_profile
@@ -15,15 +18,30 @@ from omnibal.job.plan import (
     PACKS_FILE,
     PLAN_FILE,
     PLAN_FILES,
+    PORTIONS_FOLDER,
     PROFILE_FILE,
     REFIT_FILE,
     DataPlan,
+    MixtureSeen,
     Plan,
+    SettingsHashes,
+    SourceSeen,
     write_plan,
 )
-from omnibal.job.plan_data import data_at_caps
-from omnibal.job.planner import PlanResult
+from omnibal.job.plan_data import SampleData, data_at_caps
+from omnibal.job.plan_portions import (
+    check_hash,
+    fewest_packs,
+    in_run,
+    joined_data,
+    read_portion,
+    write_portions,
+)
+from omnibal.job.planner import PlanResult, check_memory, in_best_order
+from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
+from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.steps.seen import milestones, seen_by_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -34,7 +52,8 @@ class PlanFiles:
     job: JobSpec
     """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
+    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either; of a
+    plan to train whose data is in portions, those of the first."""
     directory: Path | None = None
     """Where they were read; None of what was put together in memory."""
 
@@ -78,26 +97,23 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     """
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
+    if plan.data.portions:
+        return joined_data(plan.data, directory)
     return _read_data(plan.data, directory)
 
 
 def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths]:
     packs, lengths = read_packs(directory / PACKS_FILE), read_lengths([directory / LENGTHS_FILE])
-    for name, given, planned in (
-        (LENGTHS_FILE, lengths.sha256, data.lengths_sha256),
-        (PACKS_FILE, packs.sha256, data.packs_sha256),
-    ):
-        if given != planned:
-            raise UserError(
-                f"{name} has the content hash {given[:12]}, but plan.json says {planned[:12]}; "
-                "the files of a plan belong together: restore the file, or make the plan anew "
-                "with `omnibal plan`"
-            )
+    check_hash(LENGTHS_FILE, lengths.sha256, data.lengths_sha256)
+    check_hash(PACKS_FILE, packs.sha256, data.packs_sha256)
     return packs, lengths
 
 
-def save_plan(result: PlanResult, directory: Path) -> None:
+def save_plan(result: PlanResult, directory: Path) -> Plan:
     """Write the plan directory whole or not at all; an earlier plan there is replaced.
+
+    Returns:
+        The plan as it is written: of all portions, where the result is of the first.
 
     Raises:
         UserError: `directory` holds something other than a plan, which is left as it is.
@@ -107,12 +123,17 @@ def save_plan(result: PlanResult, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         made, replaced = Path(scratch) / "new", Path(scratch) / "old"
         made.mkdir()
-        if result.data is not None:
+        plan = result.plan
+        if result.portions is not None:
+            plan = _with_portions(result, result.portions, made)
+        elif result.data is not None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
             write_lengths(lengths, made / LENGTHS_FILE)
+        if result.available and plan.data is not None:
+            plan = _with_mixture(plan, plan.data, made, result.available)
         result.cost_source.save(made / PROFILE_FILE, made / REFIT_FILE)
-        write_plan(result.plan, made)
+        write_plan(plan, made)
         if directory.exists():
             directory.rename(replaced)
         try:
@@ -121,6 +142,74 @@ def save_plan(result: PlanResult, directory: Path) -> None:
             if replaced.exists():
                 replaced.rename(directory)
             raise
+    return plan
+
+
+def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
+    """The plan with what is seen of every source, of its files as they are written."""
+    by_step = milestones(data.steps)
+    seen = np.zeros((len(by_step), len(available)), np.int64)
+    names: tuple[str, ...] = ()
+    for packs, lengths in data_in_portions(data, directory):
+        seen += seen_by_step(packs, lengths, by_step)
+        names = lengths.source_names
+    sources = tuple(
+        SourceSeen(name=name, samples=there, seen=tuple(counts))
+        for name, there, counts in zip(names, available, seen.T.tolist(), strict=True)
+    )
+    mixture = MixtureSeen(by_step=by_step, sources=sources)
+    return plan.model_copy(update={"data": data.model_copy(update={"mixture": mixture})})
+
+
+def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
+    """Read the packs of a run, with steps counted through it, and their lengths: a portion at a
+    time, or all where there is but one.
+
+    Raises:
+        UserError: a file is missing or broken, or is not the one that the plan was made with.
+    """
+    if not data.portions:
+        yield _read_data(data, directory)
+    for index in range(len(data.portions)):
+        packs, lengths = read_portion(data, index, directory)
+        yield in_run(packs, data, index), lengths
+
+
+def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Path) -> Plan:
+    """Pack and write all portions as the first is planned; returns the plan of them all.
+
+    Raises:
+        UserError: packs of a portion do not fit into memory on the stages planned on the first.
+    """
+    plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
+    assert plan.data is not None and result.data is not None
+    first, planned, levels = result.data[0], plan.data, plan.pack_levels
+    is_ordered = result.search is not None and plan.made_for is None
+
+    def schedule(lengths: Lengths, place: PortionPlace) -> ScheduledPacks:
+        if place.is_first:
+            return first
+        data = SampleData(
+            lengths=lengths,
+            settings=samples.settings_of(place),
+            levels=levels,
+            packs_per_step=planned.packs_per_step,
+            rules=job.trainer.packs,
+        )
+        packs, _ = data.schedule(job)
+        if is_ordered:
+            packs = in_best_order(plan, job, levels, packs, lengths)
+        name = f"portion {place.number} of epoch {place.epoch}"
+        check_memory(plan, job, packs, lengths, name)
+        return packs
+
+    portions = write_portions(samples, schedule, directory)
+    data = DataPlan.joined(plan.data, portions, samples.settings.epochs)
+    if are_plain(levels):
+        least = fewest_packs(samples, plan.data.caps)
+        data = data.model_copy(update={"fewest_packs": least})
+    hashes = SettingsHashes.of(plan.model, data)
+    return plan.model_copy(update={"data": data, "settings_sha256": hashes})
 
 
 def check_replaceable(directory: Path) -> None:
@@ -140,7 +229,7 @@ def check_replaceable(directory: Path) -> None:
     if not directory.is_dir():
         raise UserError(f"{directory}: is a file; a plan is a directory: choose another -o")
     names = {path.name for path in directory.iterdir()}
-    foreign = sorted(names - {*PLAN_FILES})
+    foreign = sorted(names - {*PLAN_FILES, PORTIONS_FOLDER})
     if foreign or (names and PLAN_FILE not in names):
         raise UserError(
             f"{directory}: holds {(foreign or sorted(names))[0]}, which is not part of a plan, and "

@@ -31,11 +31,13 @@ from omnibal.pipeline.round_search import (
     improved_rounds,
     search_rounds,
 )
+from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.portions import PortionedSamples
 
 _ROUND_SEARCHES = 2
 """Times that encoders' rounds are searched for, each but the first on stages that were searched for
@@ -140,6 +142,10 @@ class PlanResult:
     """Result of the joint search, with its proven bound; None for another method."""
     cost_source: CostSource = ANALYTIC
     """What its costs were counted or measured by."""
+    portions: PortionedSamples | None = None
+    """All samples, where plan and data are of the first portion of them alone."""
+    available: tuple[int, ...] = ()
+    """Samples that each source has, where the lengths are a mixture of them."""
 
     @property
     def micro_batches(self) -> int:
@@ -241,18 +247,9 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
     packs, lengths = result.data
-    plan, levels = result.plan, request.data.levels
+    plan = result.plan
     job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
-    workload = job.workload(packs, lengths, levels)
-    if not workload.runs_together:
-        slot = ordered_slots(
-            job.cost_of_all(levels),
-            plan.stages_at_levels,
-            workload,
-            job.memory_cap_gib * GIB,
-            plan.schedule,
-        )
-        packs = in_slots(packs, slot)
+    packs = in_best_order(plan, job, request.data.levels, packs, lengths)
     usual = plan.model_copy(update={"data": request.data.described(packs, job)})
     best = _predicted(usual, job, packs, lengths)
     in_rounds = in_rounds and job.beside is not None
@@ -264,6 +261,24 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
         improved = beside.model_copy(update={"beside": loads})
         best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
     return replace(result, plan=best, data=(packs, lengths))
+
+
+def in_best_order(
+    plan: Plan, job: JobSpec, levels: Sequence[Level], packs: ScheduledPacks, lengths: Lengths
+) -> ScheduledPacks:
+    """The packs with every rank's micro-batches of a step in the order that is found best on the
+    planned stages; as they are where ranks wait for each other within a step."""
+    workload = job.workload(packs, lengths, levels)
+    if workload.runs_together:
+        return packs
+    slot = ordered_slots(
+        job.cost_of_all(levels),
+        plan.stages_at_levels,
+        workload,
+        job.memory_cap_gib * GIB,
+        plan.schedule,
+    )
+    return in_slots(packs, slot)
 
 
 def _predicted(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> Plan:
@@ -381,6 +396,40 @@ def prediction_of(
         return prediction
     # One step of made-up samples says nothing about a dataset.
     return prediction.model_copy(update={"samples_per_second_per_gpu": None, "gpu_days": None})
+
+
+def check_memory(
+    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
+) -> None:
+    """Refuse packs that need more memory than the plan's stages have.
+
+    Args:
+        what: name of the packs, for the message.
+
+    Raises:
+        UserError: they do.
+    """
+    levels = plan.pack_levels
+    memories = schedule_memories(
+        job.cost_of_all(levels),
+        plan.stages_at_levels,
+        job.workload(packs, lengths, levels),
+        plan.schedule,
+    )
+    peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
+    if not fits_cap(peak, cap_gib):
+        raise UserError(
+            f"{what} needs {peak:.2f} GiB on the stages that the first was planned on, and a "
+            f"device may fill {cap_gib:.2f} GiB: give --memory-gib a little less, so that there "
+            "is room"
+        )
+
+
+def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
+    """The prediction of a run that is so many times as long as its first portion."""
+    if prediction.gpu_days is None:
+        return prediction
+    return prediction.model_copy(update={"gpu_days": prediction.gpu_days * runs})
 
 
 def _reading(plan: Plan, job: JobSpec) -> StageReading | None:

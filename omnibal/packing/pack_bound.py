@@ -41,6 +41,7 @@ from omnibal.packing.patterns import (
     most_copies,
 )
 from omnibal.packing.rest import Rest
+from omnibal.packing.size_counts import SizeCounts
 
 _TYPES = 112
 """Number of sample types, with two knots each."""
@@ -65,6 +66,8 @@ _CLOSE = 1e-3
 _NEW_COLUMNS = 128  # most in a round
 _ROUNDING = 1e-9
 """Relative; the float sums are good to more than that."""
+_MAX_GROUPED = 1_000_000
+"""Samples that knots are found on, where only counts of sizes are known; more find the same."""
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
@@ -92,6 +95,23 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
     if found is not None and found > bound + max(1, _GAP * bound) and len(distinct) <= _MANY_SIZES:
         bound = max(bound, _whole(_exact_bound(distinct, sizes, units, found)))
     return bound
+
+
+def bound_of_counts(counted: SizeCounts, caps: Caps) -> int:
+    """Lower bound on the packs that samples of counted sizes need, all of them together.
+
+    Args:
+        counted: sizes in the features of the caps, in their order.
+        caps: of every pack; no size exceeds them.
+    """
+    counted, units = counted.in_common_units(caps.values)
+    pairs = [[kind, -1] for kind in range(len(units) - 1)] or [[-1]]
+    proven = [int((-(-counted.sums // units)).max())]
+    for pair in pairs:
+        distinct = counted.of_features(pair)
+        some = distinct.thinned(_MAX_GROUPED)
+        proven.append(_whole(_bound_by_values(distinct, some, units[pair])))
+    return max(proven)
 
 
 def _whole(packs: float) -> int:
@@ -122,10 +142,21 @@ def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
 
 def _fractional_bound(sizes: np.ndarray, caps: np.ndarray) -> float:
     """Lower bound by fitted values, with a limit of tokens and at most one more."""
-    distinct = Sizes.of(sizes)
-    knots = _Knots.of(group_sizes(sizes, _TYPES), sizes)
+    return _bound_by_values(SizeCounts.of(sizes), sizes, caps)
+
+
+def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray) -> float:
+    """Lower bound by fitted values, of counted sizes.
+
+    Args:
+        distinct: with a limit of tokens and at most one more.
+        some: sizes of samples that knots are found on, all distinct ones among them, int64
+            [features, samples].
+        caps: int64 [features].
+    """
+    knots = _Knots.of(group_sizes(some, _TYPES), some)
     cover = knots.weights(distinct.amounts)
-    used = np.minimum(caps, sizes.sum(axis=1))
+    used = np.minimum(caps, distinct.sums)
     # One pack for a knot's worth is more than enough, so the master always has a solution.
     alone = np.eye(len(knots))
     # The knots as if they were all sizes: good enough to fit values, and no proof.
@@ -206,7 +237,7 @@ class _Knots:
 
 
 def _all_items(
-    distinct: Sizes, cover: sparse.csr_array, caps: np.ndarray, work: float
+    distinct: SizeCounts, cover: sparse.csr_array, caps: np.ndarray, work: float
 ) -> tuple[Items, np.ndarray]:
     """All sizes, rounded down to a grid, and their demand [rows].
 

@@ -199,7 +199,7 @@ def read_packs(path: Path) -> ScheduledPacks:
         raise UserError(
             f"{path}: row {int(sizes.argmin())} has no samples; every pack must hold one; {remedy}"
         )
-    has_levels = _LEVEL in columns.table.column_names
+    has_levels = _LEVEL in columns.schema.names
     level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
     return ScheduledPacks(
         packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),

@@ -45,6 +45,7 @@ from omnibal.report.page_tables import (
     accuracy_table,
     answers_table,
     memory_table,
+    mixture_table,
     packing_facts,
     provenance_facts,
     stage_table,
@@ -201,6 +202,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
         "packs": None,
+        "mixture": mixture_table(plan.data.mixture) if plan.data and plan.data.mixture else None,
         "provenance": provenance_facts(plan, replay, run, report.records),
     }
     if plan.data is not None and report.data is not None:

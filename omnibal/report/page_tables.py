@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from omnibal.job.fake_replay import FakeStage
-from omnibal.job.plan import DataPlan, Plan
+from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.limits import memory_cap_gib
@@ -216,6 +216,21 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
         count = f"{'' if data.window is None else 'at most '}{data.micro_batches_per_step}"
         entries += [("micro-batches of a rank in a step", count), ("method", _packed_by(data))]
     return Facts("Packs", entries)
+
+
+def mixture_table(mixture: MixtureSeen) -> Table:
+    """Epochs of every source of a mixture that were seen by some steps of the run."""
+    rows: list[list[Cell]] = [
+        [
+            each.name,
+            f"{each.samples:,}",
+            *(f"{seen / max(each.samples, 1):.2f}" for seen in each.seen),
+        ]
+        for each in mixture.sources
+    ]
+    steps = (f"step {step:,}" for step in mixture.by_step)
+    caption = "Times that a source's samples were seen by each step."
+    return Table.of_rows("Mixture", ["source", "samples", *steps], rows, caption=caption)
 
 
 def provenance_facts(

@@ -27,6 +27,7 @@ class Feature(StrEnum):
     SAMPLES_PER_STEP = "--samples-per-step"
     MICRO_BATCHES = "--micro-batches"
     SAMPLES = "--lengths"
+    MIXTURE = "--mixture"
     PACKING = "--packing"
     SEED = "--seed"
     EPOCHS = "--epochs"
@@ -75,6 +76,12 @@ CONFLICTS = (
     Conflict(Feature.WINDOW, Feature.LEVELS, "packs of a window are of one level"),
     Conflict(Feature.WINDOW, Feature.CURRICULUM, _OF_WINDOW),
     Conflict(Feature.WINDOW, Feature.PACKING, _OF_WINDOW),
+    Conflict(
+        Feature.MIXTURE,
+        Feature.EPOCHS,
+        "the mixture says how often the samples of a source are seen",
+    ),
+    Conflict(Feature.WINDOW, Feature.MIXTURE, "samples stay in their order"),
     Conflict(Feature.WINDOW, Feature.SEED, "samples stay in their order"),
     Conflict(Feature.WINDOW, Feature.MICRO_BATCHES, _OF_WINDOW),
     Conflict(Feature.WINDOW, Feature.SAMPLES_PER_STEP, _OF_WINDOW),
@@ -93,6 +100,7 @@ CONFLICTS = (
             Feature.EPOCHS,
             Feature.IMAGE_SHARE,
             Feature.DISPATCH,
+            Feature.MIXTURE,
         )
     ),
     *(
@@ -134,6 +142,7 @@ NEEDS = (
     (Feature.WINDOW, Feature.SAMPLES, "a window is of samples"),
     (Feature.DISPATCH, Feature.WINDOW, "samples are dealt as they are read in a window alone"),
     (Feature.COMPARE, Feature.TRAINER, "there are another trainer's limits to lift"),
+    (Feature.MIXTURE, Feature.SAMPLES, "it is of samples by their source"),
     (Feature.LEVELS, Feature.SAMPLES, "levels are of samples"),
     (Feature.CURRICULUM, Feature.SAMPLES, "levels are of samples"),
 )

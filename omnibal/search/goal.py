@@ -47,10 +47,13 @@ class Samples(PackSettings):
     """Packs of one rank in a step, were all of them full ones of the longest level."""
     samples_per_step: int | None = None
     """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
+    available: tuple[int, ...] = ()
+    """Samples that each source has, where the lengths are a mixture (`omnibal.data.mixture`): the
+    plan then says what is seen of each."""
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
-        _check_counts(1, epochs=self.epochs, **steps)
+        _check_counts(1, epochs=self.epochs, portion_samples=self.portion_samples, **steps)
         _check_counts(0, seed=self.seed, curriculum_steps=self.curriculum_steps)
         for given, kind in ((self.packing, PackingMethod), (self.fill, FillRule)):
             if not isinstance(given, kind):
@@ -196,6 +199,8 @@ class Goal:
             has[Feature.MICRO_BATCHES] = data.micro_batches is not None
             has[Feature.SAMPLES_PER_STEP] = data.samples_per_step is not None
             has[Feature.CURRICULUM] = data.curriculum_steps > 0
+            has[Feature.MIXTURE] = bool(data.available)
+            has[Feature.EPOCHS] = data.epochs > 1
         if isinstance(data, ShapesAlone):
             has[Feature.MICRO_BATCHES] = data.micro_batches is not None
         return {feature for feature, is_there in has.items() if is_there}

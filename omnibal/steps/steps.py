@@ -97,7 +97,7 @@ def pack_epochs(
         may_fill: which samples may go into packs of a longer level, bool [levels, samples]
             (`omnibal.packing.by_level`); None for all.
         rules: what packs may be, where each is one rank's and all have the same limits.
-        most_types: as `pack_samples` has it, where there is one level.
+        most_types: as `pack_samples` has it, where there is one level and the settings do not say.
     """
     thorough = settings.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
@@ -112,7 +112,11 @@ def pack_epochs(
     if rules.tokens_alone:
         caps = Caps.of(tokens=caps["tokens"])
     pack = partial(
-        pack_samples, caps=caps, method=settings.packing, thorough=thorough, most_types=most_types
+        pack_samples,
+        caps=caps,
+        method=settings.packing,
+        thorough=thorough,
+        most_types=settings.types or most_types,
     )
     return [_pack_by_rules(lengths, rules, partial(pack, seed=seed)) for seed in seeds]
 

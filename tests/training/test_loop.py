@@ -95,6 +95,7 @@ def run_loop(
         return len(done) == stop_after and links.rank == 1
 
     data = RunData(
+        stop=STEPS,
         scheduled=scheduled_packs(batches),
         lengths=None,
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
@@ -104,8 +105,8 @@ def run_loop(
     )
     options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     training = TrainingLoop(
-        trainer, data, options, writer, RunHealth(max_skipped), sinks if links.rank == 0 else (),
-        stop_requested,
+        trainer, iter([data]), options, writer, RunHealth(max_skipped),
+        sinks if links.rank == 0 else (), stop_requested,
     )  # fmt: skip
     with contextlib.redirect_stdout(printed):
         show_log(links.rank)

@@ -67,8 +67,10 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """Data that this rank trains on."""
+    """Data that this rank trains on, up to some step."""
 
+    stop: int
+    """First step that it has no packs of."""
     scheduled: ScheduledPacks
     lengths: Lengths
     sharing: Sharing
@@ -105,18 +107,21 @@ class TrainingLoop:
 
     Args:
         health: told of every step.
+        portions: the data, one portion after the other, each when its first step comes.
         sinks: reported to on the writing rank; empty on others.
         stop_requested: asked after every step whether this rank was told to stop.
     """
 
     def __init__(
-        self, trainer: Trainer, data: RunData, options: RunOptions, writer: CheckpointWriter,
-        health: RunHealth, sinks: Sequence[MetricsSink], stop_requested: Callable[[], bool],
+        self, trainer: Trainer, portions: Iterator[RunData], options: RunOptions,
+        writer: CheckpointWriter, health: RunHealth, sinks: Sequence[MetricsSink],
+        stop_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._trainer, self._data, self._options = trainer, data, options
+        self._trainer, self._portions, self._options = trainer, portions, options
         self._writer, self._health, self._sinks = writer, health, list(sinks)
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
+        self._data = next(portions)
 
     def run(self, first_step: int) -> RunOutcome:
         """Train from `first_step` to the options' end, or until any rank is asked to stop.
@@ -131,6 +136,8 @@ class TrainingLoop:
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)
         while step < options.end and not stopped:
+            if step == self._data.stop:
+                self._data = next(self._portions)
             with tracer.step(step):
                 begun = time.perf_counter()
                 result = self._train(step)

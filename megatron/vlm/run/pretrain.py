@@ -3,7 +3,7 @@
 import gc
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -51,7 +51,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
-from omnibal.job.check import open_plan, training_obstacles
+from omnibal.job.check import open_plan, open_portion, training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, plan_sha256, read_plan
 from omnibal.job.plan_files import PlanFiles
@@ -98,10 +98,6 @@ class Run:
         return self.planned.plan
 
     @property
-    def packs(self) -> ScheduledPacks:
-        """Every micro-batch of the plan."""
-        return self.planned.steps[0]
-
     @property
     def directory(self) -> Path:
         """The plan's directory; what is trained was read."""
@@ -111,12 +107,7 @@ class Run:
     @property
     def last_step(self) -> int:
         """Step of the plan to stop after."""
-        return min(self.arguments.train_iters or self.packs.steps, self.packs.steps)
-
-    @property
-    def lengths(self) -> Lengths:
-        """Tiles and tokens of every sample."""
-        return self.planned.steps[1]
+        return min(self.arguments.train_iters or self.data.steps, self.data.steps)
 
     @property
     def data(self) -> DataPlan:
@@ -294,7 +285,7 @@ def _built(run: Run, links: PipelineLinks) -> Trainer:
         run.plan,
         links,
         arguments.optimization,
-        steps=run.packs.steps,
+        steps=run.data.steps,
         seed=arguments.seed,
         provider=arguments.provider,
     )
@@ -382,24 +373,11 @@ def train_plan(run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal) -
         keep_last=arguments.checkpoints.keep_checkpoints,
         asynchronous=arguments.checkpoints.async_save,
     )  # fmt: skip
-    job = run.planned.job
-    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
-    shares = _encoder_shares(run)
-    dataset = _dataset(run, trainer.units, sharing, shares, range(first_step, pause_step))
-    batches = load_batches(dataset, arguments.num_workers, current_device())
-    with closing(batches):
+    portions = _portions(run, trainer, range(first_step, pause_step), validation)
+    with closing(portions):
         loop = TrainingLoop(
             trainer,
-            RunData(
-                scheduled=run.packs,
-                lengths=run.lengths,
-                sharing=sharing,
-                encoder_shares=shares,
-                batches=batches,
-                pack_flops=pack_flops(job, run.packs.packs, run.lengths),
-                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
-                validation=validation,
-            ),
+            portions,
             RunOptions(
                 save=arguments.save,
                 save_interval=arguments.checkpoints.save_interval,
@@ -430,7 +408,34 @@ def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
     return options
 
 
-def _encoder_shares(run: Run) -> EncoderShares | None:
+def _portions(
+    run: Run, trainer: Trainer, steps: range, validation: Validation | None
+) -> Generator[RunData, None, None]:
+    """What this rank trains in some steps, a portion of the data at a time."""
+    sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
+    job, first = run.planned.job, steps.start
+    while first < steps.stop:
+        held, packs, lengths = open_portion(run.planned, first)
+        shares = _encoder_shares(run, packs, lengths)
+        stop = min(held.stop, steps.stop)
+        dataset = _dataset(run, trainer.units, sharing, shares, packs, lengths, range(first, stop))
+        batches = load_batches(dataset, run.arguments.num_workers, current_device())
+        with closing(batches):
+            yield RunData(
+                stop=stop,
+                scheduled=packs,
+                lengths=lengths,
+                sharing=sharing,
+                encoder_shares=shares,
+                batches=batches,
+                pack_flops=pack_flops(job, packs.packs, lengths),
+                peak_flops_per_s=job.cluster.tflops(job.precision) * 1e12 * job.parallel.world_size,
+                validation=validation,
+            )
+        first = stop
+
+
+def _encoder_shares(run: Run, packs: ScheduledPacks, lengths: Lengths) -> EncoderShares | None:
     plan = run.plan
     if plan.beside is None:
         return None
@@ -443,22 +448,28 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
         schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
-        packs=run.packs,
+        packs=packs,
         levels=plan.pack_levels,
-        lengths=run.lengths,
+        lengths=lengths,
     )
 
 
 def _dataset(
-    run: Run, units: Stage, sharing: Sharing, shares: EncoderShares | None, steps: range
+    run: Run,
+    units: Stage,
+    sharing: Sharing,
+    shares: EncoderShares | None,
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    steps: range,
 ) -> PackDataset | EncodingDataset:
     """What this rank reads in some steps, as its stage and data-parallel encoders need it."""
     read = partial(
         PackDataset,
         run.reader(run.training_data),
-        run.packs,
-        run.lengths,
-        sharing.rows(run.packs, steps.start, steps.stop),
+        packs,
+        lengths,
+        sharing.rows(packs, steps.start, steps.stop),
         options=run.arguments.samples,
         sharing=sharing,
     )

@@ -1,0 +1,134 @@
+"""A hundred million samples packed in portions: packs above the bound, time and peak memory.
+
+    python benchmarks/scale.py [--samples 1000000] [--tiles 9 --tokens 4096] [--folder DIR]
+
+Makes lengths like those of InternVL's mixture, deals them to portions, packs every portion into
+steps of 64 ranks by predicted time, writes all, proves how few packs all samples need together, and
+reads one portion as a rank of the trainer does. Each of these is a process of its own, whose peak
+memory is what the system says at its end; times are seconds of computing on one core.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.families.named import named_model
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import LENGTHS_FILE, portion_folder, portion_packs_file
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_portions import fewest_packs, write_portions
+from omnibal.model.config import load_cluster
+from omnibal.model.levels import Level
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks, read_packs
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.portions import PortionedSamples, PortionPlace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.make_lengths import make_lengths
+
+_RANKS, _MICRO_BATCHES = 64, 8
+_MOST_ABOVE = 0.005
+"""Share of packs above the bound that is still good."""
+_MOST_SECONDS, _MOST_GIB = 600, 16.0
+"""Limits of packing a hundred million samples."""
+_LENGTHS = "all.parquet"
+
+
+def scheduled(
+    lengths: Lengths, place: PortionPlace, *, samples: PortionedSamples, job: JobSpec, caps: Caps
+) -> ScheduledPacks:
+    """Pack a portion into steps of all ranks."""
+    data = SampleData(
+        lengths=lengths,
+        settings=samples.settings_of(place),
+        levels=(Level(caps=caps),),
+        packs_per_step=_RANKS * _MICRO_BATCHES,
+    )
+    return data.schedule(job)[0]
+
+
+def pack(folder: Path, caps: Caps) -> str:
+    """Pack the lengths of a folder in portions, and say how well."""
+    job = JobSpec(
+        model=named_model("internvl-chat-1.5-6b-20b"),
+        cluster=load_cluster("a100-80g"),
+        parallel=Parallel(pipeline=1, data=_RANKS),
+        precision="bf16",
+    )
+    samples = PortionedSamples.of(read_lengths([folder / _LENGTHS]), PackSettings())
+    if samples is None:
+        raise SystemExit("give more --samples than a portion has")
+    schedule = partial(scheduled, samples=samples, job=job, caps=caps)
+    portions = write_portions(samples, schedule, folder)
+    packed = time.process_time()
+    packs, least = sum(each.packs for each in portions), fewest_packs(samples, caps)
+    proven = time.process_time() - packed
+    gap = packs / least - 1
+    verdict = "ok" if gap <= _MOST_ABOVE else "MISSES"
+    within = "ok" if packed <= _MOST_SECONDS and peak_gib() <= _MOST_GIB else "MISSES"
+    return (
+        f"{len(samples.lengths):,} samples in {samples.count} portions, {caps}\n"
+        f"  packs {packs:,}, at least {least:,}: gap {gap:.3%} {verdict}\n"
+        f"  read, packed and written in {packed:.0f} s, bound in {proven:.0f} s, "
+        f"peak {peak_gib():.2f} GiB {within}"
+    )
+
+
+def read(folder: Path) -> str:
+    """Read a portion as a rank does, and say what that takes."""
+    before, own = peak_gib(), portion_folder(folder, 0)
+    packs = read_packs(own / portion_packs_file(0))
+    lengths = read_lengths([own / LENGTHS_FILE])
+    return (
+        f"  a rank's portion: {len(packs):,} packs of {len(lengths):,} samples, "
+        f"{peak_gib() - before:.2f} GiB at most, {time.process_time():.1f} s"
+    )
+
+
+def peak_gib() -> float:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=100_000_000)
+    parser.add_argument("--tiles", type=int, default=9)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--folder", type=Path, help="where to write; removed at the end")
+    parser.add_argument("--task", choices=("make", "pack", "read"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.task is None:
+        _run_each(given.folder)
+    elif given.task == "make":
+        write_lengths(make_lengths("internvl", given.samples, 0), given.folder / _LENGTHS)
+    elif given.task == "pack":
+        print(pack(given.folder, Caps.of(tiles=given.tiles, tokens=given.tokens)))
+    else:
+        print(read(given.folder))
+
+
+def _run_each(parent: Path | None) -> None:
+    """Run every task in a process of its own, with the arguments of this one."""
+    folder = Path(tempfile.mkdtemp(prefix="scale-", dir=parent))
+    one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    try:
+        for task in ("make", "pack", "read"):
+            command = [sys.executable, *sys.argv, "--folder", str(folder), "--task", task]
+            subprocess.run(command, check=True, env=os.environ | one_core)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

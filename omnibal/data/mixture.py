@@ -1,0 +1,153 @@
+"""Mixtures of sources: how often the samples of each are trained, by epochs or by weight.
+
+    samples = 1_000_000      # of the whole mixture (default: as many as the weighted sources have)
+    most_epochs = 4          # that no weighted source is seen more often than
+
+    [sources.ocr]
+    weight = 2               # of what the sources with epochs leave over
+
+    [sources.books]
+    epochs = 1.5             # every sample once, and half of them, drawn at random, twice
+
+A weight is of samples, as in the `blend` of Energon's metadatasets and Megatron's `--data-path`;
+`epochs` is what Energon's `blend_epochized` calls repetitions. A source that is seen twice has two
+rows of each sample, which are packed and ordered like any others, so that the mixture is the same
+all through the run.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import read_toml_model
+from omnibal.base.frozen import Count, Frozen
+from omnibal.data.lengths import Lengths
+
+_Times = Annotated[float, Field(gt=0, allow_inf_nan=False, le=1e6)]
+
+
+class SourceRule(Frozen):
+    """How often a source is seen: by its weight or in epochs."""
+
+    weight: _Times | None = None
+    epochs: Annotated[float, Field(ge=0, allow_inf_nan=False, le=1e6)] | None = None
+    """Times that its samples are seen; 0 leaves it out."""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> "SourceRule":
+        if (self.weight is None) == (self.epochs is None):
+            raise ValueError("a source has either a weight or epochs")
+        return self
+
+
+class Mixture(Frozen):
+    """What a run sees of every source."""
+
+    samples: Count | None = None
+    most_epochs: _Times | None = None
+    """Most times that the samples of a weighted source are seen; what that leaves over goes to the
+    other weighted sources."""
+    sources: dict[str, SourceRule]
+
+
+def read_mixture(path: Path) -> Mixture:
+    """Read a mixture from TOML.
+
+    Raises:
+        UserError: there is no such file, or it does not follow the schema.
+    """
+    remedy = "a mixture has a table [sources.NAME] a source, with weight or epochs"
+    return read_toml_model(Mixture, path, remedy)
+
+
+def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
+    """Samples that are seen of every source, int64 [sources].
+
+    Args:
+        names: of the sources.
+        available: samples that there are of each, int64 [sources].
+
+    Raises:
+        UserError: a source has no rule, a rule no source, or nothing is left for the weights.
+    """
+    _check_names(mixture, names)
+    rules = [mixture.sources[name] for name in names]
+    seen = np.zeros(len(names))
+    weight = np.array([rule.weight or 0.0 for rule in rules])
+    weighted = (weight > 0) & (available > 0)
+    for place, rule in enumerate(rules):
+        if rule.epochs is not None:
+            seen[place] = round(rule.epochs * available[place])
+    left = float(available[weighted].sum())
+    if mixture.samples is not None:
+        left = mixture.samples - seen.sum()
+        if left < 0 or (left > 0 and not weighted.any()):
+            raise UserError(
+                f"samples of the mixture are {mixture.samples:,}, and its sources with epochs have "
+                f"{int(seen.sum()):,}; leave samples out, or give sources weights and no more "
+                "epochs than that"
+            )
+    if weighted.any():
+        most = math.inf if mixture.most_epochs is None else mixture.most_epochs
+        seen[weighted] = _shared(left, weight[weighted], np.floor(most * available[weighted]))
+    if not seen.any():
+        raise UserError("the mixture has no sample; give a source a weight, or epochs above 0")
+    return seen.astype(np.int64)
+
+
+def _check_names(mixture: Mixture, names: Sequence[str]) -> None:
+    missing = [name for name in names if name not in mixture.sources]
+    unknown = [name for name in mixture.sources if name not in names]
+    if missing or unknown:
+        what, of = ("no rule for", missing) if missing else ("a rule for", unknown)
+        raise UserError(
+            f"the mixture has {what} {', '.join(of[:5])}; it must name every source of the "
+            f"lengths, which are {', '.join(names[:20])}: epochs = 0 leaves one out"
+        )
+
+
+def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Share samples by weight, none above its most, in whole numbers; all are [sources]."""
+    share, free = np.zeros(len(weight)), np.ones(len(weight), bool)
+    while free.any():
+        left = samples - share[~free].sum()
+        share[free] = left * weight[free] / weight[free].sum()
+        over = free & (share > most)
+        if not over.any():
+            break
+        share[over] = most[over]
+        free &= ~over
+    whole = np.floor(share + 1e-9)
+    # What rounding leaves over goes to the largest remainders.
+    largest = np.argsort(whole - share, kind="stable")[: round(share.sum() - whole.sum())]
+    whole[largest] += 1
+    return whole
+
+
+def drawn(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
+    """Samples of a mixture, in their order, each as often as it is seen.
+
+    Where a source is not seen a whole number of times, which samples come once more is drawn.
+
+    Raises:
+        UserError: as `samples_of_sources`.
+    """
+    sources = len(lengths.source_names)
+    available = np.bincount(lengths.source, minlength=sources)
+    seen = samples_of_sources(mixture, lengths.source_names, available)
+    copies = np.zeros(len(lengths), np.int64)
+    for source, (wanted, there) in enumerate(zip(seen.tolist(), available.tolist(), strict=True)):
+        if not there:
+            continue
+        rows = np.flatnonzero(lengths.source == source)
+        copies[rows] = wanted // there
+        rng = np.random.default_rng([seed, source])
+        copies[rng.permutation(rows)[: wanted % there]] += 1
+    rows = np.repeat(np.arange(len(lengths)), copies)
+    return replace(lengths.take(rows), repeats=bool((copies > 1).any()))

@@ -1,0 +1,176 @@
+"""Portions of a plan's data on disk: written and read one at a time, so that memory goes by one.
+
+`portions/00003/lengths.parquet` has the samples of a portion, each with its row in the data as
+`sample`, and `packs-001.parquet` its packs in the second epoch. In these files samples, steps and
+epochs count from 0; `in_run` counts them through the run, as the trainer does.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.data.image_sizes import ImageSizes
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.job.plan import (
+    LENGTHS_FILE,
+    DataPlan,
+    DataPortion,
+    portion_folder,
+    portion_packs_file,
+)
+from omnibal.model.limits import Caps
+from omnibal.packing.pack_bound import bound_of_counts
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.packing.size_counts import SizeCounts
+from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.steps.steps import steps_of
+
+Data = tuple[ScheduledPacks, Lengths]
+Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
+"""Packs the samples of a portion into steps."""
+
+
+def write_portions(
+    samples: PortionedSamples, schedule: Schedule, directory: Path
+) -> tuple[DataPortion, ...]:
+    """Pack and write every portion of every epoch; memory is of one at a time."""
+    written = []
+    for place in samples.places:
+        folder = portion_folder(directory, place.number)
+        lengths = samples.samples(place.number)
+        if place.epoch == 0:
+            folder.mkdir(parents=True)
+            write_lengths(lengths, folder / LENGTHS_FILE)
+        packs = schedule(lengths, place)
+        write_packs(packs, folder / portion_packs_file(place.epoch))
+        written.append(
+            DataPortion(
+                samples=len(lengths),
+                left_out=len(lengths) - len(packs.packs.samples),
+                packs=len(packs),
+                steps=packs.steps,
+                lengths_sha256=lengths.sha256,
+                packs_sha256=packs.sha256,
+                steps_sha256=steps_of(packs).sha256,
+            )
+        )
+    return tuple(written)
+
+
+def fewest_packs(samples: PortionedSamples, caps: Caps) -> int:
+    """Prove how many packs all samples together need at least, whatever portions they are in."""
+    counted = (
+        SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
+    )
+    return bound_of_counts(SizeCounts.joined(counted), caps)
+
+
+def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
+    """Read the packs and lengths of one portion of one epoch, as its files have them.
+
+    Raises:
+        UserError: a file is missing or broken, or is not the one that the plan was made with.
+    """
+    epoch, number = divmod(index, data.portions_per_epoch)
+    folder, planned = portion_folder(directory, number), data.portions[index]
+    packs_file, lengths_file = folder / portion_packs_file(epoch), folder / LENGTHS_FILE
+    packs, lengths = read_packs(packs_file), read_lengths([lengths_file])
+    check_hash(lengths_file.relative_to(directory), lengths.sha256, planned.lengths_sha256)
+    check_hash(packs_file.relative_to(directory), packs.sha256, planned.packs_sha256)
+    return packs, lengths
+
+
+def check_hash(file: Path | str, found: str, planned: str) -> None:
+    """Refuse a file of other contents than the plan says.
+
+    Raises:
+        UserError: it has others.
+    """
+    if found != planned:
+        raise UserError(
+            f"{file} has the content hash {found[:12]}, but plan.json says {planned[:12]}; "
+            "the files of a plan belong together: restore the file, or make the plan anew "
+            "with `omnibal plan`"
+        )
+
+
+def portion_of_step(data: DataPlan, step: int) -> int:
+    """Index of the portion that a step of the run is in."""
+    return int(np.searchsorted(data.first_steps, step, side="right")) - 1
+
+
+def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
+    """A portion's packs with their steps and epoch counted through the run."""
+    epoch = np.full_like(packs.epoch, index // data.portions_per_epoch)
+    return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
+
+
+def joined_data(data: DataPlan, directory: Path) -> Data:
+    """All packs of a run whose data is in portions, and all lengths: memory is of all at once.
+
+    Raises:
+        UserError: as `read_portion`.
+    """
+    parts, every = [], []
+    for index in range(len(data.portions)):
+        packs, lengths = read_portion(data, index, directory)
+        parts.append(in_run(packs, data, index))
+        if index < data.portions_per_epoch:
+            every.append(lengths)
+    # A row of all is the sample's place among them, as some of the data may be in no portion.
+    places = [lengths.annotation_indices(np.arange(len(lengths))) for lengths in every]
+    order = np.argsort(np.concatenate(places), kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    rows = np.split(rank, np.cumsum([len(lengths) for lengths in every])[:-1])
+    rows_of = [rows[index % len(every)] for index in range(len(parts))]
+    lengths = _joined_lengths(every).take(order)
+    is_every = np.array_equal(
+        lengths.annotation_indices(np.arange(len(order))), np.arange(len(order))
+    )
+    return _joined_packs(parts, rows_of), replace(lengths, sample=None) if is_every else lengths
+
+
+def _joined_packs(parts: Sequence[ScheduledPacks], rows: Sequence[np.ndarray]) -> ScheduledPacks:
+    packs = Packs.join(
+        [
+            Packs(samples=row[part.packs.samples], offsets=part.packs.offsets)
+            for part, row in zip(parts, rows, strict=True)
+        ]
+    )
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([np.asarray(getattr(part, name)) for part in parts])
+
+    return ScheduledPacks(
+        packs=packs,
+        step=column("step"),
+        dp_rank=column("dp_rank"),
+        slot=column("slot"),
+        epoch=column("epoch"),
+        items={
+            name: np.concatenate([part.items[name] for part in parts]) for name in parts[0].items
+        },
+        tokens=column("tokens"),
+        level=column("level"),
+    )
+
+
+def _joined_lengths(parts: Sequence[Lengths]) -> Lengths:
+    sizes = [part.image_sizes for part in parts if part.image_sizes is not None]
+    first = parts[0]
+    return replace(
+        first,
+        items={name: np.concatenate([part.items[name] for part in parts]) for name in first.items},
+        tokens=np.concatenate([part.tokens for part in parts]),
+        loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
+        source=np.concatenate([part.source for part in parts]),
+        squares={
+            name: np.concatenate([part.squares[name] for part in parts]) for name in first.squares
+        },
+        sample=np.concatenate([part.annotation_indices(np.arange(len(part))) for part in parts]),
+        image_sizes=ImageSizes.joined(sizes) if sizes else None,
+    )

@@ -1,0 +1,230 @@
+"""Mixtures of sources: rows counted one by one, in the plan, its report and its check."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from plan_cases import MODEL, example_lengths, origin_of
+
+from omnibal.base.errors import UserError
+from omnibal.cli import app
+from omnibal.data.lengths import read_lengths, write_lengths
+from omnibal.data.mixture import Mixture, drawn, read_mixture, samples_of_sources
+from omnibal.job.check import check_plan, open_plan
+from omnibal.job.plan import read_plan, write_plan
+
+AVAILABLE = np.array([100, 40, 7])
+NAMES = ("web", "books", "ocr")
+
+
+def mixture(**sources) -> Mixture:
+    settings = {name: sources.pop(name) for name in ("samples", "most_epochs") if name in sources}
+    return Mixture(sources=sources, **settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"web": {"epochs": 1}, "books": {"epochs": 0.5}, "ocr": {"epochs": 3}}, [100, 20, 21]),
+        ({"web": {"epochs": 0}, "books": {"weight": 1}, "ocr": {"epochs": 1}}, [0, 40, 7]),
+        # 147 samples by weight 1 : 1 : 1.
+        ({"web": {"weight": 1}, "books": {"weight": 1}, "ocr": {"weight": 1}}, [49, 49, 49]),
+        # ocr is cut to 14, and the others share what is left, 1 : 1.
+        (
+            {
+                "samples": 100,
+                "most_epochs": 2,
+                "web": {"weight": 2},
+                "books": {"weight": 2},
+                "ocr": {"weight": 4},
+            },
+            [43, 43, 14],
+        ),
+        # First ocr, then books is cut, and only then is web all that is left.
+        (
+            {
+                "samples": 200,
+                "most_epochs": 1,
+                "web": {"weight": 1},
+                "books": {"weight": 3},
+                "ocr": {"weight": 9},
+            },
+            [100, 40, 7],
+        ),
+        (
+            {
+                "samples": 90,
+                "web": {"weight": 1},
+                "books": {"weight": 3},
+                "ocr": {"epochs": 10},
+            },
+            [5, 15, 70],
+        ),
+    ],
+)
+def test_shares_are_those_counted_by_hand(given, expected):
+    """Prevents: another share by weight, or a cap that loses samples while others have room."""
+    assert samples_of_sources(mixture(**given), NAMES, AVAILABLE).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weights_with_caps_fill_what_can_be_filled(seed):
+    """Prevents: a share above its cap, or one below its weight's with samples left over."""
+    rng = np.random.default_rng(seed)
+    available = rng.integers(1, 1000, 5)
+    weight = rng.random(5) + 0.1
+    samples = int(rng.integers(1, 4000))
+    given = {str(each): {"weight": weight[each]} for each in range(5)}
+    seen = samples_of_sources(
+        mixture(samples=samples, most_epochs=1.5, **given), list(map(str, range(5))), available
+    )
+    most = np.floor(1.5 * available)
+    assert (seen <= most).all() and seen.sum() == min(samples, most.sum())
+    free = seen < most
+    rate = seen / weight
+    # Those with room have equally much a weight, and those that are full no more than that.
+    if free.any():
+        assert (np.abs(rate[free] - rate[free].max()) <= 1 / weight[free].min()).all()
+        assert (rate[~free] <= rate[free].max() + 1 / weight.min()).all()
+
+
+def test_rows_are_copies_of_samples_as_often_as_asked():
+    """Prevents: a sample that comes too often or never, by counting rows one by one."""
+    lengths = example_lengths(origin_of(MODEL), 301)  # pages has 151, strips 150
+    rule = mixture(pages={"epochs": 2.4}, strips={"epochs": 0.3})
+    mixed = drawn(lengths, rule, 7)
+    times = Counter(mixed.sample.tolist())
+    pages = [times[row] for row in range(0, 301, 2)]
+    strips = [times[row] for row in range(1, 301, 2)]
+    assert sorted(set(pages)) == [2, 3] and sum(pages) == round(2.4 * 151)
+    assert sorted(set(strips)) == [0, 1] and sum(strips) == 45
+    assert (mixed.tokens == lengths.tokens[mixed.sample]).all()
+    assert mixed.repeats
+    assert (drawn(lengths, rule, 7).sample == mixed.sample).all()
+    assert (drawn(lengths, rule, 8).sample != mixed.sample).any()
+
+
+TOML = """
+most_epochs = 3
+[sources.pages]
+epochs = 1.5
+[sources.strips]
+weight = 1
+"""
+
+
+def planned(folder: Path, *options: str) -> Path:
+    lengths = example_lengths(origin_of(MODEL))
+    longer = lengths.tokens + 500 * (np.arange(len(lengths)) % 30 == 0).astype(np.int32)
+    write_lengths(replace(lengths, tokens=longer), folder / "lengths.parquet")
+    (folder / "mixture.toml").write_text(TOML)
+    arguments = [
+        "plan", "--model", "internvl-digits", "--cluster", "laptop-cpu", "--precision", "fp32",
+        "--max-tiles", "40", "--max-tokens", "1000", "--micro-batches", "4", "--dp", "2",
+        "--lengths", folder / "lengths.parquet", "--mixture", folder / "mixture.toml",
+        "-o", folder / "plan", *options,
+    ]  # fmt: skip
+    app(list(map(str, arguments)), standalone_mode=False)
+    return folder / "plan"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--portion-samples", "130"), ("--packing-levels", "2", "--curriculum-steps", "1")],
+)
+def test_a_plan_says_what_is_seen_of_each_source(tmp_path, options):
+    """Prevents: figures of a mixture that are not those of the packs, by counting each sample."""
+    directory = planned(tmp_path, *options)
+    seen = read_plan(directory).data.mixture
+    files = open_plan(directory)
+    packs, lengths = files.steps
+    for place, step in enumerate(seen.by_step):
+        counted = Counter()
+        for pack in range(len(packs)):
+            if packs.step[pack] < step:
+                counted.update(lengths.source[packs.packs[pack]].tolist())
+        assert [counted[0], counted[1]] == [each.seen[place] for each in seen.sources]
+    assert seen.by_step[-1] == packs.steps
+    assert [each.seen[-1] for each in seen.sources] == [225, 150]
+    assert [each.samples for each in seen.sources] == [150, 150]
+    said = f"by step {packs.steps:,}: pages 225 samples (1.50 epochs), strips 150 samples (1.00"
+    assert any(line.startswith(said) for line in check_plan(directory))
+    app(["report", str(directory), "-o", str(tmp_path / "page.html")], standalone_mode=False)
+    assert "Times that a source&#39;s samples" in (tmp_path / "page.html").read_text()
+
+
+def test_edited_figures_are_refused(tmp_path):
+    """Prevents: a plan.json that says something else of a mixture than is trained."""
+    directory = planned(tmp_path)
+    plan = read_plan(directory)
+    mixture = plan.data.mixture
+    first = mixture.sources[0].model_copy(update={"seen": (0, *mixture.sources[0].seen[1:])})
+    wrong = mixture.model_copy(update={"sources": (first, mixture.sources[1])})
+    data = plan.data.model_copy(update={"mixture": wrong})
+    write_plan(plan.model_copy(update={"data": data}), directory)
+    with pytest.raises(UserError, match=r"data\.mixture says that \[0, .* seen by step"):
+        check_plan(directory)
+
+
+def test_repeated_rows_are_read_as_they_were_written(tmp_path):
+    """Prevents: lengths of a mixture that are refused as damaged, or lose which sample is which."""
+    mixed = drawn(
+        example_lengths(origin_of(MODEL)), mixture(pages={"epochs": 2}, strips={"epochs": 1}), 0
+    )
+    write_lengths(mixed, tmp_path / "a.parquet")
+    again = read_lengths([tmp_path / "a.parquet"])
+    assert again.repeats and (again.sample == mixed.sample).all()
+    assert again.sha256 == mixed.sha256
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[sources.web]\nweight = 1\nepochs = 2", "either a weight or epochs"),
+        ("[sources.web]\nweight = 0", "greater than 0"),
+        ("[sources.web]\nepochs = -1", "greater than or equal to 0"),
+        ("samples = 3", "sources"),
+        ("[sources.web]\nshare = 1", "share"),
+    ],
+)
+def test_a_mistaken_file_is_refused(tmp_path, text, message):
+    """Prevents: a rule that is read as another one, without a word."""
+    (tmp_path / "m.toml").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_mixture(tmp_path / "m.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"web": {"weight": 1}}, "no rule for books, ocr"),
+        (
+            {name: {"weight": 1} for name in (*NAMES, "boks")},
+            "a rule for boks; it must name every source",
+        ),
+        ({name: {"epochs": 0} for name in NAMES}, "has no sample"),
+        ({"samples": 10, **{name: {"epochs": 1} for name in NAMES}}, "10, and .* have 147"),
+        ({"samples": 200, **{name: {"epochs": 1} for name in NAMES}}, "200, and .* have 147"),
+    ],
+)
+def test_mixtures_that_cannot_be_are_refused(given, message):
+    """Prevents: a source that is forgotten, and a total that nothing comes to."""
+    with pytest.raises(UserError, match=message):
+        samples_of_sources(mixture(**given), NAMES, AVAILABLE)
+
+
+def test_plans_without_a_mixture_say_nothing_of_one(tmp_path):
+    """Prevents: other bytes of plans that are no mixture."""
+    write_lengths(example_lengths(origin_of(MODEL)), tmp_path / "lengths.parquet")
+    app(
+        [
+            "plan", "--model", "internvl-digits", "--cluster", "laptop-cpu", "--precision", "fp32",
+            "--max-tiles", "9", "--max-tokens", "400", "--lengths",
+            str(tmp_path / "lengths.parquet"), "-o", str(tmp_path / "plan"),
+        ],
+        standalone_mode=False,
+    )  # fmt: skip
+    assert "mixture" not in json.loads((tmp_path / "plan" / "plan.json").read_text())["data"]

@@ -1,0 +1,191 @@
+"""Data in portions: dealt, packed, proven together, written, read and checked one at a time."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from length_cases import lengths_of
+from plan_cases import MODEL, example_lengths, job_spec, origin_of
+
+from omnibal.base.errors import UserError
+from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.job.check import check_plan, open_plan, open_portion
+from omnibal.job.plan import Plan, portion_folder, portion_packs_file, read_plan
+from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_files import save_plan
+from omnibal.model.limits import Caps
+from omnibal.packing.pack_bound import bound_of_counts, packs_lower_bound
+from omnibal.packing.packs import read_packs
+from omnibal.packing.size_counts import SizeCounts
+from omnibal.planning import plan
+from omnibal.search.goal import Goal, Samples
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.portions import PortionedSamples
+
+CAPS = Caps.of(tiles=9, tokens=400)
+EPOCHS = 2
+
+
+def planned(lengths: Lengths, folder: Path, portion_samples: int, **settings) -> Plan:
+    data = Samples(
+        lengths=lengths, caps=CAPS, micro_batches=4, portion_samples=portion_samples, **settings
+    )
+    return save_plan(plan(Goal(job=job_spec(), data=data)).result, folder)
+
+
+@pytest.fixture(scope="module")
+def in_portions(tmp_path_factory) -> Path:
+    """Three portions of 300 samples, of which the scan skipped every seventh, in two epochs."""
+    folder = tmp_path_factory.mktemp("portions") / "plan"
+    scanned = example_lengths(origin_of(MODEL), 350)
+    kept = scanned.take(np.flatnonzero(np.arange(350) % 7 > 0))
+    planned(kept, folder, 100, epochs=EPOCHS)
+    return folder
+
+
+def samples(count: int, seed: int) -> Lengths:
+    rng = np.random.default_rng(seed)
+    tiles = rng.integers(0, 6, count)
+    return lengths_of(tiles=tiles, tokens=tiles * 30 + rng.integers(5, 200, count))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_of_portions_are_those_of_all(seed):
+    """Prevents: a size that two portions have from being counted once, or kept twice."""
+    sizes = samples(500, seed).sizes(["tiles", "tokens"])
+    joined = SizeCounts.joined([SizeCounts.of(part) for part in np.split(sizes, [80, 300], axis=1)])
+    counted = {}
+    for pair in sizes.T.tolist():
+        counted[tuple(pair)] = counted.get(tuple(pair), 0) + 1
+    expected = sorted(counted)
+    assert joined.amounts.T.tolist() == [list(pair) for pair in expected]
+    assert joined.counts.tolist() == [counted[pair] for pair in expected]
+    assert joined.sums.tolist() == sizes.sum(axis=1).tolist()
+    few = joined.thinned(100)
+    assert {tuple(pair) for pair in few.T.tolist()} == set(counted)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_of_counts_is_that_of_samples(seed):
+    """Prevents: a bound of portions together that says more, or far less, than that of samples."""
+    many = samples(3000, seed)
+    counted = SizeCounts.of(many.sizes(CAPS.names))
+    alone, together = packs_lower_bound(many, CAPS), bound_of_counts(counted, CAPS)
+    assert 0.995 * alone <= together
+    # It is no more than what any packing needs.
+    data = Samples(lengths=many, caps=CAPS, portion_samples=10**6)
+    result = plan(Goal(job=job_spec(), data=data)).result
+    assert together <= len(result.data[0])
+
+
+def test_samples_are_dealt_once_and_the_largest_first():
+    """Prevents: a sample in no portion or in two, and caps chosen without the longest sample."""
+    every = samples(1000, 5)
+    dealt = PortionedSamples.of(every, PackSettings(portion_samples=300, epochs=3))
+    assert dealt.count == 4
+    rows = [dealt.samples(number).sample for number in range(4)]
+    assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
+    first = dealt.samples(0)
+    assert first.tokens.max() == every.tokens.max()
+    assert first.items["tiles"].max() == every.items["tiles"].max()
+    seeds = [dealt.settings_of(place).seed for place in dealt.places]
+    assert len(set(seeds)) == 12
+    assert PortionedSamples.of(every, PackSettings(portion_samples=1000)) is None
+
+
+def test_every_sample_is_trained_once_an_epoch(in_portions):
+    """Prevents: samples that are lost or repeated between portions, by counting files by hand."""
+    data = read_plan(in_portions).data
+    assert len(data.portions) == 3 * EPOCHS and data.samples == 300
+    for epoch in range(EPOCHS):
+        seen, packs_of_epoch = [], 0
+        for number in range(3):
+            folder = portion_folder(in_portions, number)
+            packs = read_packs(folder / portion_packs_file(epoch))
+            own = read_lengths([folder / "lengths.parquet"]).sample
+            seen += own[packs.packs.samples].tolist()
+            packs_of_epoch += len(packs)
+        assert sorted(seen) == [row for row in range(350) if row % 7]
+        assert packs_of_epoch >= data.fewest_packs
+    assert data.steps == sum(each.steps for each in data.portions)
+    sentences = check_plan(in_portions)
+    assert any("portions of 2 epochs hold" in sentence for sentence in sentences)
+    assert any("above the" in sentence for sentence in sentences)
+
+
+def test_all_portions_together_are_one_run(in_portions):
+    """Prevents: steps, epochs or samples of a report or an export that are not those trained."""
+    files = open_plan(in_portions)
+    packs, lengths = files.steps
+    data = files.plan.data
+    assert packs.steps == data.steps and len(packs) == data.packs
+    assert (np.diff(packs.step) >= 0).all() and len(np.unique(packs.step)) == data.steps
+    assert lengths.sample.tolist() == [row for row in range(350) if row % 7]
+    assert (packs.tokens == packs.packs.sums(lengths.tokens)).all()
+    step = 0
+    while step < data.steps:
+        held, own, own_lengths = open_portion(files_to_train(in_portions), step)
+        assert held.start == step
+        rows = np.flatnonzero((packs.step >= held.start) & (packs.step < held.stop))
+        together = packs.take(rows)
+        assert (own.step == together.step).all() and (own.epoch == together.epoch).all()
+        assert (own.packs.offsets == together.packs.offsets).all()
+        by_row = own_lengths.sample[own.packs.samples]
+        assert (by_row == lengths.sample[together.packs.samples]).all()
+        step = held.stop
+
+
+def files_to_train(folder: Path):
+    return open_plan(folder, to_train=True)
+
+
+def test_data_of_one_portion_is_planned_as_ever(tmp_path):
+    """Prevents: another plan for data that is packed together, byte by byte."""
+    lengths = example_lengths(origin_of(MODEL))
+    planned(lengths, tmp_path / "usual", 2_000_000)
+    planned(lengths, tmp_path / "just", len(lengths))
+    names = sorted(path.name for path in (tmp_path / "usual").iterdir())
+    assert names == ["lengths.parquet", "packs.parquet", "plan.json"]
+    for name in names:
+        usual, just = (tmp_path / folder / name for folder in ("usual", "just"))
+        assert usual.read_bytes() == just.read_bytes()
+    assert "portions" not in json.loads((tmp_path / "usual" / "plan.json").read_text())["data"]
+
+
+def test_a_replaced_portion_is_refused(in_portions, tmp_path):
+    """Prevents: training on packs of another epoch, or a plan.json with other sums."""
+    plan_json = json.loads((in_portions / "plan.json").read_text())
+    copied = tmp_path / "plan"
+    copied.mkdir()
+    for path in in_portions.rglob("*"):
+        if path.is_file():
+            place = copied / path.relative_to(in_portions)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(path.read_bytes())
+    folder = portion_folder(copied, 1)
+    (folder / "packs-001.parquet").write_bytes((folder / "packs-000.parquet").read_bytes())
+    with pytest.raises(UserError, match=r"portions/00001/packs-001.parquet has the content hash"):
+        check_plan(copied)
+    plan_json["data"]["portions"][2]["packs"] += 1
+    (copied / "plan.json").write_text(json.dumps(plan_json))
+    with pytest.raises(UserError, match=r"packs is .* of all entries of portions together"):
+        check_plan(copied)
+
+
+def test_steps_in_portions_are_not_taken_over(in_portions):
+    """Prevents: a plan for other ranks that no run can go on with, by its hash of steps."""
+    earlier = open_plan(in_portions)
+    with pytest.raises(UserError, match="larger --portion-samples"):
+        SampleData.of_plan(earlier.plan, earlier.data)
+
+
+def test_lengths_without_origin_keep_their_rows(tmp_path):
+    """Prevents: samples of a portion whose place in the data is lost, so that no export is made."""
+    lengths = replace(example_lengths(None), origin=None)
+    planned(lengths, tmp_path / "plan", 100)
+    packs, joined = open_plan(tmp_path / "plan").steps
+    assert joined.sample is None and (joined.tokens == lengths.tokens).all()
+    assert (joined.source == lengths.source).all()
+    assert sorted(packs.packs.samples.tolist()) == list(range(300))
