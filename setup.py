@@ -31,12 +31,15 @@ VIDEO = ["av"]
 # Tar shards as input. Energon brings webdataset; both are pinned since their parts are called.
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 RAY = ["ray"]  # scans on a cluster
+S3 = ["fsspec", "s3fs"]  # data by URLs; other storages need fsspec and their own library
 # transformers is what tests compare with: other implementations of models and tokenizers. Triton's
 # interpreter runs the kernels in tests; CUDA builds of torch bring it. tools/make_spoken_digits.py
-# speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what.
+# speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what. moto, with
+# flask, is a server of S3.
 DEVELOPMENT = [
     *("coverage", "espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist"),
-    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET, *RAY),
+    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET),
+    *(*RAY, *S3, "moto[s3]", "flask", "flask-cors"),
 ]
 
 setup(
@@ -61,6 +64,7 @@ setup(
         "energon": ENERGON,
         "video": VIDEO,
         "ray": RAY,
+        "s3": S3,
         "dev": DEVELOPMENT,
     },
     entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},

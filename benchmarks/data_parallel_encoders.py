@@ -222,6 +222,7 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch], rank: int) -> MicroBatch
     every = EncoderShares(
         model=MODEL,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=scheduled([packs]),

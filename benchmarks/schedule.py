@@ -1,12 +1,14 @@
-"""This project's 1F1B beside stock Megatron-core's, on the same stages and micro-batches.
+"""This project's 1F1B and interleaved 1F1B beside stock Megatron-core's, on the same stages.
 
-    python benchmarks/schedule.py [--steps 40] [--layers 4] [--pipeline 2 4]
+    python benchmarks/schedule.py [--steps 40] [--layers 4] [--pipeline 2 4] [--chunks 1 2 4]
 
 One set of processes builds a model once and runs each step's forward and backward by both
 schedules in turns, first by the one, in the next step first by the other; a step's ratio compares
 the two right after each other, timed until the last stage is done. With equal micro-batches, stock
 knows the shape beforehand, which is its best case; with those of the quickstart's data it needs
-`variable_seq_lengths`. Once before the timing, losses and gradients of both are compared.
+`variable_seq_lengths`. Interleaved, stock knows one shape for all cuts, so that equal micro-batches
+are of a model without encoders. It overlaps its messages there, as Megatron-LM has it by default.
+Once before the timing, losses and gradients of both are compared.
 
 The ratio is the median of the steps'; then come its bootstrapped interval, the quartiles of steps,
 the ratio of the quickest steps, which other programs disturb least, and that of CPU time. Below 1,
@@ -25,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +39,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving,
     forward_backward_pipelining_without_interleaving,
 )
 from rich.console import Console
@@ -44,7 +48,7 @@ from rich.table import Table
 from megatron.vlm.backend import current_device, has_cuda
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.measure.profiler import OPTIMIZATION, random_batch
-from megatron.vlm.model.configs import parameter_dtype
+from megatron.vlm.model.configs import language_transformer_config, parameter_dtype
 from megatron.vlm.model.stage import ByTower, boundary_shapes
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.clock import Phase, PhaseClock
@@ -61,6 +65,7 @@ from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps, size_load
@@ -78,6 +83,7 @@ Pack = tuple[int, tuple[int, ...], int]
 """As `EQUAL_PACK`."""
 EQUAL_PACK: Pack = (10, (64,) * 6, 60)
 """Tiles, tokens of each sample, and loss tokens."""
+TEXT_PACK: Pack = (0, *EQUAL_PACK[1:])
 SAMPLES = 1600
 SAME = 1e-5
 RESAMPLINGS = 2000
@@ -100,9 +106,10 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """Of one model with one kind of packs."""
+    """Of one model, in so many chunks a stage, with one kind of packs."""
 
     size: str
+    chunks: int
     packs: str
     ours: np.ndarray
     """ms of wall clock and of all processes' CPU time together. [steps, 2]"""
@@ -118,12 +125,15 @@ class Outcome:
         return float(sum(times_ms[step :: self.distinct, 0].min() for step in range(self.distinct)))
 
 
-def sizes(layers: int) -> tuple[Size, ...]:
-    few, thin = {"layers": 2}, {"hidden_size": 32, "ffn_hidden_size": 32, "heads": 2, "layers": 2}
+def sizes(layers: int, parts: int) -> tuple[Size, ...]:
+    """The models, of which each part has a layer at least."""
+    layers, few = max(layers, parts // 2), {"layers": max(2, parts // 2)}
+    thin = {"hidden_size": 32, "ffn_hidden_size": 32, "heads": 2, **few}
     all_ = {"layers": layers}
+    usual, slender = f"quickstart's, {layers} + {layers}", f"thin, {few['layers']} of each"
     return (
-        Size(name=f"quickstart's, {layers} + {layers}", vision=all_, language=all_, steps_factor=1),
-        Size(name="thin, 2 + 2", vision=thin, language={**thin, "kv_heads": 2}, steps_factor=3),
+        Size(name=usual, vision=all_, language=all_, steps_factor=1),
+        Size(name=slender, vision=thin, language={**thin, "kv_heads": 2}, steps_factor=3),
         Size(name="messages alone", vision=few, language=few, steps_factor=5, relays=True),
     )
 
@@ -138,34 +148,41 @@ def model_of(size: Size) -> ModelConfig:
     return ModelConfig.model_validate(digits.model_copy(update=changes).model_dump())
 
 
-def plan_of(model: ModelConfig, pipeline: int) -> Plan:
-    """Towers are halved, or kept whole, and the embeddings of both kinds open the pipeline.
+def plan_of(model: ModelConfig, pipeline: int, schedule: PipelineSchedule) -> Plan:
+    """Towers are divided evenly, or kept whole, and the embeddings of both kinds open the pipeline.
 
     No cut lies between projector and language embed: what crosses there has two dimensions, and
     stock's exchange of shapes is for three.
     """
-    text = model.vision.layers + 3
-    cuts = {
-        1: (),
-        2: (text,),
-        4: (1 + model.vision.layers // 2, text, text + model.language.layers // 2),
-    }[pipeline]
     return Plan(
         model=model,
         precision="fp32",
         parallel=Parallel(pipeline=pipeline),
-        stages=stages_from_cuts(model, cuts, ((0, 0),) * pipeline),
+        schedule=schedule,
+        stages=stages_from_cuts(model, _cuts(model, pipeline * schedule.chunks)),
         cluster=load_cluster("laptop-cpu"),
         data=None,
     )
 
 
-class Relay(torch.nn.Module):
-    """Stands for a stage: what it sends is all of one number, the mean of what it received."""
+def _cuts(model: ModelConfig, parts: int) -> tuple[int, ...]:
+    layers = model.language.layers
+    if not model.encoders:
+        return tuple(1 + layers * part // parts for part in range(1, parts))
+    text, half = model.vision.layers + 3, parts // 2
+    inside = [(1 + model.vision.layers * k // half, text + layers * k // half) for k in range(half)]
+    in_vision, in_language = zip(*inside[1:], strict=True) if half > 1 else ((), ())
+    return (*in_vision, text, *in_language) if parts > 1 else ()
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+
+class Relay(torch.nn.Module):
+    """Stands for a part: what it sends is all of one number, the mean of what it received."""
+
+    deferred = None
+
+    def __init__(self, plan: Plan, part: int) -> None:
         super().__init__()
-        self.plan, self.rank = plan, rank
+        self.plan, self.part = plan, part
         self.weight = torch.nn.Parameter(torch.ones((), device=current_device()))
         self.received: ByTower = {}
 
@@ -176,58 +193,85 @@ class Relay(torch.nn.Module):
         number = self.weight
         for tensor in self.received.values():
             number = number * tensor.mean()
-        if self.rank == self.plan.parallel.pipeline - 1:
+        if self.part == len(self.plan.stages) - 1:
             return number
-        shapes = boundary_shapes(self.plan, self.rank, batch.shape)
+        shapes = boundary_shapes(self.plan, self.part, batch.shape)
         return {name: number.expand(shape).clone() for name, shape in shapes.items()}
 
 
 def relaying(trainer: Trainer) -> Trainer:
-    """The trainer with a relay in the place of its stage."""
-    relay = Relay(trainer.plan, trainer.links.rank)
-    model = DistributedDataParallel(trainer.stage.config, trainer.model.ddp_config, relay)
+    """The trainer with relays in the place of its chunks."""
+    models = [
+        DistributedDataParallel(chunk.config, model.ddp_config, Relay(trainer.plan, part))
+        for chunk, model, part in zip(
+            trainer.chunks, trainer.models, trainer.links.parts, strict=True
+        )
+    ]
     assert isinstance(trainer.data_parallel, Replicated), "stages are whole"
-    return replace(trainer, data_parallel=replace(trainer.data_parallel, models=[model]))
+    return replace(trainer, data_parallel=replace(trainer.data_parallel, models=models))
 
 
 class StockStage(torch.nn.Module):
-    """A stage as stock's schedule wants it: with its own configuration, and a list as input."""
+    """A part of the model as stock's schedule wants it: with its own configuration, and a list as
+    input.
+
+    Args:
+        model: what runs the part.
+        part: its number among all parts of the plan.
+    """
 
     model_type = ModelType.encoder_or_decoder
 
-    def __init__(self, trainer: Trainer, varying: bool) -> None:
+    def __init__(self, model: Any, plan: Plan, part: int, *, varying: bool) -> None:
         super().__init__()
-        self.wrapped, self.plan, self.links = trainer.model, trainer.plan, trainer.links
+        self.wrapped, self.plan, self.part = model, plan, part
+        config = language_transformer_config(
+            plan.model, plan.stages[part], plan.parallel, plan.precision
+        )
         # What stock's schedule reads of it is as Megatron-LM sets it.
         self.config = replace(
-            trainer.stage.config,
-            pipeline_dtype=parameter_dtype(trainer.plan.precision),
+            config,
+            pipeline_dtype=parameter_dtype(plan.precision),
             deallocate_pipeline_outputs=True,
             variable_seq_lengths=varying,
             # Core asks this of dense models too.
             moe_token_dispatcher_type="alltoall",
         )
+        if plan.schedule.chunks > 1:
+            # Not by `replace`: core would divide the layers evenly.
+            self.config.virtual_pipeline_model_parallel_size = plan.schedule.chunks
+            self.config.microbatch_group_size_per_vp_stage = plan.parallel.pipeline
+            self.config.overlap_p2p_comm, self.config.batch_p2p_comm = True, False
+            # While gloo still sends an output, its memory may not be freed, which NCCL lets it be.
+            self.config.deallocate_pipeline_outputs = False
 
     def set_input_tensor(self, received: list[torch.Tensor | None]) -> None:
         self.received = received[0]
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """Run the stage, over whose cuts one tensor goes: stock sends no more."""
-        if not self.links.is_first:
-            [name] = boundary_shapes(self.plan, self.links.rank - 1, batch.shape)
+        """Run the part, over whose cuts one tensor goes: stock sends no more."""
+        if self.part:
+            [name] = boundary_shapes(self.plan, self.part - 1, batch.shape)
             self.wrapped.module.set_input_tensor({name: self.received})
         output = self.wrapped(batch)
-        if self.links.is_last:
+        if self.part == len(self.plan.stages) - 1:
             return output
         [sent] = output.values()
         return sent
 
 
+def stock_stages(
+    plan: Plan, models: Sequence[Any], links: PipelineLinks, *, varying: bool
+) -> list[StockStage]:
+    """The chunks of a stage, for stock's schedule."""
+    pairs = zip(models, links.parts, strict=True)
+    return [StockStage(model, plan, part, varying=varying) for model, part in pairs]
+
+
 def run_stock(
-    trainer: Trainer, stage: StockStage, batches: Sequence[MicroBatch]
+    plan: Plan, stages: Sequence[StockStage], links: PipelineLinks, batches: Sequence[MicroBatch]
 ) -> list[torch.Tensor]:
     """Forward and backward by stock's schedule; returns what `run_forward_backward` does."""
-    plan, links = trainer.plan, trainer.links
     first = batches[0]
 
     def of_cut(cut: int) -> list[tuple[int, ...]]:
@@ -246,24 +290,28 @@ def run_stock(
     def step(batches, model):
         return model(next(batches)), loss
 
-    return forward_backward_pipelining_without_interleaving(
-        forward_step_func=step,
-        data_iterator=iter(batches),
-        model=stage,
-        num_microbatches=len(batches),
-        seq_length=first.tokens,
-        micro_batch_size=1,
-        adjust_tensor_shapes_fn=shapes,
+    usual = {
+        "forward_step_func": step,
+        "num_microbatches": len(batches),
+        "seq_length": first.tokens,
+        "micro_batch_size": 1,
+    }
+    if len(stages) == 1:
+        return forward_backward_pipelining_without_interleaving(
+            **usual, data_iterator=iter(batches), model=stages[0], adjust_tensor_shapes_fn=shapes
+        )
+    return forward_backward_pipelining_with_interleaving(
+        **usual, data_iterator=[iter(batches) for _ in stages], model=list(stages)
     )
 
 
-def run_ours(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
+def run_ours(
+    plan: Plan, models: Sequence[Any], links: PipelineLinks, batches: Sequence[MicroBatch]
+) -> list[torch.Tensor]:
     """Forward and backward as in training."""
     clock = PhaseClock()
     clock.switch(Phase.WAIT)
-    losses = run_forward_backward(
-        trainer.plan, trainer.models, trainer.links, MicroBatchStream.of(batches), clock
-    )
+    losses = run_forward_backward(plan, models, links, MicroBatchStream.of(batches), clock)
     clock.stop()
     return losses
 
@@ -271,8 +319,9 @@ def run_ours(trainer: Trainer, batches: Sequence[MicroBatch]) -> list[torch.Tens
 def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Of this stage's parameters, copied."""
     return {
-        name: parameter.main_grad.clone()
-        for name, parameter in trainer.model.module.named_parameters()
+        f"{chunk}.{name}": parameter.main_grad.clone()
+        for chunk, model in enumerate(trainer.models)
+        for name, parameter in model.module.named_parameters()
     }
 
 
@@ -282,7 +331,7 @@ def largest_difference(
     """Of losses and gradients of the two schedules, on any stage; collective."""
     results = []
     for run in (ours, stock):
-        trainer.model.zero_grad_buffer()
+        trainer.zero_gradients()
         losses = run(batches)
         found = {"losses": torch.stack(losses)} if losses else {}
         results.append(found | gradients(trainer))
@@ -304,7 +353,7 @@ def step_ms(
     trainer: Trainer, run: ForwardBackward, batches: Sequence[MicroBatch]
 ) -> tuple[float, float]:
     """Until the last stage is done, and CPU time of all; collective."""
-    trainer.model.zero_grad_buffer()
+    trainer.zero_gradients()
     dist.barrier()
     start, start_cpu = time.perf_counter(), time.process_time()
     run(batches)
@@ -317,16 +366,27 @@ def step_ms(
 
 
 def measure(
-    size: Size, links: PipelineLinks, packs: str, steps: list[list[Pack]], repetitions: int
+    size: Size,
+    model: ModelConfig,
+    links: PipelineLinks,
+    chunks: int,
+    packs: str,
+    steps: list[list[Pack]],
+    repetitions: int,
 ) -> Outcome:
     """Both schedules in turns on the same steps; collective."""
-    model = model_of(size)
-    trainer = build_trainer(plan_of(model, links.size), links, OPTIMIZATION, steps=1, seed=0)
+    schedule = ONE_FORWARD_ONE_BACKWARD
+    if chunks > 1:
+        schedule = PipelineSchedule(name="interleaved", chunks=chunks)
+    plan = plan_of(model, links.size, schedule)
+    trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0)
     if size.relays:
         trainer = relaying(trainer)
+    of_rank = plan, trainer.models, trainer.links
     batches = [[random_batch(model, *pack) for pack in step] for step in steps]
-    ours = partial(run_ours, trainer)
-    stock = partial(run_stock, trainer, StockStage(trainer, varying=packs != "equal"))
+    stages = stock_stages(*of_rank, varying=packs != "equal")
+    ours = partial(run_ours, *of_rank)
+    stock = partial(run_stock, plan, stages, trainer.links)
     difference = max(largest_difference(trainer, step, ours, stock) for step in batches)
     times_ms: dict[ForwardBackward, list[tuple[float, float]]] = {ours: [], stock: []}
     for number in range(-WARMUP_STEPS, repetitions):
@@ -337,6 +397,7 @@ def measure(
                 times_ms[run].append(ms)
     return Outcome(
         size=size.name,
+        chunks=chunks,
         packs=packs,
         ours=np.array(times_ms[ours]),
         stock=np.array(times_ms[stock]),
@@ -373,25 +434,36 @@ def varying_steps(lengths: Lengths) -> list[list[Pack]]:
 
 def run_rank(job: Path, output: Path) -> None:
     """What each launched process does; the first writes the outcomes."""
-    layers, repetitions, varying = pickle.loads(job.read_bytes())
+    layers, repetitions, every_chunks, varying = pickle.loads(job.read_bytes())
     launch = Launch.from_environment()
     links = initialize_distributed(launch, Parallel(pipeline=launch.world_size), seed=0)
-    kinds = (("equal", [[EQUAL_PACK] * MICRO_BATCHES]), ("quickstart's", varying))
     outcomes = [
-        measure(size, links, name, steps, repetitions * size.steps_factor)
-        for size in sizes(layers)
-        for name, steps in kinds
+        measure(size, model, links, chunks, name, steps, repetitions * size.steps_factor)
+        for chunks in every_chunks
+        for size in sizes(layers, links.size * chunks)
+        for model, name, steps in _kinds(model_of(size), chunks, varying)
     ]
     shut_down_distributed()
     if launch.rank == 0:
         output.write_bytes(pickle.dumps(outcomes))
 
 
-def launch_ranks(pipeline: int, layers: int, repetitions: int, varying: list) -> list[Outcome]:
+def _kinds(
+    model: ModelConfig, chunks: int, varying: list[list[Pack]]
+) -> Iterator[tuple[ModelConfig, str, list[list[Pack]]]]:
+    """A model with equal packs, of texts alone where stages have chunks, and with varying ones."""
+    if chunks > 1:
+        yield model.without_encoders(), "equal", [[TEXT_PACK] * MICRO_BATCHES]
+    else:
+        yield model, "equal", [[EQUAL_PACK] * MICRO_BATCHES]
+    yield model, "quickstart's", varying
+
+
+def launch_ranks(pipeline: int, settings: tuple[Any, ...]) -> list[Outcome]:
     """Run all cases in processes of their own: one thread each, as many as stages."""
     with tempfile.TemporaryDirectory() as folder:
         job, output = Path(folder) / "job.pickle", Path(folder) / "outcomes.pickle"
-        job.write_bytes(pickle.dumps((layers, repetitions, varying)))
+        job.write_bytes(pickle.dumps(settings))
         subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -431,20 +503,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="by each schedule")
     parser.add_argument("--layers", type=int, default=4, help="of each tower, an even number")
     parser.add_argument("--pipeline", type=int, nargs="+", choices=(2, 4), default=[2])
+    parser.add_argument("--chunks", type=int, nargs="+", choices=(1, 2, 4), default=[1, 2, 4])
     parser.add_argument("--rank-of", type=Path, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_of is not None:
         run_rank(*arguments.rank_of)
         return
     table = Table(title=f"Forward and backward of a step of {MICRO_BATCHES} micro-batches")
-    for column in ("stages", "model", "micro-batches"):
+    for column in ("stages", "chunks", "model", "micro-batches"):
         table.add_column(column, no_wrap=True)
     for column in ("ours ms", "stock ms", "ours / stock", "95 %", "quartiles", "best", "CPU"):
         table.add_column(column, justify="right", no_wrap=True)
     varying, worst = varying_steps(digits_lengths()), 0.0
     for pipeline in arguments.pipeline:
-        for outcome in launch_ranks(pipeline, arguments.layers, arguments.steps, varying):
-            table.add_row(str(pipeline), outcome.size, outcome.packs, *cells(outcome))
+        settings = arguments.layers, arguments.steps, arguments.chunks, varying
+        for outcome in launch_ranks(pipeline, settings):
+            sizes_of_row = str(pipeline), str(outcome.chunks), outcome.size, outcome.packs
+            table.add_row(*sizes_of_row, *cells(outcome))
             worst = max(worst, outcome.difference)
     console = Console(width=150)
     console.print(table)

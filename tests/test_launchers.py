@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).parent.parent
 NODES_SCRIPT = REPOSITORY / "scripts" / "train_nodes.sh"
 ONE_NODE_SCRIPT = REPOSITORY / "scripts" / "train_8gpu.sh"
 SBATCH = REPOSITORY / "scripts" / "slurm" / "train.sbatch"
+SCAN_SBATCH = SBATCH.with_name("scan.sbatch")
 
 # Each program starts itself again under this Python, whose path may hold a space.
 _RECORD = """#!/bin/sh
@@ -70,6 +71,7 @@ class Bench:
         for name, text in {
             "torchrun": _RECORD,
             "python": _RECORD,
+            "ray": _RECORD,
             "srun": _SRUN,
             "scontrol": _SCONTROL,
         }.items():
@@ -123,6 +125,17 @@ def option(arguments: list[str], name: str) -> str:
 def refused(result: subprocess.CompletedProcess[str], bench: Bench) -> str:
     assert (result.returncode, result.stdout) == (2, "") and not bench.started(), result.stderr
     return result.stderr
+
+
+def test_rounds_of_encoders_have_queues_of_their_own(bench, tmp_path):
+    """Prevents: exchanges that wait for other ranks and hold up what these wait for."""
+    for text, queues in (('{"beside": {"rounds": []}}', "32"), ('{"beside": {}}', "1")):
+        (tmp_path / "plan.json").write_text(text)
+        bench.job[0] = str(tmp_path)
+        result = bench.start(NODES_SCRIPT, 1, 0, "localhost", *bench.job)
+        assert result.returncode == 0, result.stderr
+        _, environment = bench.started()[-1]
+        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
 
 
 @pytest.mark.parametrize("nodes", [4, 64])
@@ -269,3 +282,43 @@ def test_submission_from_elsewhere_is_refused(bench, tmp_path):
     environment = bench.slurm(1) | {"SLURM_SUBMIT_DIR": str(tmp_path)}
     message = refused(bench.start(SBATCH, *bench.job, **environment), bench)
     assert "submit with sbatch, from the repository's root" in message
+
+
+def test_a_scan_starts_ray_on_every_node(bench, tmp_path):
+    """Prevents: nodes that idle for hours, a second cluster, or a scan on one node alone."""
+    data = ["s3://bucket/meta.json", "-o", "my lengths.parquet"]
+    ray, log = tmp_path / "bin" / "ray", tmp_path / "started"
+    ray.rename(ray.with_name("recorded"))
+    # A cluster is well when both of its nodes were started.
+    waits = (
+        f"while [ $(grep -c health-check {log}) -lt 1 ] || [ $(grep -c -- --block {log}) -lt 2 ]"
+    )
+    waits += "; do sleep 0.05; done"
+    ray.write_text(f'#!/bin/sh\n"$(dirname "$0")/recorded" "$@"\n[ $1 = start ] || {waits}\n')
+    ray.chmod(0o755)
+    result = bench.start(SCAN_SBATCH, *data, **bench.slurm(4))
+    assert result.returncode == 0, result.stderr
+    started = [arguments for arguments, _ in bench.started()]
+    [srun] = [words for words in started if words[0].startswith("--no-kill")]
+    assert "--cpus-per-task=8" in srun
+    address = "gpu01:24567"
+    cores = ["--num-cpus", "8", "--disable-usage-stats", "--block"]
+    head = ["start", "--head", "--port", "24567", "--include-dashboard=false", *cores]
+    others = ["start", "--address", address, *cores]
+    nodes = [words for words in started if words[0] == "start"]
+    assert nodes == [head, others]
+    assert ["health-check", "--address", address] in started
+    scan = ["-m", "omnibal", "lengths", *data, "--engine", "ray", "--address", address]
+    assert scan in started
+
+
+def test_a_scan_ends_as_the_command_does(bench, tmp_path):
+    """Prevents: a failed scan that Slurm lists as completed, and a submission from elsewhere."""
+    elsewhere = bench.slurm(1) | {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    assert "submit with sbatch" in refused(bench.start(SCAN_SBATCH, "a", **elsewhere), bench)
+    assert "usage: sbatch" in bench.start(SCAN_SBATCH, **bench.slurm(1)).stderr
+    python = tmp_path / "bin" / "python"
+    python.write_text("#!/bin/sh\nexit 2\n")
+    assert bench.start(SCAN_SBATCH, "a", **bench.slurm(1)).returncode == 2
+    directives = set(re.findall(r"^#SBATCH --([a-z-]+)", SCAN_SBATCH.read_text(), re.MULTILINE))
+    assert {"requeue", "no-kill", "ntasks-per-node"} <= directives

@@ -11,6 +11,13 @@ class UserError(ValueError):
     """
 
 
+class StorageError(UserError):
+    """Data that cannot be reached or has changed: no mistake of one sample, which could be skipped.
+
+    What was finished before stays good.
+    """
+
+
 class DoesNotFit(UserError):
     """The model cannot be trained in the memory of the devices, however it is split."""
 

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from omnibal.base.errors import UserError
+from omnibal.base.remote_path import RemotePath
 
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1  # file descriptor
@@ -68,6 +69,8 @@ def real_path(path: Path) -> Path:
         raise UserError(
             f"{path}: has a NUL character, which no path can have; correct the file that names it"
         )
+    if isinstance(path, RemotePath):
+        return path
     return Path(os.path.realpath(path))
 
 

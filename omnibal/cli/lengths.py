@@ -17,6 +17,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, is_stream
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_files
+from omnibal.base.remote_path import location
 from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption, TokenizerOption
@@ -106,6 +107,23 @@ class PoolOptions:
             yield pool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScanOptions:
+    """Options for what a scan does with bad samples, and writes beside lengths."""
+
+    data_index: Annotated[
+        Path | None,
+        typer.Option(
+            help="also write there where each sample is, by which training opens the data at once; "
+            "what it has already is not looked for again"
+        ),
+    ] = None
+    on_error: Annotated[
+        Literal["stop", "skip"],
+        typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
+    ] = "stop"
+
+
 def lengths(
     meta: Annotated[
         Path,
@@ -113,18 +131,16 @@ def lengths(
             metavar="DATA",
             help="annotation file of messages or conversations (JSONL, or a JSON array), "
             "InternVL's meta JSON that names some, or what another program has counted: ms-swift's "
-            "cached dataset, LoongForge's manifest",
+            "cached dataset, LoongForge's manifest; also by URL, as s3://BUCKET/meta.json",
+            parser=location,
         ),
     ],
     model: ModelOption,
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
     image_sizes: ImageSizeOptions,
     pool: PoolOptions,
+    scan: ScanOptions,
     tokenizer_model: TokenizerOption = None,
-    on_error: Annotated[
-        Literal["stop", "skip"],
-        typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
-    ] = "stop",
     as_json: JsonOption = False,
 ) -> None:
     """Scan a dataset: items and tokens of every sample, from headers of files and text.
@@ -147,7 +163,7 @@ def lengths(
             "the model's tokenizer.json, tokenizer.model, or a folder with one"
         )
     else:
-        asked = _Scan(meta, model, tokenizer_model, output, pool, on_error)
+        asked = _Scan(meta, model, tokenizer_model, output, pool, scan)
         found, skipped, listed = _scanned(asked, config)
     _print_lengths(
         as_json,
@@ -190,12 +206,13 @@ class _Scan(NamedTuple):
     tokenizer: Path
     output: Path
     pool: PoolOptions
-    on_error: Literal["stop", "skip"]
+    options: ScanOptions
 
 
 def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | None]:
     """Scan and write the lengths; how many samples were skipped, and the list of these."""
     from omnibal.data.annotations import Annotations
+    from omnibal.data.data_index import DataIndex
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
@@ -204,28 +221,28 @@ def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | No
     keeps_files = not is_stream(output)
     skipped_list = output.with_name(f"{output.name}.skipped.txt")
     partial = output.with_name(f"{output.name}.partial")
-    outputs: dict[str, Path | None] = {"-o": output}
+    outputs: dict[str, Path | None] = {"-o": output, "--data-index": asked.options.data_index}
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
     read = asked.meta, named_model_file(asked.model), *tokenizer_files(asked.tokenizer)
     check_files(outputs, read)
     print_notes(model_notes(asked.model))
     tokenizer = open_tokenizer(asked.tokenizer)
-    annotations = Annotations.open(asked.meta)
-    check_files(outputs, annotations.files)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    key = scan_key(annotations, config, tokenizer)
-    journal = ScanJournal.open(partial, key) if keeps_files else None
-    print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
-    with (
-        _resumable(),
-        asked.pool.opened() as pool,
-        progress("scanning", len(annotations)) as advance,
-    ):
-        scan = scan_lengths(
-            annotations, config, tokenizer, advance,
-            pool=pool, on_error=asked.on_error, journal=journal,
-        )  # fmt: skip
+    with _resumable(), asked.pool.opened() as pool:
+        index = DataIndex(pool=pool, progress=progress)
+        if asked.options.data_index is not None:
+            index = DataIndex.resumed(asked.options.data_index, pool, progress)
+        annotations = Annotations.open(asked.meta, index)
+        check_files(outputs, annotations.files)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        key = scan_key(annotations, config, tokenizer)
+        journal = ScanJournal.open(partial, key) if keeps_files else None
+        print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
+        with progress("scanning", len(annotations)) as advance:
+            scan = scan_lengths(
+                annotations, config, tokenizer, advance,
+                pool=pool, on_error=asked.options.on_error, journal=journal,
+            )  # fmt: skip
     if keeps_files:
         write_skipped(scan.skipped, skipped_list)
     write_lengths(scan.lengths, output)

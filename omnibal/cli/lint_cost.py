@@ -122,7 +122,7 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
         {
             "peak_gib": memory.allocated_gib,
             **memory.model_dump(),
-            **{f"{tower}_layers": len(stage.layers(tower)) for tower in towers},
+            **{f"{tower}_layers": stage.number_of_layers(tower) for tower in towers},
             "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
             "forward_ms": each.forward_ms,
             "backward_ms": each.backward_ms,
@@ -131,6 +131,7 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
         for stage, each, memory, waits in _by_stage(costed)
     ]
     return {
+        "schedule": {"name": costed.schedule.name, "chunks": costed.schedule.chunks},
         "step_ms": costed.step_ms,
         "bubble_fraction": costed.bubble_fraction,
         "samples_per_second_per_gpu": costed.prediction.samples_per_second_per_gpu,
@@ -165,7 +166,7 @@ def _stages_table(verdict: "Verdict") -> Table:
     rows = [
         (
             str(index),
-            *(str(len(stage.layers(tower))) for tower in towers),
+            *(str(stage.number_of_layers(tower)) for tower in towers),
             " + ".join(str(len(stage.recomputed(tower))) for tower in towers),
             f"{memory.allocated_gib:,.1f}",
             f"{memory.device_gib:,.1f}",
@@ -210,22 +211,31 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
             how = f"a split that fits takes {-verdict.saved:.1%} longer"
         elif verdict.finding is not None:
             how += ", and fits"
-        yield f"{how}, {better.step_ms:,.1f} ms a step: {_flags(verdict, better)}"
+        in_chunks = f"{_schedule(better)}{better.step_ms:,.1f} ms a step"
+        yield f"{how}, {in_chunks}: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
-        chunks = ", in one chunk each," if verdict.launched.line.virtual else ""
+        chunks = "" if verdict.launched.has_all_chunks else ", in one chunk each,"
         yield (
             f"the line's layers by stage{chunks} fit with the least recomputation, {step}: "
             f"{_flags(verdict, least)}"
         )
     if better is not None or least is not None:
-        chunks = ", chunks and" if verdict.launched.line.virtual else " and"
-        yield f"(in place of all that the line says of the split{chunks} recomputation)"
+        yield "(in place of all that the line says of the split, chunks and recomputation)"
     elif verdict.finding is not None:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"
         )
+
+
+def _schedule(advised: "Costed") -> str:
+    """The schedule of stages in words; nothing where there is one stage."""
+    schedule = advised.schedule
+    if len(advised.stages) == 1:
+        return ""
+    chunks = "one chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
+    return f"by {schedule.name} with {chunks} a stage, "
 
 
 def _flags(verdict: "Verdict", advised: "Costed") -> str:

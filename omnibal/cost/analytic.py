@@ -75,7 +75,7 @@ from omnibal.cost.links import (
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
-from omnibal.cost.weight_part import late_bytes, late_parameters, late_products
+from omnibal.cost.weight_part import late_bytes, late_parameters, late_products, two_part_bytes
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
@@ -539,12 +539,19 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     weight_bytes = one.trained * device.element_bytes
     # Gradients of earlier encoders' features wait while this one runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
+    moments = counts.working if has_backward else counts.forward_working
     transient_bytes = [
         counts.working_bytes(each, trained=one.trained)
         + _fixed(weight_bytes * each.weight, nothing)
         + waiting_bytes
-        for each in (counts.working if has_backward else counts.forward_working)
+        for each in moments
     ]
+    in_two_bytes = transient_bytes
+    if late:
+        in_two_bytes = [
+            two_part_bytes(device, one.kind, counts, late, each) + waiting_bytes
+            for each in (*moments, *counts.late_working)
+        ]
     return UnitCost(
         forward_ms=forward_ms,
         backward_ms=backward_ms,
@@ -560,6 +567,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         output_bytes=counts.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
+        two_part_bytes=np.stack([nothing, *in_two_bytes]),
         late_bytes=late_bytes(device, one.kind, counts, late),
         passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
         shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),

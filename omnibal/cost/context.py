@@ -431,4 +431,5 @@ def _with_exchange(unit: UnitCost, added: _Added, times: _Times, goes_back: bool
         recompute_ms=unit.recompute_ms + again_ms,
         context_ms=unit.context_ms + np.stack([forward_ms, backward_ms, again_ms]),
         transient_bytes=np.vstack([unit.transient_bytes, working_bytes]),
+        two_part_bytes=np.vstack([unit.two_part_bytes, working_bytes]),
     )

@@ -184,6 +184,9 @@ class Working:
     own type, also where it is added to the fp32 buffer."""
     gone: tuple[str, ...] = ()
     """Lines of what the unit keeps that it has let go of by then."""
+    after: int = 0
+    """Products, from the unit's last one on, whose outputs' gradients it has let go of by then,
+    unless those of their weights come later."""
     of_words: bool = False
     """Whether the weight is an embedding's, which is no product's."""
     beside_logits: bool = False
@@ -261,6 +264,8 @@ class Counts:
     output_bytes: np.ndarray
     working: tuple[Working, ...]
     """Moments of backward at one of which working memory is largest."""
+    late_working: tuple[Working, ...] = ()
+    """More of them where gradients of weights come later, as what these need is there then."""
     forward_working: tuple[Working, ...] = ()
     """Moments of forward, where the unit has no backward and keeps nothing."""
     passing_bytes: np.ndarray | float = 0.0

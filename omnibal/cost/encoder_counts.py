@@ -185,6 +185,15 @@ def encoder_layer(
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         working=_layer_working(tower, into, device, hidden_bytes, inner_bytes),
+        # Between the blocks: gradients of the norm's output and of the sum, and with a layer scale
+        # of the layer's output and of attention's block.
+        late_working=(
+            Working(
+                bytes=(2 if tower.layer_scale_init is None else 4) * hidden_bytes,
+                gone=(_SCALED_FEED_FORWARD, _OUT_OF, _INTO),
+                after=2,
+            ),
+        ),
         # The tower's input, and this layer's, stay. Besides, its middle: norm, attention's block,
         # the sum and the norm of it; q, k and v before and after norms and rotation; both sides of
         # the activation and the feed-forward's output.
@@ -215,16 +224,19 @@ def _layer_working(
     scaled = tower.layer_scale_init is not None
     # The gradient, and where there is a layer scale that of the block besides.
     gradients_bytes = (1 + scaled) * hidden_bytes
-    gone = (_SCALED_FEED_FORWARD,)
+    gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # else it is the gradient of the residual
     return (
         *((Working(bytes=gradients_bytes),) if scaled else ()),
         # The second product's gradients; the activation's; the first product's.
         Working(bytes=gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
-        Working(bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF)),
+        Working(
+            bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF), after=own
+        ),
         Working(
             bytes=2 * hidden_bytes + into / f * inner_bytes,
             weight=h * into / t,
             gone=(*gone, _OUT_OF, _INTO),
+            after=own,
         ),
     )
 
@@ -367,8 +379,8 @@ def encoder_projector(
         working=(
             # The second product's gradients; the first's; the norm's, and that of all positions.
             Working(bytes=output_bytes + narrow_bytes, weight=h * h / t),
-            Working(bytes=wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu),
-            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what)),
+            Working(bytes=wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu, after=1),
+            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what), after=2),
         ),
         # The tower's input and output stay.
         forward_working=(Working(bytes=2 * input_bytes + 2 * wide_bytes + narrow_bytes),),

@@ -52,6 +52,8 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
     part_bytes = block_bytes * device.whole
     into, out_of = _gated(h, f / t, tokens)
     gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
+    # The second product's output has the residual's gradient, unless it is of another size or kind.
+    own = int(device.sequence_parallel or language.post_norms)
     return Block(
         products=(
             replace(into, name="mlp.linear_fc1", given=SECOND_OUTPUT),
@@ -69,11 +71,12 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
             # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
             # its input as a whole and, divided again, as this rank's part.
             Working(bytes=part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
-            Working(bytes=part_bytes + 3 * inner_bytes, gone=("their product",)),
+            Working(bytes=part_bytes + 3 * inner_bytes, gone=("their product",), after=own),
             Working(
                 bytes=part_bytes + 2 * inner_bytes + block_bytes + gathered_bytes * device.whole,
                 weight=2 * h * f / t,
                 gone=("gate and value", "their product"),
+                after=own,
             ),
         ),
         divided_parameters=3 * h * f,
@@ -141,7 +144,9 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + (4 if shared else 0)
         + (3 if experts.shared_gate else 0),
         kept=_mixture_kept(h, experts, device, tokens, rows),
-        working=_mixture_working(h, f, held, device, own, rows),
+        working=_mixture_working(
+            h, f, held, device, own, rows, 2 * bool(shared) + experts.shared_gate
+        ),
         divided_parameters=3 * h * shared,
         whole_parameters=h * experts.experts + (h if experts.shared_gate else 0),
         expert_parameters=held * 3 * h * f,
@@ -204,9 +209,13 @@ def _mixture_kept(
 
 
 def _mixture_working(
-    h: int, f: int, held: int, device: Device, own: np.ndarray, rows: np.ndarray
+    h: int, f: int, held: int, device: Device, own: np.ndarray, rows: np.ndarray, others: int
 ) -> tuple[Working, ...]:
-    """Moments of the experts' backward; gradients of weights are of all experts of the device."""
+    """Moments of the experts' backward; gradients of weights are of all experts of the device.
+
+    Args:
+        others: products that all tokens pass, whose backward is over.
+    """
     size = device.element_bytes
     part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
     weighted = ("weighted product",)
@@ -216,14 +225,15 @@ def _mixture_working(
     return (
         # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
         # SwiGLU's; the first product's; rows sorted back.
-        Working(bytes=part_bytes + 2 * rows_bytes),
-        Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f),
-        Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted),
-        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active),
+        Working(bytes=part_bytes + 2 * rows_bytes, after=others),
+        Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
+        Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
+        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
         Working(
             bytes=part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
             weight=held * 2 * h * f,
             gone=experts,
+            after=others + 1,
         ),
-        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED)),
+        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED), after=others + 2),
     )

@@ -122,7 +122,10 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
     gradient_bytes = layer.output_bytes
     return replace(
         layer,
-        products=(*layer.products, *projector.products),
+        products=(
+            *layer.products,
+            *(replace(one, given=f"deepstack: {one.given}") for one in projector.products),
+        ),
         moved_bytes=layer.moved_bytes + projector.moved_bytes,
         # Gradients of the layer's output, from both, are added.
         back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
@@ -143,6 +146,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
                 replace(
                     each,
                     gone=(*each.gone, *(_of_deepstack(line).what for line in projector.kept)),
+                    after=each.after + len(projector.products),
                 )
                 for each in layer.working
             ),
@@ -287,8 +291,11 @@ def _two_products(
                 bytes=input_bytes + inner_bytes,
                 weight=wide * inner / t,
                 gone=("into GELU", "out of GELU"),
+                after=1,
             ),
-            Working(bytes=2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output")),
+            Working(
+                bytes=2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output"), after=2
+            ),
         ),
         forward_working=(Working(bytes=2 * input_bytes + 2 * inner_bytes),),
         # The second product's bias is whole.
@@ -359,11 +366,12 @@ def _gated_projector(
         output_bytes=output_bytes,
         working=(
             Working(bytes=output_bytes + inner_bytes, weight=inner * h / t),
-            Working(bytes=output_bytes + 3 * inner_bytes, gone=("their product",)),
+            Working(bytes=output_bytes + 3 * inner_bytes, gone=("their product",), after=1),
             Working(
                 bytes=input_bytes + 2 * output_bytes,
                 weight=wide * h,
                 gone=("their product", "gate and value"),
+                after=3,
             ),
         ),
         forward_working=(Working(bytes=input_bytes + 2 * output_bytes + 3 * inner_bytes),),

@@ -100,9 +100,25 @@ def language_layer(
             device,
             (
                 *second.working,
-                *(replace(moment, gone=(*later, *moment.gone)) for moment in first.working),
+                *(
+                    replace(
+                        moment,
+                        gone=(*later, *moment.gone),
+                        after=moment.after + len(second.products),
+                    )
+                    for moment in first.working
+                ),
             ),
             products,
+        ),
+        # Between the blocks: gradients of the norm's output, of the sum and, where it is not that
+        # of the second product's output too, of the layer's.
+        late_working=(
+            Working(
+                bytes=(3 if device.sequence_parallel or post_norms else 2) * part_bytes,
+                gone=later,
+                after=len(second.products),
+            ),
         ),
         parameters=(2 + post_norms) * h
         + sum(block.whole_parameters for block in blocks)
@@ -243,14 +259,19 @@ def _one_after_another(units: Sequence[Counts]) -> Counts:
         kept += [replace(line, what=f"{place}: {line.what}") for line in unit.kept]
         for moment in unit.working:
             gone = (*later, *(f"{place}: {what}" for what in moment.gone))
-            working.append(replace(moment, gone=gone))
+            after = moment.after + sum(len(other.products) for other in units[place + 1 :])
+            working.append(replace(moment, gone=gone, after=after))
     nothing = 0 * units[-1].moved_bytes
 
     def total(bytes_of: Callable[[Counts], np.ndarray | float]) -> np.ndarray:
         return np.sum([nothing + bytes_of(unit) for unit in units], axis=0)
 
     return Counts(
-        products=tuple(product for unit in units for product in unit.products),
+        products=tuple(
+            replace(product, given=f"{place}: {product.given}" if product.given else "")
+            for place, unit in enumerate(units)
+            for product in unit.products
+        ),
         attended=tuple(one for unit in units for one in unit.attended),
         other_attention_flops=total(lambda unit: unit.other_attention_flops),
         moved_bytes=total(lambda unit: unit.moved_bytes),
@@ -294,7 +315,7 @@ def _logits(
     loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
     loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
-        products=(Product(rows=loss_tokens, inner=h, outer=vocabulary),),
+        products=(Product(rows=loss_tokens, inner=h, outer=vocabulary, given="what carries loss"),),
         # The norm, and the logits read once; backward they are read again, and their gradient
         # written.
         moved_bytes=2 * hidden_bytes + loss_moved * loss_bytes_moved,
@@ -319,7 +340,9 @@ def _logits(
             # of all positions.
             Working(bytes=logits_bytes, beside_logits=True),
             Working(bytes=logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
-            Working(bytes=gathered_bytes + loss_bytes, gone=("logits", "what carries loss")),
+            Working(
+                bytes=gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1
+            ),
         ),
         parameters=h + vocabulary * h,
     )

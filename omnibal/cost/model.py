@@ -59,6 +59,9 @@ class UnitCost:
     transient_bytes: np.ndarray
     """Working memory while the unit runs backward, on top of what is kept, [moments, features]; the
     largest of the moments counts. Where the unit has no backward, while it runs forward."""
+    two_part_bytes: np.ndarray
+    """`transient_bytes` of a backward whose products for weight gradients come later, [moments,
+    features]."""
     late_bytes: np.ndarray
     """Inputs of linears, gradients of their outputs, which a micro-batch keeps until that part has
     run, and what one product works with besides, [3, features]."""

@@ -22,18 +22,15 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
-from omnibal.base.errors import UserError
+from omnibal.base.block_cache import BlockCache
+from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model
 from omnibal.base.frozen import Frozen
+from omnibal.base.remote_path import RemotePath, changed, location, named_from, versions_of
+from omnibal.data.data_index import DataFile, DataIndex
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.naming import Naming
-from omnibal.data.record_files import (
-    RecordIndex,
-    holds_records,
-    index_array,
-    index_lines,
-    is_array,
-)
+from omnibal.data.record_files import RecordIndex, holds_records, is_array
 from omnibal.data.records import Media, read_record
 from omnibal.data.sample import Sample, Video
 from omnibal.data.stored_files import (
@@ -47,7 +44,6 @@ from omnibal.data.stored_files import (
 from omnibal.data.tar_shards import (
     Shard,
     energon_shards,
-    index_shards,
     read_shard_sample,
     webdataset_shards,
 )
@@ -129,12 +125,13 @@ class _Folder:
     """Images, videos and recordings that are files of their own."""
 
     root: Path
+    cache: BlockCache | None
 
     def image(self, name: str) -> ImageFile:
-        return ImageFile(self.root / name)
+        return ImageFile(self._path(name))
 
     def video(self, name: str) -> Video:
-        return video_at(self.root / name)
+        return video_at(self._path(name))
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         return ()
@@ -143,10 +140,13 @@ class _Folder:
         return ()
 
     def recording(self, name: str) -> AudioFile:
-        return AudioFile(self.root / name)
+        return AudioFile(self._path(name))
 
     def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         return ()
+
+    def _path(self, name: str) -> Path:
+        return named_from(self.root, name, self.cache)
 
 
 def video_at(path: Path) -> Video:
@@ -173,6 +173,8 @@ class _Places:
     """Places of the samples' records in their files; arrays are [samples]."""
 
     files: tuple[Path, ...]
+    versions: tuple[str, ...]
+    """Version of every file when its records were found."""
     file: np.ndarray
     """Index of the record's file in `files`, int32."""
     number: np.ndarray
@@ -188,6 +190,7 @@ class _Places:
         lengths = [len(index) for index in indexes]
         return cls(
             files=tuple(index.path for index in indexes),
+            versions=tuple(index.version for index in indexes),
             file=np.repeat(np.arange(len(indexes), dtype=np.int32), lengths),
             number=np.concatenate([np.arange(length) for length in lengths]),
             start=np.concatenate([index.start for index in indexes]),
@@ -202,6 +205,7 @@ class _Places:
         used, file = np.unique(self.file[indices], return_inverse=True)
         return _Places(
             files=tuple(self.files[index] for index in used),
+            versions=tuple(self.versions[index] for index in used),
             file=file.astype(np.int32),
             number=self.number[indices],
             start=self.start[indices],
@@ -216,9 +220,15 @@ class Annotations:
     """
 
     def __init__(
-        self, sources: Sequence[_Source], source: np.ndarray, places: _Places, sha256: str
+        self,
+        sources: Sequence[_Source],
+        source: np.ndarray,
+        places: _Places,
+        sha256: str,
+        cache: BlockCache | None = None,
     ) -> None:
         self._sources = sources
+        self._cache = cache
         self._places = places
         self.source = source
         """Index of every sample's source in `sources`, int32."""
@@ -238,23 +248,30 @@ class Annotations:
         """Sources whose tiles are augmented in training."""
 
     @classmethod
-    def open(cls, meta_path: Path) -> "Annotations":
+    def open(
+        cls, meta_path: Path, index: DataIndex | None = None, cache: BlockCache | None = None
+    ) -> "Annotations":
         """Index every annotation file of the meta; records are checked when they are asked for.
 
         Args:
             meta_path: of a meta, or of one annotation file.
+            index: by which records are found; None to read all files here.
+            cache: of remote files.
 
         Raises:
             UserError: the meta is missing, malformed or leaves no sample, or an annotation file or
                 shard is missing, empty, or not of the length that the meta states.
         """
+        if isinstance(meta_path, RemotePath):
+            meta_path = location(str(meta_path), cache)
         entries = _read_meta(meta_path)
         digest = hashlib.sha256()
         sources: list[_Source] = []
         indexes: list[RecordIndex] = []
         chosen: list[np.ndarray] = []
         for name, entry in entries.items():
-            source, found, sha256 = _open_source(name, entry, meta_path.parent)
+            source, found = _open_source(name, entry, meta_path.parent, index or DataIndex(), cache)
+            sha256 = _sha256(found, source.in_shards)
             records = sum(map(len, found))
             if entry.length not in (None, records):
                 raise UserError(
@@ -274,7 +291,7 @@ class Annotations:
         if not len(places):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
         of_source = np.repeat(np.arange(len(sources), dtype=np.int32), list(map(len, chosen)))
-        return cls(sources, of_source, places, digest.hexdigest())
+        return cls(sources, of_source, places, digest.hexdigest(), cache)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -282,7 +299,23 @@ class Annotations:
     def take(self, indices: np.ndarray) -> "Annotations":
         """The samples at `indices` alone, in that order: little to hand to another process."""
         places = self._places.take(indices)
-        return Annotations(self._sources, self.source[indices], places, self.sha256)
+        return Annotations(self._sources, self.source[indices], places, self.sha256, self._cache)
+
+    def check_unchanged(self) -> None:
+        """Refuse files that are not what they were when their records were found.
+
+        Raises:
+            StorageError: one is not.
+        """
+        try:
+            now = versions_of(self.files)
+        except OSError as error:
+            raise StorageError(
+                f"{error.filename}: cannot be read ({error.strerror}); restore the file"
+            ) from error
+        for path, then, version in zip(self.files, self._places.versions, now, strict=True):
+            if then != version:
+                raise changed(path)
 
     def where(self, index: int) -> str:
         """File and number of a sample's record, with which each of its errors begins."""
@@ -348,12 +381,15 @@ class Annotations:
         places, source = self._places, self._sources[self.source[index]]
         path = places.files[places.file[index]]
         start, size = int(places.start[index]), int(places.size[index])
+        # Of a local file asking would cost too much; a remote one's version is remembered.
+        if isinstance(path, RemotePath):
+            path.check_version(places.versions[places.file[index]])
         if source.in_shards:
             sample = read_shard_sample(path, start, size)
             return sample.record(), sample, sample.key
         with path.open("rb") as file:
             file.seek(start)
-            return file.read(size), _Folder(source.root), str(places.number[index] + 1)
+            return file.read(size), _Folder(source.root, self._cache), str(places.number[index] + 1)
 
 
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
@@ -379,26 +415,26 @@ def _read_meta(path: Path) -> dict[str, _SourceMeta]:
 
 
 def _open_source(
-    name: str, entry: _SourceMeta, folder: Path
-) -> tuple[_Source, list[RecordIndex], str]:
-    """The source, where its records are, and the SHA-256 of what they say."""
+    name: str, entry: _SourceMeta, folder: Path, index: DataIndex, cache: BlockCache | None
+) -> tuple[_Source, list[RecordIndex]]:
+    """The source, and where its records are."""
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
-        annotation = folder / entry.in_file
+        annotation = named_from(folder, entry.in_file, cache)
         try:
             array = is_array(annotation)
-            index, sha256 = index_array(annotation) if array else index_lines(annotation)
+            indexes = index.of([DataFile(annotation, "array" if array else "lines")])
         except OSError as error:
             raise UserError(
                 f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
                 "path, or let this user read it"
             ) from error
-        root, indexes = folder / (entry.root or ""), [index]
+        root = named_from(folder, entry.root or "", cache)
         unit = "sample" if array else "line"
     else:
-        shards = _shards(entry, folder)
-        indexes, sha256 = index_shards(shards)
+        shards = _shards(entry, folder, cache)
+        indexes = index.of([DataFile(shard.path, "shard", shard) for shard in shards])
         root, unit = shards[0].path.parent, "sample"
     source = _Source(
         name=name,
@@ -409,13 +445,20 @@ def _open_source(
         augment=entry.data_augment,
         max_dynamic_patch=entry.max_dynamic_patch,
     )
-    return source, indexes, sha256
+    return source, indexes
 
 
-def _shards(entry: _SourceMeta, folder: Path) -> list[Shard]:
+def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
+    """Hash of what the records say; of shards, however samples are spread over them."""
+    if not in_shards:
+        return indexes[0].digest.hex()
+    return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
+
+
+def _shards(entry: _SourceMeta, folder: Path, cache: BlockCache | None) -> list[Shard]:
     if entry.energon is not None:
-        return energon_shards(folder / entry.energon, entry.split or "train")
-    return webdataset_shards(entry.shards or "", folder)
+        return energon_shards(named_from(folder, entry.energon, cache), entry.split or "train")
+    return webdataset_shards(entry.shards or "", folder, cache)
 
 
 def _repeated(records: int, repeat_time: float) -> np.ndarray:

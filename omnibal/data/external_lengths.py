@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from omnibal.base.errors import UserError
+from omnibal.base.remote_path import RemotePath
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
 from omnibal.data.loongforge_manifest import is_manifest, read_manifest
@@ -34,7 +35,9 @@ _REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
 
 def is_counted(path: Path) -> bool:
-    """Whether a path is a dataset that another program has counted."""
+    """Whether a path is a dataset that another program has counted, which is local."""
+    if isinstance(path, RemotePath):
+        return False
     return cached_folder(path) is not None or (path.is_file() and is_manifest(path))
 
 

@@ -7,6 +7,7 @@ from typing import BinaryIO
 
 from PIL import ExifTags, Image
 
+from omnibal.base.errors import StorageError
 from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
@@ -106,7 +107,7 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
         raise BadImage(
             f"image {image} does not exist; correct the path, or root in the meta"
         ) from error
-    except IsADirectoryError:
+    except (IsADirectoryError, StorageError):
         raise
     except Exception as error:  # what Pillow raises for a broken file has no common type
         raise BadImage(

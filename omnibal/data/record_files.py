@@ -5,7 +5,6 @@ The parsed records are not kept: a sample is read again from its bytes each time
 
 import hashlib
 import json
-import mmap
 import re
 from array import array
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.base.remote_path import version_of
 
 _CHUNK_BYTES = 1 << 24  # read at once: large enough that reading is what takes the time
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
@@ -31,8 +31,12 @@ class RecordIndex:
     """The bytes of every record of one file; int64 [records]."""
 
     path: Path
+    version: str
+    """What changes whenever the file does (`version_of`)."""
     start: np.ndarray
     size: np.ndarray
+    digest: bytes
+    """SHA-256 of the file, or, of a shard, of every sample one after the other."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -70,14 +74,15 @@ def holds_records(path: Path) -> bool:
     return isinstance(record, dict) and any(isinstance(v, list) for v in record.values())
 
 
-def index_lines(path: Path) -> tuple[RecordIndex, str]:
-    """Index every line and hash the file (SHA-256), in one pass.
+def index_lines(path: Path) -> RecordIndex:
+    """Index every line and hash the file, in one pass.
 
     Raises:
         UserError: there is no such file, or nothing in it.
     """
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
+    version = version_of(path)
     digest = hashlib.sha256()
     borders = [np.zeros(1, np.int64)]
     size = 0
@@ -98,7 +103,7 @@ def index_lines(path: Path) -> tuple[RecordIndex, str]:
         if file.readline(_OPENING_BYTES).removeprefix(_BYTE_ORDER_MARK).strip() == b"[":
             raise UserError(f"{path}: is a JSON array of several lines; name it .json")
     start = start[:lines]
-    return RecordIndex(path, start, end[:lines] - start), digest.hexdigest()
+    return RecordIndex(path, version, start, end[:lines] - start, digest.digest())
 
 
 def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> int:
@@ -110,17 +115,20 @@ def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> in
     return 0
 
 
-def index_array(path: Path) -> tuple[RecordIndex, str]:
-    """Index every element of a JSON array and hash the file, in memory of the file's size.
+def index_array(path: Path) -> RecordIndex:
+    """Index every element of a JSON array and hash the file, in memory of twice the file's size.
 
     Raises:
         UserError: it is no whole JSON array, or an empty one.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        sha256 = hashlib.sha256(content).hexdigest()
-        # A character for each byte, so that places in the text are places in the file: outside of
-        # strings JSON is ASCII, and no byte of a longer character looks like its quotes.
-        text = str(content, "latin-1")
+    version = version_of(path)
+    with path.open("rb") as file:
+        content = file.read()
+    digest = hashlib.sha256(content).digest()
+    # A character for each byte, so that places in the text are places in the file: outside of
+    # strings JSON is ASCII, and no byte of a longer character looks like its quotes.
+    text = str(content, "latin-1")
+    del content
     starts, ends = array("q"), array("q")
     try:
         for start, end in _elements(text):
@@ -135,7 +143,7 @@ def index_array(path: Path) -> tuple[RecordIndex, str]:
     if not starts:
         raise UserError(f"{path}: is an empty array; it must hold at least one sample")
     start_of, end_of = (np.frombuffer(places, np.int64) for places in (starts, ends))
-    return RecordIndex(path, start_of, end_of - start_of), sha256
+    return RecordIndex(path, version, start_of, end_of - start_of, digest)
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:

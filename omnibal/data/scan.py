@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from omnibal import __version__
-from omnibal.base.errors import UserError
+from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import atomic, real_path
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
@@ -111,6 +111,7 @@ def scan_lengths(
             which the first five are named (to skip: only where nothing else is left), a tokenizer
             that lacks what the model's chat template writes or is larger than its vocabulary, or a
             process that was ended from outside.
+        StorageError: data cannot be reached, or has changed since its samples were found.
     """
     _check_counted(model)
     check_tokenizer(model, tokenizer)
@@ -205,6 +206,7 @@ class _Scanner:
     """Length of a recording, or what is wrong with it."""
 
     def __call__(self, task: _Task) -> _Scanned:
+        task.samples.check_unchanged()
         mistakes: dict[int, str] = {}
         places = {place: place for place in range(len(task.indices))}
         read = _each(lambda place: self._read(task.samples, place), places, mistakes)
@@ -221,6 +223,7 @@ class _Scanner:
         rows = [(indices[place], *numbers) for place, (numbers, _) in counts.items()]
         shown = [segments for _, segments in counts.values()]
         good = Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown))
+        task.samples.check_unchanged()
         return _Scanned(good, bad)
 
     def _read(self, samples: Annotations, place: int) -> Sample:
@@ -318,6 +321,8 @@ def _each(
     for place, value in given.items():
         try:
             found[place] = step(value)
+        except StorageError:
+            raise
         except UserError as error:
             mistakes[place] = str(error)
     return found

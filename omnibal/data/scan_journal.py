@@ -1,20 +1,18 @@
 """Journal of a scan on disk, from which a scan that was killed resumes.
 
-The file is a line of text with the key of all that the counts depend on, then binary
-records: numbers of samples and of their images, CRC-32, samples, images.
+It is a log under the key of all that the counts depend on. Its records: numbers of samples and of
+their images, samples, images.
 """
 
-import os
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from omnibal.base.errors import UserError
+from omnibal.base.record_log import RecordLog
 from omnibal.data.image_sizes import IMAGE, ImageSizes
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
@@ -51,9 +49,10 @@ class Counted:
 
 
 _TITLE = b"omnibal scan journal "
-_FORM = b"4 "
+_FORM = b"5 "
 """Version of what the records hold; a journal of another form is discarded."""
-_PREFIX = struct.Struct("<III")
+_NAMED = "a journal of `omnibal lengths`, which keeps there what it has finished"
+_NUMBERS = struct.Struct("<II")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,8 +62,7 @@ class ScanJournal:
     The file exists from the first `append` on, until `remove`.
     """
 
-    path: Path
-    key: str
+    log: RecordLog
     finished: Counted
     """Finished samples, ascending by index, each once."""
     discarded: bool
@@ -77,26 +75,15 @@ class ScanJournal:
         Raises:
             UserError: the file is something else than a journal.
         """
-        content = path.read_bytes() if path.exists() else b""
-        header = _header(key)
-        if not content.startswith(_TITLE) and not header.startswith(content):
-            raise UserError(
-                f"{path}: is not a journal of `omnibal lengths`, which keeps there what it has "
-                "finished; move that file away or choose another -o"
-            )
-        records: list[Counted] = []
-        if content.startswith(header):
-            records = list(_records(content, len(header)))
-            # Records added after a torn one would never be read.
-            os.truncate(path, len(header) + sum(len(_written(each)) for each in records))
-        else:
-            path.unlink(missing_ok=True)
-        return cls(
-            path=path,
-            key=key,
-            finished=Counted.joined(records),
-            discarded=len(content) > len(header) and not content.startswith(header),
-        )
+        log = RecordLog(path, _TITLE, _FORM + key.encode())
+        records, discarded = log.read(_NAMED)
+        log.begin(records)
+        return cls(log=log, finished=Counted.joined(list(map(_read, records))), discarded=discarded)
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self.log.path
 
     def notes(self, samples: int) -> list[str]:
         """Lines that tell the user what a scan of `samples` samples resumes or discards."""
@@ -110,46 +97,27 @@ class ScanJournal:
 
     def append(self, samples: Counted) -> None:
         """Add one record."""
-        with self.path.open("ab") as file:
-            header = b"" if file.tell() else _header(self.key)
-            file.write(header + _written(samples))
+        self.log.append(_written(samples))
 
     def remove(self) -> None:
         """Delete the file, of which nothing is needed any more."""
-        self.path.unlink(missing_ok=True)
-
-
-def _header(key: str) -> bytes:
-    return _TITLE + _FORM + key.encode() + b"\n"
+        self.log.remove()
 
 
 def _written(samples: Counted) -> bytes:
     """A record, as it stands in the file."""
     rows, sizes = samples.rows, samples.image_sizes
-    data = rows.tobytes() + sizes.counts.astype("<i8").tobytes() + sizes.images.tobytes()
-    numbers = len(rows), len(sizes.images)
-    return _PREFIX.pack(*numbers, _checksum(*numbers, data)) + data
+    numbers = _NUMBERS.pack(len(rows), len(sizes.images))
+    return numbers + rows.tobytes() + sizes.counts.astype("<i8").tobytes() + sizes.images.tobytes()
 
 
-def _records(content: bytes, start: int) -> Iterator[Counted]:
-    """Every record from `start` on, up to the first that is not as it was written."""
-    while start + _PREFIX.size <= len(content):
-        samples, images, checksum = _PREFIX.unpack_from(content, start)
-        start += _PREFIX.size
-        borders = np.cumsum([0, samples * COUNTED.itemsize, 8 * samples, images * IMAGE.itemsize])
-        data = content[start : start + borders[-1]]
-        if _checksum(samples, images, data) != checksum:
-            return
-        rows, counts, sizes = (data[first:stop] for first, stop in pairwise(borders))
-        yield Counted(
-            rows=np.frombuffer(rows, COUNTED),
-            image_sizes=ImageSizes(
-                images=np.frombuffer(sizes, IMAGE), counts=np.frombuffer(counts, "<i8")
-            ),
-        )
-        start += len(data)
-
-
-def _checksum(samples: int, images: int, data: bytes) -> int:
-    # Includes the numbers, as a tail of zeros would else pass for empty records.
-    return zlib.crc32(samples.to_bytes(4) + images.to_bytes(4) + data)
+def _read(record: memoryview) -> Counted:
+    samples, images = _NUMBERS.unpack_from(record)
+    sizes = (_NUMBERS.size, samples * COUNTED.itemsize, 8 * samples, images * IMAGE.itemsize)
+    rows, counts, shown = (record[first:stop] for first, stop in pairwise(np.cumsum(sizes)))
+    return Counted(
+        rows=np.frombuffer(rows, COUNTED),
+        image_sizes=ImageSizes(
+            images=np.frombuffer(shown, IMAGE), counts=np.frombuffer(counts, "<i8")
+        ),
+    )

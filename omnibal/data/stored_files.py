@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from PIL import UnidentifiedImageError
 
+from omnibal.base.remote_path import RemotePath
+
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -118,6 +120,14 @@ class ImageFile(StoredFile):
 @dataclass(frozen=True, slots=True)
 class AudioFile(StoredFile):
     """A recording that is opened when it is needed."""
+
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file; raises OSError."""
+        file = StoredFile.open(self)
+        if not isinstance(self.path, RemotePath):
+            return file
+        with file:  # libsndfile takes any error of a storage for a broken recording
+            return io.BytesIO(file.read())
 
 
 @dataclass(frozen=True, slots=True)

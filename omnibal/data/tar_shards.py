@@ -13,15 +13,19 @@ it is installed, so this is left to when somebody has shards.
 import hashlib
 import re
 import tarfile
+import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
+from omnibal.base.remote_path import RemotePath, named_from, version_of
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.sample import Video
@@ -40,6 +44,8 @@ from omnibal.data.stored_files import (
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
+_ENERGON_META = ".nv-meta"
+_ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 _TAR_BLOCK = 512  # bytes, by the format
 
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
@@ -155,8 +161,11 @@ class ShardSample:
         return AudioFile(self.shard, member.name, member.offset, member.size)
 
 
-def webdataset_shards(notation: str, folder: Path) -> list[Shard]:
+def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:
     """Expand a webdataset notation such as train-{000..003}.tar, relative to `folder`.
+
+    Args:
+        cache: of shards that are named by URLs.
 
     Raises:
         UserError: the library is missing, or it is no notation.
@@ -172,7 +181,7 @@ def webdataset_shards(notation: str, folder: Path) -> list[Shard]:
             f'"shards": {notation!r} is not what webdataset expands ({error}); write it as in '
             "train-{000..003}.tar"
         ) from error
-    return [Shard(folder / name) for name in names]
+    return [Shard(named_from(folder, name, cache)) for name in names]
 
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:
@@ -187,7 +196,10 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
     except ImportError as error:
         raise _missing("energon", error) from error
     try:
-        meta = WebdatasetMeta.from_config(EPath(folder.absolute()), split_part=split)
+        with _energon_meta(folder) as local:
+            meta = WebdatasetMeta.from_config(EPath(local), split_part=split)
+    except UserError:
+        raise
     except Exception as error:  # what its readers of JSON and YAML raise has no common type
         raise UserError(
             f"{folder}: Energon finds no split {split!r} there ({type(error).__name__}: {error}); "
@@ -199,21 +211,34 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
     ]
 
 
-def index_shards(shards: Sequence[Shard]) -> tuple[list[RecordIndex], str]:
-    """The samples of every shard, and a SHA-256 of their records and of the names and sizes of
-    their other members.
+@contextmanager
+def _energon_meta(folder: Path) -> Iterator[Path]:
+    """A local folder with what tells Energon of shards and splits."""
+    if not isinstance(folder, RemotePath):
+        yield folder.absolute()
+        return
+    with tempfile.TemporaryDirectory() as name:
+        local = Path(name) / _ENERGON_META
+        local.mkdir()
+        for each in _ENERGON_FILES:
+            if (folder / _ENERGON_META / each).is_file():
+                (local / each).write_bytes((folder / _ENERGON_META / each).read_bytes())
+        yield Path(name)
+
+
+def index_shard(shard: Shard) -> RecordIndex:
+    """The samples of a shard, each with a SHA-256 of its record and of the names and sizes of its
+    other members.
 
     Raises:
-        UserError: webdataset is missing, or a shard is missing, damaged, compressed, or not what
+        UserError: webdataset is missing, or the shard is missing, damaged, compressed, or not what
             is known of it.
     """
     try:
         from webdataset.tariterators import group_by_keys
     except ImportError as error:
         raise _missing("webdataset", error) from error
-    digest = hashlib.sha256()
-    indexes = [_index_shard(shard, group_by_keys, digest.update) for shard in shards]
-    return indexes, digest.hexdigest()
+    return _index_shard(shard, group_by_keys)
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
@@ -238,15 +263,13 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
     return ShardSample(shard, members)
 
 
-def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], None]) -> RecordIndex:
-    start, size = array("q"), array("q")
+def _index_shard(shard: Shard, groups: Groups) -> RecordIndex:
+    start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
     try:
         if not path.is_file():
-            raise UserError(
-                f"{path}: no such shard; it must be a file here, as samples are read in the order "
-                "of the plan: correct the path in the meta, or fetch it"
-            )
+            raise UserError(f"{path}: no such shard; correct the path in the meta, or fetch it")
+        version = version_of(path)
         with path.open("rb") as file:
             for key, members in _grouped(file, path, groups):
                 if key in keys:
@@ -256,8 +279,10 @@ def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], Non
                     continue
                 start.append(members[0].header)
                 size.append(members[-1].end - members[0].header)
+                digest = hashlib.sha256()
                 for member in members:
-                    on_content(_content(file, member))
+                    digest.update(_content(file, member))
+                digests += digest.digest()
     except UserError:
         raise
     except (OSError, ValueError, tarfile.TarError) as error:
@@ -272,7 +297,9 @@ def _index_shard(shard: Shard, groups: Groups, on_content: Callable[[bytes], Non
             f"{path}: holds {len(keys)} samples where Energon counted {shard.samples}; run "
             "`energon prepare` again"
         )
-    return RecordIndex(path, np.array(start, np.int64), np.array(size, np.int64))
+    return RecordIndex(
+        path, version, np.array(start, np.int64), np.array(size, np.int64), bytes(digests)
+    )
 
 
 def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[_Member]]]:

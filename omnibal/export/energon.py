@@ -174,7 +174,7 @@ def _write_packs(
 
 def _write_offsets(path: Path) -> None:
     """Where every line of packs.jsonl, written before, begins and where the last one ends."""
-    index, _ = index_lines(path.with_suffix(""))
+    index = index_lines(path.with_suffix(""))
     borders = np.append(index.start, index.start[-1] + index.size[-1])
     path.write_bytes(borders.astype("<u8").tobytes())
 

@@ -4,7 +4,7 @@ A plan that `omnibal plan --for` made has none of it. One that was made otherwis
 is exported if it happens to have none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
 from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.steps.next_fit import next_fit_packs
 
 Data = tuple[ScheduledPacks, Lengths]
@@ -42,6 +41,7 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
         yield f"the plan has products in FP8, and {target.title} none"
     yield from _of_adapters(plan, target)
     yield from _of_levels(plan, target)
+    yield from _of_schedule(plan, target)
     yield from _of_stages(plan, target)
     yield from _of_recomputation(plan, target)
     yield from _of_sharding(plan, target)
@@ -87,10 +87,27 @@ def _of_levels(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             f"the plan has packs of {len(plan.levels)} levels, each with its own caps and "
             f"recomputed layers, and {target.title} takes one"
         )
-    if plan.schedule != ONE_FORWARD_ONE_BACKWARD:
-        yield f"the plan's schedule is {plan.schedule.name}, and exports are of 1f1b"
     if plan.beside is not None:
         yield f"encoders are data-parallel, which {target.title} cannot do"
+
+
+def _of_schedule(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
+    schedule, sizes = plan.schedule, plan.parallel
+    micro_batches = 0
+    if plan.shapes is not None:
+        micro_batches = plan.shapes.micro_batches_per_step
+    elif plan.data is not None:
+        micro_batches = packs_per_step(plan.data, sizes.data) // sizes.data
+    obstacle = target.schedule_obstacle(schedule.name, sizes.pipeline, micro_batches)
+    if obstacle is not None:
+        yield f"the plan's schedule is {schedule.name}, and {obstacle}"
+
+
+def _place(plan: Plan, part: int) -> str:
+    """Where a part of the model is, in words."""
+    place, stages = plan.schedule.placement, plan.parallel.pipeline
+    stage = f"stage {place.stage_of(part, stages)}"
+    return stage if plan.schedule.chunks == 1 else f"chunk {part // stages} of {stage}"
 
 
 def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -100,8 +117,8 @@ def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
         away = [span for span in stage.units if _is_of(encoders, span.part)]
         if rules.encoders_on_first and number and away:
             yield (
-                f"stage {number} holds {away[0]}, and {target.title} has encoders on its first "
-                "stage alone"
+                f"{_place(plan, number)} holds {away[0]}, and {target.title} has encoders on its "
+                "first stage alone"
             )
     embed = LANGUAGE_EMBED.replace("_", " ")
     if rules.encoders_on_first and not stages[0].holds(embed):
@@ -109,8 +126,8 @@ def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     for number, stage in enumerate(stages):
         if rules.language_everywhere and not stage.layers(LANGUAGE):
             yield (
-                f"stage {number} holds no layer of the language model, and in {target.title} "
-                "every stage does"
+                f"{_place(plan, number)} holds no layer of the language model, and in "
+                f"{target.title} every stage does"
             )
 
 
@@ -124,10 +141,12 @@ def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     if freedom is RecomputeFreedom.LAYERS:
         return
     if freedom is RecomputeFreedom.STAGES:
-        for number, stage in enumerate(stages):
-            if number_of_stage(stage, towers) is None:
+        for number in range(plan.parallel.pipeline):
+            chunks = [stages[part] for part in plan.parts_of(number)]
+            if number_of_stage(chunks, towers) is None:
+                again = _named([span for chunk in chunks for span in chunk.recompute])
                 yield (
-                    f"stage {number} recomputes {_named(stage.recompute)}, and {target.title} "
+                    f"stage {number} recomputes {again}, and {target.title} "
                     "takes one number a stage, of the first layers of every tower"
                 )
         return
@@ -149,7 +168,7 @@ def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
             )
 
 
-def _named(spans: tuple[object, ...]) -> str:
+def _named(spans: Iterable[object]) -> str:
     return " and ".join(map(str, spans)) or "nothing"
 
 

@@ -99,12 +99,13 @@ def _counted(letter: str, count: int) -> str:
     return f"{letter}*{count}" if count > 2 else letter * count
 
 
-def layout_of(stages: Sequence[Stage], prediction_layers: int) -> Layout:
+def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> Layout:
     """Say what of the language model every stage holds.
 
     Args:
-        stages: of a plan.
+        stages: of a plan; of several chunks a stage its parts in model order.
         prediction_layers: layers of multi-token prediction, which the head is planned with.
+        chunks: of every stage, the next one of which goes on where the last stage's ended.
 
     Raises:
         UserError: the language model does not begin on the first stage.
@@ -115,21 +116,22 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int) -> Layout:
             "stage 0 does not hold the language embed, and a layout begins with it: encoders must "
             "all be on stage 0, as those of a plan made with --for are"
         )
-    chunks = []
+    held = []
     for stage in stages:
         words = [EMBEDDING] if stage.holds(first) else []
         words += [DECODER] * len(stage.layers(LANGUAGE))
         if stage.holds(HEAD):
             words += [PREDICTION] * prediction_layers + [LOSS]
-        chunks.append(tuple(words))
-    return Layout(pipeline=len(stages), chunks=tuple(chunks))
+        held.append(tuple(words))
+    return Layout(pipeline=len(stages) // chunks, chunks=tuple(held))
 
 
 def split_flags(layout: Layout) -> dict[str, str]:
     """Megatron's flags for a split, by their names without dashes, the shortest that express it.
 
     None where stages have equally many layers, the numbers of the first and the last stage where
-    those between have, else the layout. Layers of multi-token prediction are with the head in all.
+    those between have, else the layout, which says the chunks of stages too. Layers of multi-token
+    prediction are with the head in all.
     """
     if layout.is_even:
         return {}

@@ -20,6 +20,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.energon import loader_order, stored, whole_steps
 from omnibal.export.exported import Exported, ExportInput
+from omnibal.export.layout import DECODER
 from omnibal.export.megatron_flags import (
     Batch,
     Flags,
@@ -74,18 +75,27 @@ def export(given: ExportInput) -> Exported:
 
 
 def split_flags(plan: Plan) -> Flags:
-    """Layers of the language model by stage; one stage needs none."""
-    layers = plan_layout(plan).layers
-    return {"custom-pipeline-layers": _listed(layers)} if len(layers) > 1 else {}
+    """Layers of the language model by stage, or by chunk in model order; one stage needs none."""
+    layout = plan_layout(plan)
+    if layout.virtual > 1:
+        of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
+        return {
+            "num-virtual-stages-per-pipeline-rank": str(layout.virtual),
+            "custom-virtual-pipeline-layers": _listed(of_chunks),
+        }
+    return {"custom-pipeline-layers": _listed(layout.layers)} if layout.pipeline > 1 else {}
 
 
 def recompute_flags(plan: Plan) -> Flags:
-    """Recomputed layers by stage, a number each; none where no stage recomputes any.
+    """Recomputed layers of every chunk by stage, a number each; none where none recomputes any.
 
     A list needs a comma, so a single stage has Megatron's own number.
     """
-    towers = plan.model.towers
-    numbers = [number_of_stage(stage, towers) for stage in plan.stages_at(0)]
+    towers, parts = plan.model.towers, plan.stages_at(0)
+    numbers = [
+        number_of_stage([parts[part] for part in plan.parts_of(stage)], towers)
+        for stage in range(plan.parallel.pipeline)
+    ]
     counts = [0 if number is None else number for number in numbers]
     if not any(counts):
         return {}
@@ -237,10 +247,11 @@ def _given_up(plan: Plan) -> Iterator[str]:
 
 
 def _notes(given: ExportInput, batch: Batch, has_packs: bool) -> Iterator[str]:
+    chunks = given.files.plan.schedule.chunks > 1
     yield (
-        "`--custom-pipeline-layers` counts layers of the language model; newer LoongForge also "
-        f"takes `--pipeline-model-parallel-layout '{plan_layout(given.files.plan).short_text}'`, "
-        "never both."
+        f"`--custom-{'virtual-' if chunks else ''}pipeline-layers` counts layers of the language "
+        f"model; newer LoongForge also takes `--pipeline-model-parallel-layout "
+        f"'{plan_layout(given.files.plan).short_text}'`, never both."
     )
     if given.order is None:
         return

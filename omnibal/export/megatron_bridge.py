@@ -71,9 +71,8 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Overrides of the split, which has one chunk a stage, and of recomputed layers alone."""
-    chunks = {"model.virtual_pipeline_model_parallel_size": None}
-    return _lines({**chunks, **_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
+    """Overrides of the split and of recomputed layers alone."""
+    return _lines({**_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
@@ -101,7 +100,6 @@ def _sizes(plan: Plan) -> Mapping[str, Any]:
     values: dict[str, Any] = {
         "model.tensor_model_parallel_size": sizes.tensor,
         "model.pipeline_model_parallel_size": sizes.pipeline,
-        "model.virtual_pipeline_model_parallel_size": None,
         "model.context_parallel_size": 1,
         "model.sequence_parallel": sizes.sequence_parallel,
     }
@@ -116,7 +114,12 @@ def _split(layout: Layout) -> Mapping[str, Any]:
     for its own sizes."""
     ends = None if layout.is_even else layout.ends
     in_full = ends is None and not layout.is_even
+    has_chunks = layout.virtual > 1
+    # With batched messages, two stages of several chunks would take each other's.
+    messages = {"model.overlap_p2p_comm": True, "model.batch_p2p_comm": False}
     return {
+        "model.virtual_pipeline_model_parallel_size": layout.virtual if has_chunks else None,
+        **(messages if has_chunks else {}),
         "model.num_layers_in_first_pipeline_stage": ends[0] if ends else None,
         "model.num_layers_in_last_pipeline_stage": ends[1] if ends else None,
         "model.account_for_embedding_in_pipeline_split": False,

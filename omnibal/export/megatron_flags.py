@@ -52,7 +52,7 @@ class Batch:
 
 def plan_layout(plan: Plan) -> Layout:
     """What of the language model every stage holds."""
-    return layout_of(plan.stages, plan.model.language.prediction_layers)
+    return layout_of(plan.stages, plan.model.language.prediction_layers, plan.schedule.chunks)
 
 
 def parallel_flags(plan: Plan) -> Flags:
@@ -99,7 +99,7 @@ def batch_flags(batch: Batch) -> Flags:
 
 
 def language_recompute(plan: Plan) -> int:
-    """Layers of the language model that every stage recomputes, or all where it holds fewer."""
+    """Layers of the language model that every chunk recomputes, or all where it holds fewer."""
     number = one_number(plan.stages_at(0), LANGUAGE)
     assert number is not None  # as the plan was found expressible
     return number
@@ -111,7 +111,7 @@ def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
 
 
 def recompute_fields(number: int) -> Mapping[str, str | int | None]:
-    """Settings that recompute so many of the first layers of every stage, by their short names."""
+    """Settings that recompute so many of the first layers of every chunk, by their short names."""
     return {
         "granularity": "full" if number else None,
         "method": "block" if number else None,

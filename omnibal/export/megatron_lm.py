@@ -88,6 +88,13 @@ def _notes(plan: Plan) -> Iterator[str]:
         "The first stage holds the encoders beside its layers of the language model, as in "
         "examples/multimodal; the split counts layers of the language model alone."
     )
+    if plan.schedule.chunks > 1:
+        yield (
+            "Your model's provider is called for every chunk of a stage (`vp_stage`), and must "
+            "build the encoders for the first chunk of the first stage alone. Messages between "
+            "stages overlap with computation, as they do without "
+            "`--no-overlap-p2p-communication`; two stages need that."
+        )
     if plan.frozen:
         yield (
             f"Frozen in the plan: {', '.join(plan.frozen)}. In examples/multimodal `--freeze-LM` "

@@ -1,7 +1,7 @@
 """How many layers stages recompute, as the numbers that other trainers take.
 
-Such a number recomputes so many of the first layers that a stage holds, or all where it holds
-fewer: Megatron's method `block`.
+Such a number recomputes so many of the first layers that a stage holds, of several chunks each of
+them, or all where it holds fewer: Megatron's method `block`.
 """
 
 from collections.abc import Sequence
@@ -27,12 +27,16 @@ def one_number(stages: Sequence[Stage], tower: str) -> int | None:
     return number if held == known else None
 
 
-def number_of_stage(stage: Stage, towers: Sequence[str]) -> int | None:
-    """The number by which a stage recomputes layers of all its towers; None where none does."""
-    counts = {tower: first_layers(stage, tower) for tower in towers}
-    number = max((count or 0 for count in counts.values()), default=0)
-    fits = all(count == min(number, len(stage.layers(t))) for t, count in counts.items())
-    return number if fits else None
+def number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int | None:
+    """The number by which all chunks of a stage recompute layers of all their towers; None where
+    none does."""
+    runs = [
+        (first_layers(chunk, tower), len(chunk.layers(tower)))
+        for chunk in chunks
+        for tower in towers
+    ]
+    number = max((count or 0 for count, _ in runs), default=0)
+    return number if all(count == min(number, held) for count, held in runs) else None
 
 
 def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:

@@ -57,6 +57,8 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     if expected.samples_per_second is not None and expected.samples_per_second_per_gpu is not None:
         rows.append(("samples a second", f"{expected.samples_per_second:,.2f}"))
         rows.append(("samples a second and GPU", f"{expected.samples_per_second_per_gpu:,.3f}"))
+    if plan.schedule.chunks > 1:
+        rows.append(("schedule", f"{plan.schedule.name}, {plan.schedule.chunks} chunks a stage"))
     rows.append(("idle share of device time", f"{100 * expected.bubble:.1f} %"))
     peak = f"{max(expected.peak_gib):.1f} GiB of {expected.device_gib:g} GiB"
     planned = f"{expected.usable_gib:.1f} GiB were planned with"
@@ -66,12 +68,12 @@ def _expectation(plan: Plan, expected: Expected) -> str:
 
 
 def _stages(plan: Plan, expected: Expected) -> str:
-    rows = [
-        (str(number), _words(stage.units), _words(stage.recompute) or "nothing", f"{peak:.1f}")
-        for number, (stage, peak) in enumerate(
-            zip(plan.stages_at(0), expected.peak_gib, strict=True)
-        )
-    ]
+    parts, rows = plan.stages_at(0), []
+    for number, peak in enumerate(expected.peak_gib):
+        chunks = [parts[part] for part in plan.parts_of(number)]
+        units = " / ".join(_words(chunk.units) for chunk in chunks)
+        again = " / ".join(_words(chunk.recompute) or "nothing" for chunk in chunks)
+        rows.append((str(number), units, again, f"{peak:.1f}"))
     return _table(("stage", "holds", "recomputes", "peak, GiB"), rows)
 
 

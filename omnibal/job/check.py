@@ -67,7 +67,8 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     job = job_of_plan(plan, directory)
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
-    _check_rounds(plan)
+    if plan.beside is not None:
+        check_rounds(plan.beside, plan.schedule, plan.parallel.pipeline)
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
@@ -294,16 +295,6 @@ def _check_partition(plan: Plan) -> str:
     if chunks > 1:
         held += f" of {chunks} chunks"
     return f"{held} hold {what} of {plan.model.name} once, in order"
-
-
-def _check_rounds(plan: Plan) -> None:
-    """Refuse rounds of data-parallel encoders that cannot run."""
-    if plan.beside is None:
-        return
-    try:
-        check_rounds(plan.beside, plan.schedule, plan.parallel.pipeline)
-    except ValueError as error:
-        raise UserError(f"beside.{error}; leave beside.rounds out, or {_ANEW}") from error
 
 
 def _check_settings(plan: Plan) -> list[str]:

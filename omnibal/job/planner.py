@@ -1,5 +1,6 @@
 """The planner: a job and its data in; stages, recomputed layers and a prediction out."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,14 +18,19 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
-from omnibal.pipeline.chunk_search import search_parts
+from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.encoder_rounds import hide_encoders
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.round_search import RoundProblem, search_rounds
+from omnibal.pipeline.round_search import (
+    RoundChoice,
+    RoundProblem,
+    improved_rounds,
+    search_rounds,
+)
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
@@ -34,6 +40,8 @@ from omnibal.pipeline.workload import Workload
 _ROUND_SEARCHES = 2
 """Times that encoders' rounds are searched for, each but the first on stages that were searched for
 beside the rounds before."""
+_QUICK_EFFORT = 0.1
+"""Effort of a search for stages beside one of several choices of rounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -211,11 +219,11 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
         job.memory_cap_gib * GIB,
         request.schedule,
         rules=job.trainer.stages,
-        effort=effort,
+        effort=Effort(share=effort),
     )
 
 
-def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = False) -> PlanResult:
+def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanResult:
     """Plan a job on its data, as `make_plan` does, with every rank's micro-batches of a step in the
     order that is found best on the planned stages (`omnibal.pipeline.slot_order`), and encoders
     that are data-parallel in rounds (`omnibal.pipeline.round_search`).
@@ -245,11 +253,16 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = False) -> PlanR
             plan.schedule,
         )
         packs = in_slots(packs, slot)
-    placed = [plan.model_copy(update={"data": request.data.described(packs, job)})]
-    if in_rounds and job.beside is not None:
-        placed += _in_rounds(request, placed[0], job, packs, lengths)
-    predicted = [_predicted(each, request.job, packs, lengths) for each in placed]
-    best = min(predicted, key=lambda each: _step_ms(each))
+    usual = plan.model_copy(update={"data": request.data.described(packs, job)})
+    best = _predicted(usual, job, packs, lengths)
+    in_rounds = in_rounds and job.beside is not None
+    placed = _in_rounds(request, usual, job, packs, lengths) if in_rounds else []
+    if placed:
+        beside = min((_predicted(each, job, packs, lengths) for each in placed), key=_step_ms)
+        of_beside = replace(job, beside=beside.beside)
+        loads = improved_rounds(_round_problem(beside, of_beside, packs, lengths))
+        improved = beside.model_copy(update={"beside": loads})
+        best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
     return replace(result, plan=best, data=(packs, lengths))
 
 
@@ -272,24 +285,29 @@ def _in_rounds(
     again beside these; none where no rounds save time."""
     found = list[Plan]()
     for _ in range(_ROUND_SEARCHES):
-        choice = search_rounds(_round_problem(plan, job, packs, lengths))
-        if choice is None:
+        choices = search_rounds(_round_problem(plan, job, packs, lengths))
+        if not choices:
             break
-        if choice.fits:
-            found.append(plan.model_copy(update={"beside": choice.beside}))
-        levels, placed = plan.pack_levels, replace(job, beside=choice.beside)
-        workload = hide_encoders(
-            placed.workload(packs, lengths, levels),
-            placed.cost_of_all(levels),
-            plan.stages_at_levels,
-            plan.schedule,
-        )
+        if choices[-1].fits:
+            found.append(plan.model_copy(update={"beside": choices[-1].beside}))
+        workloads = [_beside_rounds(plan, job, each, packs, lengths) for each in choices]
         try:
-            stages_at = _searched_again(replace(request, job=placed), workload)
+            stages_at = _searched_again(request, job, workloads)
         except DoesNotFit:
             break
         plan = plan.model_copy(update=_stage_keys(request.data.levels, stages_at))
     return found
+
+
+def _beside_rounds(
+    plan: Plan, job: JobSpec, choice: RoundChoice, packs: ScheduledPacks, lengths: Lengths
+) -> Workload:
+    """The workload with the memory of encoders in rounds, and the waits that these leave on the
+    stages of a plan."""
+    levels, placed = plan.pack_levels, replace(job, beside=choice.beside)
+    workload = placed.workload(packs, lengths, levels)
+    cost = placed.cost_of_all(levels)
+    return hide_encoders(workload, cost, plan.stages_at_levels, plan.schedule)
 
 
 def _round_problem(
@@ -309,23 +327,32 @@ def _round_problem(
     )
 
 
-def _searched_again(request: PlanRequest, workload: Workload) -> tuple[tuple[Stage, ...], ...]:
-    """Stages beside encoders whose waits and memory the workload has.
+def _searched_again(
+    request: PlanRequest, job: JobSpec, workloads: Sequence[Workload]
+) -> tuple[tuple[Stage, ...], ...]:
+    """Stages beside encoders whose waits and memory some workloads have: of the one whose step is
+    the shortest by a quick search.
 
     Raises:
         DoesNotFit: there are none.
     """
-    if request.schedule != ONE_FORWARD_ONE_BACKWARD:
-        return searched_parts(request, workload, 1.0).stages_at
-    job, levels = request.job, request.data.levels
-    found = search_stages(
-        job.cost_of_all(levels),
-        job.pipeline_model,
-        workload,
-        job.parallel.pipeline,
-        job.memory_cap_gib * GIB,
-    )
-    return found.stages_at
+    asked, levels, is_few = replace(request, job=job), request.data.levels, len(workloads) == 1
+
+    def searched(workload: Workload, effort: float) -> SearchResult:
+        if request.schedule != ONE_FORWARD_ONE_BACKWARD:
+            return searched_parts(asked, workload, effort)
+        sizes = job.parallel.pipeline, job.memory_cap_gib * GIB
+        cost, model = job.cost_of_all(levels), job.pipeline_model
+        return search_stages(cost, model, workload, *sizes, effort=effort)
+
+    def quick_ms(workload: Workload) -> float:
+        try:
+            return searched(workload, _QUICK_EFFORT).step_ms
+        except DoesNotFit:
+            return math.inf
+
+    best = workloads[0] if is_few else min(workloads, key=quick_ms)
+    return searched(best, 1.0).stages_at
 
 
 def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -> dict[str, object]:

@@ -386,7 +386,7 @@ def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[i
 def _slow_ranks(
     plan: Plan, fitted: JobSpec, workload: Workload, records: Sequence[StepRecord]
 ) -> list[dict[int, float]]:
-    """Data-parallel ranks of every stage that take longer than is fitted, and how much.
+    """Slow data-parallel ranks of every stage, and how much longer they take than is fitted.
 
     Times of ranks that wait for each other within passes do not tell which is slow.
     """

@@ -12,7 +12,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Shapes
+from omnibal.job.plan import Plan, Shapes
 from omnibal.job.plan_data import (
     SampleData,
     caps_of_tokens,
@@ -41,6 +41,7 @@ from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
@@ -75,13 +76,34 @@ class Launched:
     workload: Workload
     layers: tuple[tuple[int, ...], ...]
     """Layers of the language model on every chunk of every stage."""
-    stages: tuple[Stage, ...]
-    """All chunks of a stage as one, with what it recomputes."""
     parts: tuple[Stage, ...]
-    """Every chunk for itself, in model order, where the line's chunks can be simulated; else
-    empty."""
+    """Every chunk of every stage in model order, with what it recomputes; each stage as one run
+    where the line's chunks cannot be simulated."""
+    schedule: PipelineSchedule
+    """Interleaved 1F1B where stages have several chunks that can be simulated."""
     notes: tuple[str, ...]
     """What of the line is not counted, or counted as something else."""
+
+    @property
+    def has_all_chunks(self) -> bool:
+        """Whether stages are predicted with as many chunks as the line has."""
+        return self.schedule.chunks == len(self.layers[0])
+
+    def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
+        """The line's job with other stages, of the parts that a schedule places on them."""
+        job = self.job
+        return Plan(
+            model=job.model,
+            precision=job.precision,
+            parallel=job.parallel,
+            frozen=job.frozen,
+            adapters=job.adapters,
+            made_for=job.trainer.name,
+            schedule=schedule,
+            stages=tuple(parts),
+            cluster=job.cluster,
+            data=None,
+        )
 
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
@@ -108,7 +130,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     levels = _levels(line, caps)
     packs, lengths = _micro_batches(line, job, samples, caps, levels)
     layers = layers_by_chunk(line)
-    parts = _parts(line, job, layers, samples)
+    parts, schedule = _parts(line, job.model, layers)
     return Launched(
         line=line,
         job=job,
@@ -118,11 +140,11 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         has_samples=samples.lengths is not None,
         workload=job.workload(packs, lengths, levels),
         layers=layers,
-        stages=_stages(line, job.model, layers),
         parts=parts,
+        schedule=schedule,
         notes=(
             *expert_notes,
-            *notes_on(line, chunks_are_simulated=bool(parts)),
+            *notes_on(line, chunks_are_simulated=schedule.chunks > 1),
             *_notes_on_job(line, samples, job),
         ),
     )
@@ -365,22 +387,22 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
 
 
 def _parts(
-    line: Line, job: JobSpec, layers: Sequence[Sequence[int]], samples: Samples
-) -> tuple[Stage, ...]:
-    """Chunks of all stages in model order, with what they recompute.
+    line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]
+) -> tuple[tuple[Stage, ...], PipelineSchedule]:
+    """Chunks of all stages in model order, with what they recompute, and their schedule.
 
-    Empty where they cannot be simulated: where stages have one chunk, a chunk holds nothing,
-    micro-batches differ, or a group of micro-batches is not as large as the pipeline.
+    Where a chunk holds nothing, every stage is one run of layers.
     """
-    chunks, stages = len(layers[0]), line.launch.pipeline
-    in_groups = line.chunk_group == stages and not (line.micro_batches or 0) % stages
-    if chunks == 1 or samples.lengths is not None or not in_groups:
-        return ()
-    in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
-    try:
-        return _stages(line, job.model, in_order)
-    except UserError:
-        return ()
+    chunks = len(layers[0])
+    if chunks > 1:
+        in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]
+        try:
+            parts = _stages(line, model, in_order)
+        except UserError:
+            pass
+        else:
+            return parts, PipelineSchedule(name="interleaved", chunks=chunks)
+    return _stages(line, model, layers), ONE_FORWARD_ONE_BACKWARD
 
 
 EVERY = 10**6

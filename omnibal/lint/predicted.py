@@ -4,8 +4,8 @@ Times and memory are the planner's own: the line's stages are predicted as a pla
 better ones are what the joint search finds within what the trainer can be told.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,15 +15,25 @@ from omnibal.job.plan import Plan
 from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
+from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
+    TRIED_CHUNKS,
+    PipelineSchedule,
+)
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.stage_memory import GIB
 
 _WORTH_TELLING = 0.005
 """Least share of a step that a better split must save to be worth new flags."""
+_EFFORT = Effort(share=0.2, most_cuts=2_000)
+"""Effort of the search for chunks, of each number of them: about a second."""
+_BELOW = 1 - 1e-6
+"""Share of a peak that it does not fit any more."""
 _MOST_SEARCHES = 3
 """Searches for a split that fits: each lowers the cap by what the last one's devices were over."""
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
@@ -38,10 +48,13 @@ _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
 class Costed:
     """Stages of a job, and what is predicted of them."""
 
+    parts: tuple[Stage, ...]
+    """Every chunk of every stage, in model order."""
+    schedule: PipelineSchedule
+    """Schedule that places them on stages."""
     stages: tuple[Stage, ...]
+    """All chunks of a stage as one."""
     prediction: Prediction
-    """Prediction with the line's chunks; by 1F1B where a stage has one, or they cannot be
-    simulated."""
     flags: tuple[str, ...] = ()
     """Flags that say the split and the recomputed layers; empty for those of the line itself."""
     overheads: tuple[DeviceOverhead, ...]
@@ -84,24 +97,22 @@ class Costed:
 
 def predicted(
     launched: Launched,
-    stages: Sequence[Stage],
+    parts: Sequence[Stage],
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     flags: Sequence[str] = (),
-    chunks: Sequence[Stage] = (),
 ) -> Costed:
     """Predict stages of a line's job on its micro-batches.
 
     Args:
-        chunks: of all stages in model order, where these have several.
+        parts: the stages, or all of their chunks in model order.
+        schedule: which places parts on stages.
     """
-    job, parts = launched.job, tuple(chunks or stages)
-    schedule = ONE_FORWARD_ONE_BACKWARD
-    if chunks:
-        schedule = PipelineSchedule(name="interleaved", chunks=len(chunks) // len(stages))
+    job = launched.job
     prediction = predict(
         job.cost_of_all(launched.levels),
         job.pipeline_model,
         job.parallel,
-        (parts,),
+        (tuple(parts),),
         launched.packs,
         launched.workload,
         schedule=schedule,
@@ -110,8 +121,11 @@ def predicted(
         # One step of made-up samples says nothing about a dataset.
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
+    stages = launched.plan_of(parts, schedule).held(parts)
     return Costed(
-        stages=tuple(stages),
+        parts=tuple(parts),
+        schedule=schedule,
+        stages=stages,
         prediction=prediction,
         flags=tuple(flags),
         overheads=tuple(device_overheads(job, launched.levels, stages, launched.workload)),
@@ -120,73 +134,107 @@ def predicted(
 
 def predicted_line(launched: Launched) -> Costed:
     """Predict the line's own stages, with their chunks where these can be simulated."""
-    return predicted(launched, launched.stages, chunks=launched.parts)
+    return predicted(launched, launched.parts, launched.schedule)
 
 
 def better_split(launched: Launched, line: Costed) -> Costed | None:
-    """The fastest stages of the same sizes that fit and that the trainer can be told.
+    """The fastest stages of the same sizes that fit and that the trainer can be told, in any
+    schedule that it runs.
 
-    None where they are not faster than the line's, which fit, or where none are found that fit.
-    Stages are searched for within the memory that a plan may use, and less where devices are then
-    full.
+    None where they are not faster than the line's, which fit, or where none are found that fit; or
+    where the line fits and its chunks are not simulated, so that it may be faster than predicted.
+    """
+    better, limit_ms = None, np.inf
+    if line.most_gib <= launched.job.cluster.memory_gib:
+        if not launched.has_all_chunks:
+            return None
+        limit_ms = line.step_ms * (1 - _WORTH_TELLING)
+    for schedule in _schedules(launched):
+        found = _fitting(launched, schedule, limit_ms)
+        if found is not None:
+            better, limit_ms = found, found.step_ms
+    if better is None:
+        return None
+    return replace(better, flags=tuple(flags_of(launched, better.parts, better.schedule)))
+
+
+def _fitting(launched: Launched, schedule: PipelineSchedule, limit_ms: float) -> Costed | None:
+    """The fastest stages that are found for a schedule and fit, if they are faster than a limit.
+
+    They are searched for within the memory that a plan may use, and where devices are then full
+    within less, and less than was found: what is found next takes no less time.
     """
     memory_gib, cap_gib = launched.job.cluster.memory_gib, launched.job.memory_cap_gib
     for _ in range(_MOST_SEARCHES):
-        better = _fastest(launched, cap_gib)
-        if better is None:
+        try:
+            found = predicted(launched, _searched(launched, schedule, cap_gib), schedule)
+        except DoesNotFit:
             return None
-        if better.most_gib <= memory_gib:
-            saved = 1 - better.step_ms / line.step_ms
-            return better if saved >= _WORTH_TELLING or line.most_gib > memory_gib else None
-        cap_gib -= better.most_gib - memory_gib
+        if found.step_ms > limit_ms:
+            return None
+        if found.most_gib <= memory_gib:
+            return found
+        over_gib = found.most_gib - memory_gib
+        fullest = max(each.memory.peak_gib for each in found.prediction.stages)
+        cap_gib = min(cap_gib - over_gib, fullest * _BELOW)
     return None
 
 
-def _fastest(launched: Launched, cap_gib: float) -> Costed | None:
-    """The fastest stages that the trainer can be told, within a cap; None where nothing fits."""
-    job = launched.job
-    try:
-        found = search_stages(
-            job.cost_of_all(launched.levels),
-            job.model,
-            launched.workload,
-            job.parallel.pipeline,
-            cap_gib * GIB,
-            rules=job.trainer.stages,
-            prove=False,
-        )
-    except DoesNotFit:
-        return None
-    return predicted(launched, found.stages, flags_of(launched, found.stages))
+def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
+    """Schedules that are searched for stages: 1F1B, and interleaved ones that the line's trainer
+    runs with its micro-batches and groups of these."""
+    yield ONE_FORWARD_ONE_BACKWARD
+    line, job = launched.line, launched.job
+    stages = job.parallel.pipeline
+    why = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
+    if stages == 1 or why is not None or line.chunk_group != stages:
+        return
+    for chunks in sorted({*TRIED_CHUNKS, launched.schedule.chunks} - {1}):
+        if stages * chunks <= job.model.language.layers:
+            yield PipelineSchedule(name="interleaved", chunks=chunks)
 
 
-def flags_of(launched: Launched, stages: Sequence[Stage]) -> list[str]:
+def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
+    """The parts that are found for a schedule, within what the trainer can be told.
+
+    Raises:
+        DoesNotFit: nothing is found that fits the cap.
+    """
+    job, cap_bytes = launched.job, cap_gib * GIB
+    cost, stages = job.cost_of_all(launched.levels), job.parallel.pipeline
+    rules, workload = job.trainer.stages, launched.workload
+    if schedule == ONE_FORWARD_ONE_BACKWARD:
+        return search_stages(
+            cost, job.model, workload, stages, cap_bytes, rules=rules, prove=False
+        ).stages
+    return search_parts(
+        cost,
+        job.model,
+        workload,
+        stages,
+        cap_bytes,
+        schedule,
+        rules=rules,
+        effort=_EFFORT,
+    ).stages
+
+
+def flags_of(launched: Launched, parts: Sequence[Stage], schedule: PipelineSchedule) -> list[str]:
     """Flags that tell the line's trainer of stages."""
-    job = launched.job
-    plan = Plan(
-        model=job.model,
-        precision=job.precision,
-        parallel=job.parallel,
-        frozen=job.frozen,
-        adapters=job.adapters,
-        made_for=job.trainer.name,
-        stages=tuple(stages),
-        cluster=job.cluster,
-        data=None,
-    )
+    plan = launched.plan_of(parts, schedule)
     return _LAYER_FLAGS[launched.line.launch.launcher](plan)
 
 
 def least_recompute(launched: Launched) -> Costed | None:
-    """The line's layers by stage with the recomputation that fits and costs least; None where none
+    """The line's layers by chunk with the recomputation that fits and costs least; None where none
     fits.
 
     One number for all stages, of LoongForge one a stage and of the encoders too; elsewhere no layer
-    of the encoders or all, whichever makes the shorter step. Stages have one chunk.
+    of the encoders or all, whichever makes the shorter step.
     """
     per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
-    count = len(launched.stages)
-    most = max(stage.layer_count for stage in launched.stages)
+    schedule, count = launched.schedule, launched.job.parallel.pipeline
+    most = max(part.layer_count for part in launched.parts)
     found: list[Costed] = []
     for encoders in (None,) if per_stage else (0, EVERY):
         low, high = np.zeros(count, np.int64), np.full(count, most)
@@ -197,31 +245,35 @@ def least_recompute(launched: Launched) -> Costed | None:
             enough = _fit(launched, _with_numbers(launched, middle, encoders))
             high, low = np.where(enough, middle, high), np.where(enough, low, middle + 1)
         numbers = high if per_stage else np.full_like(high, high.max())
-        stages = _with_numbers(launched, numbers, encoders)
-        found.append(predicted(launched, stages, flags_of(launched, stages)))
+        parts = _with_numbers(launched, numbers, encoders)
+        flags = flags_of(launched, parts, schedule)
+        found.append(predicted(launched, parts, schedule, flags))
     return min(found, key=lambda one: one.step_ms, default=None)
 
 
 def _with_numbers(
     launched: Launched, numbers: np.ndarray, encoders: int | None
 ) -> tuple[Stage, ...]:
-    """The line's stages, each with its number of recomputed layers.
+    """The line's chunks, each with its stage's number of recomputed layers.
 
     Args:
-        numbers: layers of the language model to recompute. [stages]
+        numbers: layers of the language model to recompute of each chunk. [stages]
         encoders: layers of each encoder to recompute; None for as many as of the language model.
     """
-    by_stage = zip(launched.stages, numbers.tolist(), strict=True)
+    # Part k is on stage k % stages.
+    of_parts = zip(launched.parts, numbers.tolist() * launched.schedule.chunks, strict=True)
     return tuple(
-        recomputing(stage, number, number if encoders is None else encoders)
-        for stage, number in by_stage
+        recomputing(part, number, number if encoders is None else encoders)
+        for part, number in of_parts
     )
 
 
-def _fit(launched: Launched, stages: Sequence[Stage]) -> np.ndarray:
-    """Whether every stage fits its devices. bool [stages]"""
-    job = launched.job
-    memories = stage_memories(job.cost_of_all(launched.levels), (stages,), launched.workload)
+def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
+    """Whether every stage of the line's schedule fits its devices. bool [stages]"""
+    job, schedule = launched.job, launched.schedule
+    cost = job.cost_of_all(launched.levels)
+    memories = schedule_memories(cost, (parts,), launched.workload, schedule)
+    stages = launched.plan_of(parts, schedule).held(parts)
     overheads = device_overheads(job, launched.levels, stages, launched.workload)
     device_gib = [
         each.memory(memory.state_gib, memory.passes_gib).device_gib

@@ -82,6 +82,11 @@ def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
             f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "
             "interleaving stages wait less and keep more"
         )
+    elif line.virtual is not None and line.chunk_group != line.launch.pipeline:
+        yield (
+            f"groups of {line.chunk_group} micro-batches are predicted as groups of as many as "
+            f"there are stages, {line.launch.pipeline}: larger ones keep more"
+        )
     yield from _on_recompute(line)
     yield from _on_sizes(line)
     yield from notes_on_precision(line)

@@ -58,6 +58,20 @@ were looked at."""
 _TOLERANCE = 1e-9
 """Relative gain below which a candidate is no better."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """Work of a search, after which it ends."""
+
+    share: float = 1.0
+    """Share of the operations that are usually simulated."""
+    most_cuts: float = np.inf
+    """Ways to cut the model that are looked at: of short steps, most of the time goes there."""
+
+
+WHOLE_EFFORT = Effort()
+"""The effort of a plan."""
+
 Edges = tuple[int, ...]
 
 
@@ -147,7 +161,7 @@ def search_parts(
     schedule: PipelineSchedule,
     *,
     rules: StageRules = FREE,
-    effort: float = 1.0,
+    effort: Effort = WHOLE_EFFORT,
 ) -> SearchResult:
     """The parts of least simulated step time that are found for a schedule.
 
@@ -156,7 +170,7 @@ def search_parts(
         pipeline_size: stages, each of as many parts as the schedule has chunks.
         memory_cap_bytes: of one device.
         rules: of what parts may hold.
-        effort: share of the usual work after which improving ends.
+        effort: after which improving ends.
 
     Returns:
         The parts in model order, as the stages of the result.
@@ -169,7 +183,9 @@ def search_parts(
     )
     best, simulated = None, 0
     for _ in range(_MOST_TIGHTENED):
-        search = _Search(problem=problem, work_left=effort * _MAX_WORK)
+        search = _Search(
+            problem=problem, work_left=effort.share * _MAX_WORK, most_cuts=effort.most_cuts
+        )
         search.run(best)
         simulated += search.simulated
         best = search.best
@@ -271,6 +287,7 @@ class _Search:
 
     problem: PartProblem
     work_left: float
+    most_cuts: float
     best: Candidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
@@ -284,11 +301,16 @@ class _Search:
         for start in self._starts() if known is None else [known]:
             self._improve(start)
         rng = np.random.default_rng(0)
-        while self.best is not None and self.work_left > 0:
+        while self.best is not None and self.goes_on:
             before = len(self.found_ms)
             self._improve(self._kicked(rng, self.best))
             if len(self.found_ms) == before:
                 break
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more may be looked at."""
+        return self.work_left > 0 and len(self.found_ms) < self.most_cuts
 
     def _starts(self) -> list[Candidate]:
         """Cuts into parts that are even in time, with several weights of encoders."""
@@ -325,7 +347,7 @@ class _Search:
         """Take the best move, or moves together, as long as one is better."""
         [at_ms] = self._tried([start], np.inf)
         at = start
-        while self.work_left > 0:
+        while self.goes_on:
             moves = self._moves(at)
             found = self._tried(moves, at_ms)
             better = np.flatnonzero(found < at_ms * (1 - _TOLERANCE))

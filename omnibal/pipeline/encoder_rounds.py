@@ -2,8 +2,9 @@
 
 A round's features leave when all ranks of the group have encoded their shares, and the first
 micro-batch of the round begins its forward when they have arrived. Its gradients leave when the
-first part of the model has run the backward of all its micro-batches, and each rank runs its
-backward when they are there and its stage has come to it. Exchanges of a group follow each other.
+first part of the model has run the backward of all its micro-batches, and all rounds are encoded;
+each rank runs its backward when they are there and its stage has come to it. Exchanges of a group
+follow each other.
 `omnibal.model.data_parallel_encoders.EncoderRound` says where each stage runs what.
 
 The rest of the model's costs know encoders as a time before a pipeline and one after it. So what is
@@ -17,23 +18,31 @@ micro-batches, p stages, k parts of the model.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderRound
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoding import EncoderWaits, RoundWork
 from omnibal.pipeline.operation_graph import OperationGraph, schedule_graph
+from omnibal.pipeline.round_places import exchange_waits
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
-from omnibal.pipeline.simulate import SimulatedRows, Timeline, simulate_ranks
+from omnibal.pipeline.simulate import (
+    SimulatedRows,
+    StepTimes,
+    Timeline,
+    simulate_levels,
+    simulate_ranks,
+)
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
 from omnibal.pipeline.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class _Encodes:
+class _Encodes(NamedTuple):
     """A round on a stage, forward or back."""
 
     number: int
@@ -41,8 +50,7 @@ class _Encodes:
     is_back: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
+class _Runs(NamedTuple):
     """An operation of the schedule, by its place in the graph."""
 
     operation: int
@@ -62,8 +70,13 @@ def order_of(
     Raises:
         ValueError: stages wait for each other for ever.
     """
-    graph = schedule_graph(schedule, stages, sum(one.micro_batches for one in rounds))
-    lists = [list(_stage_list(graph, stage, rounds)) for stage in range(stages)]
+    micro_batches = sum(one.micro_batches for one in rounds)
+    graph = schedule_graph(schedule, stages, micro_batches)
+    sizes = tuple(one.micro_batches for one in rounds)
+    lists = [
+        _with_rounds(own, rounds, stage)
+        for stage, own in enumerate(_operations(schedule, stages, sizes))
+    ]
     done, order, places = _Done(graph, stages, len(rounds)), list[_Encodes | _Runs](), [0] * stages
     is_moving = True
     while is_moving:
@@ -79,38 +92,83 @@ def order_of(
     return tuple(order)
 
 
+@lru_cache(maxsize=64)
+def _operations(
+    schedule: PipelineSchedule, stages: int, sizes: tuple[int, ...]
+) -> list[list[_Runs]]:
+    """Every stage's operations, without encoders.
+
+    Args:
+        sizes: micro-batches of every round.
+    """
+    graph = schedule_graph(schedule, stages, sum(sizes))
+    number = np.repeat(np.arange(len(sizes)), sizes)
+    is_last = np.diff(number, append=len(sizes)) > 0
+    backs = Pass.BACKWARD, Pass.BACKWARD_INPUT
+    lists = []
+    for stage in range(stages):
+        own = list[_Runs]()
+        for operation in graph.of_stage(stage).tolist():
+            kind, micro_batch = Pass(int(graph.kind[operation])), int(graph.micro_batch[operation])
+            embeds = graph.part[operation] == 0
+            begins = int(number[micro_batch]) if embeds and kind is Pass.FORWARD else None
+            is_end = embeds and kind in backs and is_last[micro_batch]
+            own.append(
+                _Runs(operation, stage, begins, int(number[micro_batch]) if is_end else None)
+            )
+        lists.append(own)
+    return lists
+
+
+def _with_rounds(
+    own: Sequence[_Runs], rounds: Sequence[EncoderRound], stage: int
+) -> list[_Encodes | _Runs]:
+    """A stage's operations with the rounds at their places."""
+    found, begin = list[_Encodes | _Runs](), 0
+    stands = [(one.forward_after[stage], False, number) for number, one in enumerate(rounds)]
+    stands += [(one.backward_after[stage], True, number) for number, one in enumerate(rounds)]
+    for place, is_back, number in sorted(stands):
+        found += own[begin:place]
+        found.append(_Encodes(number, stage, is_back))
+        begin = max(begin, place)
+    return found + list(own[begin:])
+
+
 def check_rounds(beside: DataParallelEncoders, schedule: PipelineSchedule, stages: int) -> None:
     """Refuse rounds that are of other stages, or of which stages wait for each other for ever.
 
     Raises:
-        ValueError: one of them is so, in words.
+        UserError: one of them is so.
     """
-    for at, each in enumerate(beside.rounds):
-        tables = len(each.rounds[0].load_ms)
-        if tables != stages:
-            raise ValueError(f"rounds[{at}] has tables of {tables} stages, and there are {stages}")
+    for each in beside.rounds:
+        listed = schedule.rule(stages, schedule.chunks, each.micro_batches)
+        exchange_waits(listed, each.rounds, trained=True)
         try:
             order_of(schedule, stages, each.rounds)
         except ValueError as error:
-            raise ValueError(f"rounds[{at}]: {error}") from error
+            raise UserError(
+                f"rounds of steps of {each.micro_batches} micro-batches: {error}; encode rounds "
+                "before the forwards that need them, or leave beside.rounds out"
+            ) from error
 
 
 class _Done:
     """What has run of a step."""
 
     def __init__(self, graph: OperationGraph, stages: int, rounds: int) -> None:
-        self._graph, self._stages = graph, stages
-        self._operations = np.arange(len(graph) + 1) == len(graph)  # what waits for nothing
+        self._source, self._stages = graph.source.tolist(), stages
+        self._operations = [False] * len(graph) + [True]  # what waits for nothing
         self._encoded, self._returned = [0] * rounds, [False] * rounds
 
-    def allows(self, one: "_Encodes | _Runs") -> bool:
+    def allows(self, one: _Encodes | _Runs) -> bool:
         """Whether what it waits for has run."""
         if isinstance(one, _Encodes):
-            return not one.is_back or self._returned[one.number]
+            has_all = self._encoded[-1] == self._stages
+            return not one.is_back or (has_all and self._returned[one.number])
         are_there = one.begins is None or self._encoded[one.begins] == self._stages
-        return bool(self._operations[self._graph.source[one.operation]]) and are_there
+        return are_there and self._operations[self._source[one.operation]]
 
-    def add(self, one: "_Encodes | _Runs") -> None:
+    def add(self, one: _Encodes | _Runs) -> None:
         """Say that it has run."""
         if isinstance(one, _Encodes):
             self._encoded[one.number] += not one.is_back
@@ -128,36 +186,6 @@ def _words(one: _Encodes | _Runs, graph: OperationGraph) -> str:
         return f"stage {one.stage} comes to the {kind} of micro-batch {micro_batch}"
     what = "the backward of round" if one.is_back else "round"
     return f"stage {one.stage} comes to {what} {one.number} of the encoders"
-
-
-def _stage_list(
-    graph: OperationGraph, stage: int, rounds: Sequence[EncoderRound]
-) -> Iterator[_Encodes | _Runs]:
-    """A stage's operations with the rounds at their places."""
-    ends = np.cumsum([one.micro_batches for one in rounds])
-    own = graph.of_stage(stage)
-    last_kind = max(
-        int(kind) for kind in graph.kinds if kind in (Pass.BACKWARD, Pass.BACKWARD_INPUT)
-    )
-    for place in range(len(own) + 1):
-        for number, one in enumerate(rounds):
-            if min(one.forward_after[stage], len(own)) == place:
-                yield _Encodes(number, stage, is_back=False)
-        for number, one in enumerate(rounds):
-            if min(one.backward_after[stage], len(own)) == place:
-                yield _Encodes(number, stage, is_back=True)
-        if place == len(own):
-            return
-        operation = int(own[place])
-        begins = finished = None
-        if graph.part[operation] == 0:
-            micro_batch, kind = int(graph.micro_batch[operation]), int(graph.kind[operation])
-            number = int(np.searchsorted(ends, micro_batch, "right"))
-            if kind == Pass.FORWARD:
-                begins = number
-            elif kind == last_kind and micro_batch + 1 == ends[number]:
-                finished = number
-        yield _Runs(operation, stage, begins, finished)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -210,6 +238,10 @@ class _Run:
         self._groups, self._pipelines, rounds, self._stages = work.forward_ms.shape
         self._work, count = work, self._groups * self._pipelines
         self._graph = schedule_graph(schedule, self._stages, rows.forward_link_ms.shape[1])
+        columns = (self._graph.kind, self._graph.micro_batch, self._graph.part)
+        places = zip(*(column.tolist() for column in columns), strict=True)
+        self._places = [(Pass(kind), micro_batch, part) for kind, micro_batch, part in places]
+        self._source = self._graph.source.tolist()
         took = np.stack([work.forward_ms, work.backward_ms])
         self.encoder_took = np.moveaxis(took.reshape(2, count, rounds, self._stages), 1, -1)
         self.encoder_end = np.zeros(self.encoder_took.shape)
@@ -218,14 +250,15 @@ class _Run:
         links = rows.forward_link_ms, rows.backward_link_ms
         self._links = [np.moveaxis(each, 0, -1) for each in links]
         self.free = np.zeros((self._stages, count))
-        self.arrived, self._sent, self._returned = np.zeros((3, rounds, count))
+        self.arrived, self._sent, self._given, self._returned = np.zeros((4, rounds, count))
+        self._there = 0
         self._left = np.full(rounds, self._stages)
 
     def encode(self, one: _Encodes) -> None:
         """Run a round on a stage, forward or back."""
         number, stage = one.number, one.stage
         if one.is_back:
-            self.free[stage] = np.maximum(self.free[stage], self._returned[number])
+            self.free[stage] = np.maximum(self.free[stage], self._back(number))
         self.free[stage] = self.free[stage] + self.encoder_took[int(one.is_back), number, stage]
         self.encoder_end[int(one.is_back), number, stage] = self.free[stage]
         if one.is_back:
@@ -238,11 +271,11 @@ class _Run:
 
     def operation(self, one: _Runs) -> None:
         """Run an operation of the schedule."""
-        graph, stage = self._graph, one.stage
-        kind, micro_batch, part = self._place(one.operation)
-        start, source = self.free[stage], int(graph.source[one.operation])
-        if source < len(graph):
-            of_kind, _, other = self._place(source)
+        stage, source = one.stage, self._source[one.operation]
+        kind, micro_batch, part = self._places[one.operation]
+        start = self.free[stage]
+        if source < len(self._places):
+            of_kind, _, other = self._places[source]
             link = self._links[int(kind is not Pass.FORWARD)][micro_batch, min(part, other)]
             start = np.maximum(start, self.end[of_kind][micro_batch, other] + link)
         if one.begins is not None:
@@ -250,14 +283,17 @@ class _Run:
         self.free[stage] = start + self.took[kind][micro_batch, part]
         self.end[kind][micro_batch, part] = self.free[stage]
         if one.ends is not None:
-            of_group, number = self._work.exchange_back_ms[:, one.ends], one.ends
-            leaves = np.broadcast_to(self.free[stage], self._returned.shape)
-            self._returned[number] = self._exchanged(self._returned, number, leaves, of_group)
+            self._given[one.ends] = self.free[stage]
 
-    def _place(self, operation: int) -> tuple[Pass, int, int]:
-        graph = self._graph
-        kind, micro_batch = Pass(int(graph.kind[operation])), int(graph.micro_batch[operation])
-        return kind, micro_batch, int(graph.part[operation])
+    def _back(self, number: int) -> np.ndarray:
+        """When a round's gradients are there: all ranks begin their exchange after they have
+        encoded all rounds. [rows]"""
+        for each in range(self._there, number + 1):
+            leaves = np.maximum(self._given, self._sent[-1])
+            of_group = self._work.exchange_back_ms[:, each]
+            self._returned[each] = self._exchanged(self._returned, each, leaves, of_group)
+        self._there = max(self._there, number + 1)
+        return self._returned[number]
 
     def _exchanged(
         self, there: np.ndarray, number: int, leaves: np.ndarray, of_group_ms: np.ndarray
@@ -416,6 +452,11 @@ def hide_encoders(
         for column, (at, left_ms) in enumerate(((first, before_ms), (last, after_ms))):
             hidden_ms[at, column] = all_ms[at, column] - once_ms[column] - left_ms
             all_ms[at, column] = once_ms[column] + left_ms
+    predicted = encoding.predicted.model_copy(
+        update={
+            "hidden_ms": _longest_ms(workload, encoding.waits.all) - _longest_ms(workload, all_ms)
+        }
+    )
     values = workload.features.copy()
     for index, name in enumerate(ENCODER_WAITS_MS):
         columns = [column for column, feature in enumerate(cost.features) if feature == name]
@@ -423,8 +464,64 @@ def hide_encoders(
     return replace(
         workload,
         features=values,
-        encoding=replace(encoding, waits=_without(encoding.waits, hidden_ms), rounds=()),
+        encoding=replace(
+            encoding,
+            waits=_without(encoding.waits, hidden_ms),
+            rounds=(),
+            predicted=predicted,
+        ),
     )
+
+
+def computing_ms(workload: Workload, hidden: Workload, stages: int) -> np.ndarray:
+    """Time that stages encode in rounds while pipelines do not wait for it, and less what they wait
+    for it, mean over ranks. [steps, stages]
+
+    Args:
+        workload: with what its groups encode.
+        hidden: with the waits that are left (`hide_encoders`).
+    """
+    steps, step = np.unique(workload.step, return_inverse=True)
+    found = np.zeros((len(steps), stages))
+    if workload.encoding is None or hidden.encoding is None:
+        return found
+    ranks, once_ms = workload.data_parallel_size, sum(workload.encoding.once_ms)
+    left_ms = hidden.encoding.waits.all.sum(axis=1)
+    for work in (one.chosen(steps) for one in workload.encoding.rounds):
+        at, pipelines = np.searchsorted(steps, work.step), work.forward_ms.shape[1]
+        both_ms = (work.forward_ms + work.backward_ms).sum(axis=(1, 2))
+        np.add.at(found, at, both_ms / ranks)
+        goes = np.zeros((len(steps), ranks), bool)
+        for pipeline in range(pipelines):
+            goes[at, work.first_rank + pipeline] = True
+        rows = goes[step, workload.dp_rank]
+        waited_ms = np.bincount(step[rows], left_ms[rows], len(steps))
+        waited_ms -= once_ms * goes.sum(axis=1)
+        found -= waited_ms[:, None] / ranks
+    return found
+
+
+def _longest_ms(workload: Workload, waits_ms: np.ndarray) -> float:
+    """Mean over steps of the longest waits of a rank, given those of every row, [rows, 2]."""
+    _, step = np.unique(workload.step, return_inverse=True)
+    shape = int(step.max()) + 1, workload.data_parallel_size
+    of_rank = np.zeros(shape)
+    np.add.at(of_rank, (step, workload.dp_rank), waits_ms.sum(axis=1))
+    return float(of_rank.max(axis=1).mean())
+
+
+def simulate_with_rounds(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    workload: Workload,
+    schedule: PipelineSchedule,
+) -> StepTimes:
+    """Simulate every step of a workload, of which encoders may run in rounds
+    (`omnibal.pipeline.simulate.simulate_levels`)."""
+    hidden = hide_encoders(workload, cost, stages_at, schedule)
+    steps = simulate_levels(cost, stages_at, hidden, schedule)
+    encoding_ms = computing_ms(workload, hidden, steps.busy_ms.shape[1])
+    return replace(steps, busy_ms=steps.busy_ms + encoding_ms)
 
 
 def exposed_ms(
@@ -443,6 +540,7 @@ def _without(waits: EncoderWaits, hidden_ms: np.ndarray) -> EncoderWaits:
     return EncoderWaits(
         all=waits.all - hidden_ms,
         unreduced=waits.unreduced - hidden_ms,
+        work=waits.work,
         **{
             name: np.maximum(getattr(waits, name) - np.maximum(hidden_ms, 0), 0)
             for name in ("even", "silent", "needed")

@@ -381,6 +381,7 @@ def _waits(
     forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
     silent = times.mean_forward, times.mean_backward + times.mean_again
     ahead, behind = times.mean_exposed.T
+    needed = at_ends(times.mean_forward, times.mean_backward)
     return EncoderWaits(
         all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
         even=at_ends(
@@ -388,6 +389,7 @@ def _waits(
             silent[1] + behind + times.exchange_back + cost.reduction_ms,
         ),
         silent=at_ends(*silent),
-        needed=at_ends(times.mean_forward, times.mean_backward),
+        needed=needed,
+        work=needed,
         unreduced=at_ends(forward, backward),
     )

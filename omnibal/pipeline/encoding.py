@@ -75,6 +75,8 @@ class EncoderWaits:
     """Waits with ranks that are equally busy, without what is exchanged."""
     needed: np.ndarray
     """Waits with ranks that are equally busy, without exchanges and what runs again."""
+    work: np.ndarray
+    """Time that ranks encode so, whether or not a pipeline waits for it."""
     unreduced: np.ndarray
     """As they are, but for the exchange of gradients and weights of all ranks."""
 
@@ -86,6 +88,7 @@ class EncoderWaits:
             even=self.even[picked],
             silent=self.silent[picked],
             needed=self.needed[picked],
+            work=self.work[picked],
             unreduced=self.unreduced[picked],
         )
 

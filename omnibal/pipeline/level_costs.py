@@ -49,12 +49,12 @@ def features_of(
 
 
 def _joined(units: Sequence[UnitCost]) -> UnitCost:
-    moments = max(len(unit.transient_bytes) for unit in units)
     joined: dict[str, Any] = {}
     for each in fields(UnitCost):
         values = [getattr(unit, each.name) for unit in units]
-        if each.name == "transient_bytes":
+        if each.name in ("transient_bytes", "two_part_bytes"):
             # Moments that a level does not have take nothing.
+            moments = max(map(len, values))
             values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
         if isinstance(values[0], np.ndarray):
             joined[each.name] = np.concatenate(values, axis=-1)

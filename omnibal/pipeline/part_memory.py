@@ -10,8 +10,9 @@ A stage of which not all fits recomputes the fewest layers that make it fit, in 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -19,13 +20,18 @@ from omnibal.cost.model import CostModel
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.part_recompute import Contents, LayerNumbers, LayerOrders, RecomputeWays
-from omnibal.pipeline.schedule_memory import ChunkPasses, micro_batches_in, schedule_passes
+from omnibal.pipeline.schedule_memory import (
+    ChunkPasses,
+    link_bytes,
+    link_rooms,
+    micro_batches_in,
+    schedule_passes,
+)
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.stage_memory import (
     LINKS,
     MemoryTable,
     RunningPasses,
-    cut_bytes,
     encoder_memory_of,
     fits_cap,
     memory_table,
@@ -75,8 +81,8 @@ class PartMemory:
     """Memory of one stage of a schedule, by what its chunks hold."""
 
     chunks: tuple[_ChunkTable, ...]
-    cut_bytes: np.ndarray
-    """Tensors of the cuts before and after a chunk that begins, or ends, with a unit, [2, K]."""
+    link_bytes: Callable[[np.ndarray], np.ndarray]
+    """Bytes of links of stages with these units, [n, c, K]. [n]"""
     ways: RecomputeWays
     """Orders in which layers are recomputed."""
     cap_bytes: float
@@ -96,9 +102,9 @@ class PartMemory:
         Args:
             numbers: by which layers are recomputed; None where any may be.
         """
+        if schedule.in_two:
+            cost = _working_in_two(cost)
         features = features_of(workload, cost)
-        cuts = cut_bytes(cost, features.max(axis=0))
-        ends = np.stack([cuts.came + cuts.back_to, cuts.sent + cuts.back])
         drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
         for stage in range(stages):
             found: dict[tuple[int, Pass], _Heaviest] = {}
@@ -112,7 +118,12 @@ class PartMemory:
             every.append(
                 cls(
                     chunks=tuple(_chunk_table(cost, workload, each) for each in by_chunk),
-                    cut_bytes=ends,
+                    link_bytes=partial(
+                        link_bytes,
+                        cost,
+                        features.max(axis=0),
+                        rooms=link_rooms(schedule, stages, stage),
+                    ),
                     ways=numbers or LayerOrders.of(cost, mean, held),
                     cap_bytes=cap_bytes,
                 )
@@ -130,10 +141,7 @@ class PartMemory:
         first, whole = self.chunks[0].running, counts.sum(axis=1)
         at_levels = np.tile(recomputed, first.levels)
         passes = [table.bytes(chunk, counts, at_levels) for chunk, table in enumerate(self.chunks)]
-        begins = (counts > 0).argmax(axis=-1)
-        ends = counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
-        rooms = (self.cut_bytes[0][begins] + self.cut_bytes[1][ends]).sum(axis=1)
-        rooms += first.room_bytes(whole)
+        rooms = self.link_bytes(counts) + first.room_bytes(whole)
         state = whole @ first.state_bytes - first.tied_bytes * holds_both_ends(first.kinds, whole)
         return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
@@ -215,6 +223,13 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
         late_bytes=late @ for_weights,
         product_bytes=(own * is_weight[:, None]) @ product,
     )
+
+
+def _working_in_two(cost: CostModel) -> CostModel:
+    """Costs of units that work as in backwards in two parts."""
+    units = cost.units.items()
+    changed = {name: replace(unit, transient_bytes=unit.two_part_bytes) for name, unit in units}
+    return replace(cost, units=changed)
 
 
 def _drawn(cost: CostModel, chunks: int) -> np.ndarray:

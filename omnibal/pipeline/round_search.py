@@ -48,9 +48,12 @@ _FILLED = (1.0, 0.5, 0.0)
 """Parts of a round's time that an idle time must have for the round to be laid into it."""
 _CHANGES = 160
 """Changes of a stage's load in one round that are tried."""
-_AS_QUICK = 0.01
-"""Share of the step within which rounds are as quick as others, where the memory that they take is
-not there yet."""
+_IN_VAIN = 40
+"""Changes in vain after which the loads stay."""
+_TOLERANCE = 1e-9
+"""Relative time by which a step must be shorter."""
+_LESS_MEMORY = 0.03
+"""Share of its memory by which a slower choice of rounds must be below a quicker one."""
 _LEAST_GAIN = 0.002
 """Share of the step that rounds must save: they ask more of the trainer, and of memory."""
 
@@ -88,20 +91,24 @@ class RoundChoice:
     """Encoders in rounds, beside a pipeline as it is planned."""
 
     beside: DataParallelEncoders
+    peak_gib: float
+    """Memory of the fullest device with the planned stages."""
     fits: bool
     """Whether the planned stages leave them memory enough; others may."""
 
 
-def search_rounds(problem: RoundProblem) -> RoundChoice | None:
-    """The encoders in the rounds that are found best; None where none save any time.
+def search_rounds(problem: RoundProblem) -> list[RoundChoice]:
+    """The encoders in the rounds that are found best, quickest first, each of which takes less
+    memory than those before it; none where no rounds save any time.
 
     A pass among those of a pipeline must fit beside them, so that smaller passes, and fewer items
-    that are kept, are tried too. Where none fits, it is one that takes little memory of those that
-    are about as quick as any.
+    that are kept, are tried too. The last is the first that the planned stages leave enough for, if
+    there is one.
     """
     beside = problem.beside
-    if beside.sharded > 1 or problem.stages == 1 or not problem.encoders.encoders:
-        return None
+    # Ranks that wait for each other within a step are simulated together, and these are not.
+    if beside.sharded > 1 or problem.stages == 1 or problem.workload.runs_together:
+        return []
     numbers = _numbers(problem.workload, beside)
     least = [_Search.of(problem, number).before_ms * (1 - _LEAST_GAIN) for number in numbers]
     found = [
@@ -109,18 +116,34 @@ def search_rounds(problem: RoundProblem) -> RoundChoice | None:
         for variant in _variants(beside)
         if (each := _found(problem.beside_as(variant), numbers, least))
     ]
-    found.sort(key=_steps_ms)
-    for each in found:
-        chosen = _joined(each)
-        if _fits(problem, chosen):
-            improved = _joined([one.improved() for one in each])
-            fitting = improved if _fits(problem, improved) else chosen
-            return RoundChoice(beside=fitting, fits=True)
-    if not found:
-        return None
-    quick_ms = found[0][0].step_ms * (1 + _AS_QUICK)
-    quick = [_joined(each) for each in found if each[0].step_ms <= quick_ms]
-    return RoundChoice(beside=min(quick, key=lambda each: _peak_gib(problem, each)), fits=False)
+    choices = list[RoundChoice]()
+    for each in sorted(found, key=_steps_ms):
+        choice = _choice(problem, _joined(each))
+        if choices and choice.peak_gib >= choices[-1].peak_gib * (1 - _LESS_MEMORY):
+            continue
+        choices.append(choice)
+        if choice.fits:
+            break
+    return choices
+
+
+def improved_rounds(problem: RoundProblem) -> DataParallelEncoders:
+    """The encoders with other loads in their rounds by which steps are shorter, and which fit."""
+    found = [
+        _Search.of(problem, each.micro_batches).improved(each.rounds)
+        for each in problem.beside.rounds
+    ]
+    improved = problem.beside.model_copy(update={"rounds": tuple(found)})
+    return improved if _choice(problem, improved).fits else problem.beside
+
+
+def _choice(problem: RoundProblem, beside: DataParallelEncoders) -> RoundChoice:
+    encoders = problem.features, problem.encoders, beside
+    workload = with_rounds(with_encoders(problem.workload, *encoders), *encoders)
+    peaks = schedule_memories(problem.cost, problem.stages_at, workload, problem.schedule)
+    peak_gib = max(peak.peak_gib for peak in peaks)
+    fits = bool(fits_cap(peak_gib * GIB, problem.memory_cap_bytes))
+    return RoundChoice(beside=beside, peak_gib=peak_gib, fits=fits)
 
 
 def _steps_ms(found: Sequence["_Found"]) -> list[float]:
@@ -157,17 +180,6 @@ def _found(
 def _joined(found: Sequence["_Found"]) -> DataParallelEncoders:
     beside = found[0].search.problem.beside
     return beside.model_copy(update={"rounds": tuple(each.as_rounds for each in found)})
-
-
-def _fits(problem: RoundProblem, beside: DataParallelEncoders) -> bool:
-    return bool(fits_cap(_peak_gib(problem, beside) * GIB, problem.memory_cap_bytes))
-
-
-def _peak_gib(problem: RoundProblem, beside: DataParallelEncoders) -> float:
-    encoders = problem.features, problem.encoders, beside
-    workload = with_rounds(with_encoders(problem.workload, *encoders), *encoders)
-    peaks = schedule_memories(problem.cost, problem.stages_at, workload, problem.schedule)
-    return max(peak.peak_gib for peak in peaks)
 
 
 def _numbers(workload: Workload, beside: DataParallelEncoders) -> list[int]:
@@ -367,23 +379,24 @@ class _Search:
             used += _filled(loads[number], whole)
         return loads
 
-    def improved(
-        self, rounds: tuple[EncoderRound, ...], step_ms: float
-    ) -> tuple[EncoderRound, ...]:
+    def improved(self, rounds: tuple[EncoderRound, ...]) -> EncoderRounds:
         """Change single loads while the step gets shorter."""
         sizes = [one.micro_batches for one in rounds]
         loads = np.array([one.load_ms for one in rounds])
-        work = self._work(rounds)
-        unit_ms = float(work.forward_ms.mean()) or 1.0
-        rng = np.random.default_rng(0)
+        rounds, step_ms = self._placed(sizes, loads)
+        unit_ms = float(self._work(rounds).forward_ms.mean()) or 1.0
+        rng, in_vain = np.random.default_rng(0), 0
         for _ in range(_CHANGES):
             changed = loads.copy()
             at = rng.integers(len(sizes)), rng.integers(loads.shape[1])
             changed[at] = max(changed[at] + rng.choice([-2.0, -1.0, 1.0, 2.0]) * unit_ms, 0.0)
             found, found_ms = self._placed(sizes, changed)
-            if found_ms < step_ms * (1 - 1e-9):
-                rounds, step_ms, loads = found, found_ms, changed
-        return rounds
+            in_vain += 1
+            if found_ms < step_ms * (1 - _TOLERANCE):
+                rounds, step_ms, loads, in_vain = found, found_ms, changed, 0
+            if in_vain == _IN_VAIN:
+                break
+        return EncoderRounds(micro_batches=self.number, rounds=rounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -398,10 +411,6 @@ class _Found:
     def as_rounds(self) -> EncoderRounds:
         """As a plan has them."""
         return EncoderRounds(micro_batches=self.search.number, rounds=self.rounds)
-
-    def improved(self) -> Self:
-        """With loads by which the step is shorter."""
-        return replace(self, rounds=self.search.improved(self.rounds, self.step_ms))
 
 
 def _partitions(number: int) -> list[list[int]]:

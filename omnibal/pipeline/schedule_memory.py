@@ -5,12 +5,14 @@ its stages is built on. Here it is written as linear forms of a micro-batch's fe
 every pass of every chunk is looked at with its own packs. A micro-batch is in one of two states in
 a chunk that it has reached: from its forward to the end of its backward, or of the first part of
 that, the chunk keeps what a backward needs; then, until the second part has run, inputs of linears
-and gradients of their outputs (`omnibal.cost.weight_part`). Every chunk's links have room for a
-tensor each way on both of its cuts throughout.
+and gradients of their outputs (`omnibal.cost.weight_part`). Links
+have room throughout for a tensor each way between a stage and every other one that it sends to, the
+largest of its chunks.
 
 Axes: passes, chunks of a stage, F features of all levels.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -147,19 +149,25 @@ class ChunkBytes:
     for every kind of pass."""
 
     @classmethod
-    def of(cls, cost: CostModel, runs: Sequence[UnitRun]) -> "ChunkBytes":
-        """Count a chunk of these runs of units, in model order."""
+    def of(cls, cost: CostModel, runs: Sequence[UnitRun], *, in_two: bool) -> "ChunkBytes":
+        """Count a chunk of these runs of units, in model order.
+
+        Args:
+            in_two: whether backwards are in two parts, as then no pass works with the gradient of a
+                linear's weight.
+        """
         units, nothing = [*cost.units.values()], np.zeros(len(cost.features))
         counts, _ = counts_of_runs(len(units), runs)
         last, entered = units[runs[-1].kind], unkept_input(cost)[runs[0].kind]
         tied = int(holds_both_ends(cost.kinds, counts)) * tied_gradient_bytes(cost)
-        late_total = sum((run.number * units[run.kind].late_bytes[:2].sum(0) for run in runs), 0.0)
+        late_of = [in_two * unit.late_bytes[:2].sum(axis=0) for unit in units]
+        late = nothing + sum(run.number * late_of[run.kind] for run in runs)
         late_before, kept, passing = nothing, entered, nothing
-        forward, backward, in_two, passed = [nothing], [nothing], [nothing], set[int]()
+        forward, backward, passed = [nothing], [nothing], set[int]()
         for run in runs:
             unit = units[run.kind]
-            of_unit = _kept_form(cost, run)
-            of_late = unit.late_bytes[:2].sum(axis=0)
+            moments = unit.two_part_bytes if in_two else unit.transient_bytes
+            of_unit, of_late = _kept_form(cost, run), late_of[run.kind]
             kept = kept + run.number * of_unit
             late_before = late_before + run.number * of_late
             gradient = last.output_gradient_bytes if run.kind != runs[-1].kind else nothing
@@ -167,27 +175,23 @@ class ChunkBytes:
                 if run.kind not in passed:
                     passing = passing + unit.passing_bytes
                 passed.add(run.kind)
-                forward += [kept + passing + working for working in unit.transient_bytes]
+                forward += [kept + passing + working for working in moments]
                 continue
             again = unit.activation_bytes - of_unit
-            for working in unit.transient_bytes:
+            # The last of these units runs first; when the first runs, the others are over.
+            over = (run.number - 1) * (of_late - of_unit)
+            for working in moments:
                 form = kept + again + working + _at_every_level(cost, tied[run.kind])
                 forward.append(form)
-                backward.append(form + gradient)
-                # The last of these units runs first; when the first runs, the others are over.
-                others = run.number - 1
-                after = late_total - late_before + unit.late_bytes[1]
-                in_two.append(form + gradient + after)
-                in_two.append(form + gradient + after + others * (of_late - of_unit))
+                form = form + gradient + late - late_before
+                backward += [form, form + over]
         products = np.stack([units[run.kind].late_bytes[2] for run in runs])
-        late = late_total + nothing
         return cls(
             kept=kept,
             late=late,
             running={
                 Pass.FORWARD: np.stack(forward),
-                Pass.BACKWARD: np.stack(backward),
-                Pass.BACKWARD_INPUT: np.stack(in_two),
+                Pass.BACKWARD_INPUT if in_two else Pass.BACKWARD: np.stack(backward),
                 Pass.BACKWARD_WEIGHT: late + products,
             },
         )
@@ -205,6 +209,48 @@ def _at_every_level(cost: CostModel, bytes_: float) -> np.ndarray:
     form = np.zeros((cost.levels, len(cost.features) // cost.levels))
     form[:, 0] = bytes_
     return form.ravel()
+
+
+Rooms = tuple[tuple[tuple[int, int], ...], ...]
+"""Groups of tensors that share the room of one, as there is one of them at a time: index among the
+fields of `stage_memory.cut_bytes`, and chunk of the stage, of each."""
+
+
+def link_rooms(schedule: PipelineSchedule, stages: int, stage: int) -> Rooms:
+    """The rooms of a stage's links: one each way with every other stage, of outputs and of their
+    gradients; what goes from one chunk to another of the same stage stays in one."""
+    place, last = schedule.placement, stages * schedule.chunks - 1
+    rooms: defaultdict[tuple[int, bool, bool], list[tuple[int, int]]] = defaultdict(list)
+    for chunk in range(schedule.chunks):
+        part = place.part(stage, chunk, stages)
+        for tensor, other in enumerate((part - 1, part - 1, part + 1, part + 1)):
+            if 0 <= other <= last:
+                peer, is_gradient, comes = (
+                    place.stage_of(other, stages),
+                    tensor % 2,
+                    tensor in (0, 3),
+                )
+                is_in = comes and peer != stage
+                rooms[peer, bool(is_gradient), is_in].append((tensor, chunk))
+    return tuple(map(tuple, rooms.values()))
+
+
+def link_bytes(
+    cost: CostModel, largest: np.ndarray, counts: np.ndarray, rooms: Rooms
+) -> np.ndarray:
+    """Bytes of the rooms of links, of stages whose chunks hold so many units. [...]
+
+    Args:
+        largest: the most of each feature that any micro-batch has, [F].
+        counts: [..., chunks, kinds].
+    """
+    cuts, held = cut_bytes(cost, largest), counts > 0
+    first, end = held.argmax(axis=-1), held.shape[-1] - 1 - held[..., ::-1].argmax(axis=-1)
+    tensors = cuts.came[first], cuts.back_to[first], cuts.sent[end], cuts.back[end]
+    return np.sum(
+        [np.max([tensors[each][..., chunk] for each, chunk in room], axis=0) for room in rooms],
+        axis=0,
+    )
 
 
 def schedule_memories(
@@ -232,28 +278,42 @@ def counted_memories(
     schedule: PipelineSchedule,
 ) -> list[StageMemory]:
     """`schedule_memories` by the forms of this module, whatever the schedule."""
-    features = features_of(workload, cost)
-    parts_of, memories = schedule.parts_of(len(stages_at[0])), []
-    for stage, parts in enumerate(parts_of):
-        chunks = [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
-        passes = schedule_passes(features, workload, schedule, len(parts_of), stage)
-        memories.append(_stage_memory(cost, chunks, passes, features.max(axis=0), workload))
-    return memories
+    features, stages = features_of(workload, cost), len(stages_at[0]) // schedule.chunks
+    return [
+        _stage_memory(cost, stages_at, workload, schedule, features, stage)
+        for stage in range(stages)
+    ]
+
+
+def _chunk_runs(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    schedule: PipelineSchedule,
+    stage: int,
+) -> list[tuple[UnitRun, ...]]:
+    """Runs of units of every chunk of a stage."""
+    parts = schedule.parts_of(len(stages_at[0]))[stage]
+    return [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
 
 
 def _stage_memory(
     cost: CostModel,
-    chunks: Sequence[Sequence[UnitRun]],
-    passes: Iterator[ChunkPasses],
-    largest: np.ndarray,
+    stages_at: Sequence[Sequence[Stage]],
     workload: Workload,
+    schedule: PipelineSchedule,
+    features: np.ndarray,
+    stage: int,
 ) -> StageMemory:
-    """Peak memory of a stage of these chunks over its passes."""
-    forms = [ChunkBytes.of(cost, runs) for runs in chunks]
+    """Peak memory of a stage over its passes of micro-batches with these features, [rows, F]."""
+    stages, largest = len(stages_at[0]) // schedule.chunks, features.max(axis=0)
+    chunks = _chunk_runs(cost, stages_at, schedule, stage)
+    forms = [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in chunks]
+    passes = schedule_passes(features, workload, schedule, stages, stage)
     most = [_most_bytes(forms, each) for each in passes]
+    rooms = link_rooms(schedule, stages, stage)
     held_bytes, passes_bytes = np.max(most, axis=0)
-    of_chunks = [counts_of_runs(len(cost.kinds), runs)[0] for runs in chunks]
-    counts = np.sum(of_chunks, axis=0)
+    of_chunks = np.stack([counts_of_runs(len(cost.kinds), runs)[0] for runs in chunks])
+    counts = of_chunks.sum(axis=0)
     # One pass, for what does not depend on passes.
     alone = RunningPasses(
         own=largest[None],
@@ -262,22 +322,14 @@ def _stage_memory(
         largest=largest,
     )
     table = memory_table(cost, alone, encoder_memory_of(workload))
-    cuts = cut_bytes(cost, largest)
-    links_bytes = sum(
-        cuts.came[runs[0].kind]
-        + cuts.back_to[runs[0].kind]
-        + cuts.sent[runs[-1].kind]
-        + cuts.back[runs[-1].kind]
-        for runs in chunks
-    )
-    link_bytes = float(links_bytes + table.room_bytes(counts))
+    links = float(link_bytes(cost, largest, of_chunks, rooms) + table.room_bytes(counts))
     return memory_of_stage(
         cost,
         counts,
         table,
         held_bytes=float(held_bytes),
-        link_bytes=link_bytes,
-        pass_bytes=np.array([passes_bytes + link_bytes]),
+        link_bytes=links,
+        pass_bytes=np.array([passes_bytes + links]),
     )
 
 
@@ -328,20 +380,18 @@ def bytes_of_passes(
         stages_at: as for `schedule_memories`.
         features: of the workload's rows, [rows, F], which may be others than its own.
     """
-    parts_of = schedule.parts_of(len(stages_at[0]))
+    size = len(stages_at[0]) // schedule.chunks
     if schedule == ONE_FORWARD_ONE_BACKWARD:
-        passes = running_passes(features, workload.slot, len(parts_of), stage)
+        passes = running_passes(features, workload.slot, size, stage)
         of_stage = [stages[stage] for stages in stages_at]
         needed, held = bytes_in_passes(cost, passes, of_stage)
         kind, row = np.divmod(np.arange(len(needed)), len(features))  # forwards, then backwards
         others = micro_batches_in(cost, passes.others)
         return PassBytes(row=row, kind=kind, chunk=0 * row, needed=needed, held=held, others=others)
-    chunks = [
-        ChunkBytes.of(cost, unit_runs(cost.kinds, [stages[part] for stages in stages_at]))
-        for part in parts_of[stage]
-    ]
+    runs_of = _chunk_runs(cost, stages_at, schedule, stage)
+    chunks = [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in runs_of]
     found = []
-    for each in schedule_passes(features, workload, schedule, len(parts_of), stage):
+    for each in schedule_passes(features, workload, schedule, size, stage):
         held, needed = _bytes_in(chunks, each)
         kind, chunk = (np.full(len(held), one) for one in (each.kind, each.chunk))
         others = micro_batches_in(cost, each.kept + each.late).sum(axis=1)

@@ -307,6 +307,8 @@ ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 
 MAX_CHUNKS: Final = 64
 """Most chunks of a stage."""
+TRIED_CHUNKS: Final = range(2, 5)
+"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +366,11 @@ class PipelineSchedule(Frozen):
     def passes(self) -> tuple[Pass, ...]:
         """Kinds of passes that it has."""
         return _NAMED[self.name].passes
+
+    @property
+    def in_two(self) -> bool:
+        """Whether backwards are in two parts."""
+        return self.last_pass is Pass.BACKWARD_WEIGHT
 
     @property
     def last_pass(self) -> Pass:

@@ -13,11 +13,14 @@ from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, searched_parts
 from omnibal.model.limits import words
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
+from omnibal.pipeline.schedules import (
+    ONE_FORWARD_ONE_BACKWARD,
+    TRIED_CHUNKS,
+    Pass,
+    PipelineSchedule,
+)
 from omnibal.search.encoder_placement import relative_ms
 
-_TRIED_CHUNKS = range(2, 5)
-"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
 _TRIAL_EFFORT = 0.1
 """Effort of the search for a schedule's parts; the fastest's are searched for again, in full."""
 LEAST_GAIN = 0.005
@@ -74,7 +77,7 @@ def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineS
     every = [
         PipelineSchedule(name="zb-h1"),
         PipelineSchedule(name="zb-v", chunks=2),
-        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in _TRIED_CHUNKS),
+        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in TRIED_CHUNKS),
     ]
     has_room = (each for each in every if each.name in names and stages * each.chunks <= layers)
     return [each for each in has_room if stages > 1]
@@ -185,7 +188,8 @@ def _possible(
     """Schedules with their requests, or why they cannot be."""
     job = request.job
     if planned.plan.beside is not None:
-        job = replace(job, beside=planned.plan.beside)
+        # Rounds are laid into the idle time of a schedule.
+        job = replace(job, beside=planned.plan.beside.model_copy(update={"rounds": ()}))
     for schedule in schedules_of(names, request):
         why = obstacle(request, schedule, planned.micro_batches)
         yield schedule, why or replace(request, job=job, schedule=schedule)

@@ -14,7 +14,7 @@ from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
-from omnibal.lint.predicted import predicted
+from omnibal.lint.predicted import predicted_line
 from omnibal.model.config import load_cluster
 
 _HUB = Path(__file__).parents[2] / "tests" / "planner" / "hub_configs"
@@ -98,7 +98,7 @@ def row(example: Example) -> Iterator[str]:
     yield example.name
     for cluster in CLUSTERS:
         job = of_example(example, cluster)
-        line = predicted(job, job.stages)
+        line = predicted_line(job)
         if cluster == CLUSTERS[0]:
             gib = line.most_gib
             yield f"{example.noted_gib}"

@@ -159,7 +159,20 @@ def summary(rows: Sequence[Compared]) -> list[str]:
             f"{np.median(errors):.1%} median, {errors.max():.1%} largest"
         )
         lines.append(said + (f"; of allocated memory {max(memory):.1%} largest" if memory else ""))
-    return lines
+    return [*lines, *chunks_summary(rows)]
+
+
+def chunks_summary(rows: Sequence[Compared]) -> Iterator[str]:
+    """Errors of rows with several chunks a stage, beside those with one, by precision."""
+    chosen = [one for one in rows if one.row["device"] == "h100" and not one.calibrates]
+    for precision in sorted({one.row["precision"] for one in chosen}):
+        of_precision = [one for one in chosen if one.row["precision"] == precision]
+        for has_chunks, words in ((True, "several chunks"), (False, "one chunk")):
+            errors = [one.error for one in of_precision if (one.row["chunks"] > 1) == has_chunks]
+            yield (
+                f"h100 {precision}, {words} a stage: {len(errors)} rows, error of time from "
+                f"{min(errors):+.1%} to {max(errors):+.1%}, {np.median(np.abs(errors)):.1%} median"
+            )
 
 
 _STYLE = """

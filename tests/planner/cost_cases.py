@@ -103,6 +103,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
             output_bytes=output_bytes,
             output_gradient_bytes=output_bytes,
             transient_bytes=rng.uniform(0, 3e6, (2, len(features))),
+            two_part_bytes=np.stack([boundary_bytes, 0.7 * output_bytes]),
             late_bytes=np.outer((0.3, 0.6, 0.2), boundary_bytes + output_bytes),
             passing_bytes=np.zeros(len(features)),
             shared_bytes=rng.uniform(0, 1e6, len(features)),

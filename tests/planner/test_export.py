@@ -20,7 +20,7 @@ from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import PlannedLevel
+from omnibal.job.plan import PlannedLevel, Shapes
 from omnibal.job.plan_data import MockData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
@@ -29,6 +29,7 @@ from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, TARGETS, TargetName
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import Stage
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
@@ -77,6 +78,36 @@ def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
     parallel = plan.parallel.model_copy(update={"pipeline": len(changes["stages"])})
     plan = plan.model_copy(update={**changes, "parallel": parallel})
     assert told in first_obstacle(plan, None, TARGETS[target])
+
+
+def test_schedules_that_a_trainer_does_not_run_are_named():
+    """Prevents: chunks of a plan left out of its flags, or told to a trainer that ends at its first
+    step."""
+    stages = tuple(Stage.of(*units) for units in (
+        [*map(str, FIRST.units[:-1]), "language 0"], ["language 1"], ["language 2"],
+        ["language 3", "head"],
+    ))  # fmt: skip
+    for target, name, micro_batches, told in (
+        (LOONGFORGE, "interleaved", 4, None),
+        (LOONGFORGE, "interleaved", 3, "3 micro-batches a rank, and LoongForge interleaves"),
+        (LOONGFORGE, "zb-v", 4, "schedule is zb-v, and LoongForge runs 1f1b and interleaved"),
+        (MINDSPEED, "interleaved", 4, "schedule is interleaved, and MindSpeed-MM runs 1f1b"),
+    ):
+        plan = small_case(target).files.plan
+        shapes = Shapes(caps=Caps.of(tiles=1, tokens=64), micro_batches_per_step=micro_batches)
+        changes = {
+            "stages": stages,
+            "parallel": plan.parallel.model_copy(update={"pipeline": 2}),
+            "schedule": PipelineSchedule(name=name, chunks=2),
+            "data": None,
+            "shapes": shapes,
+        }
+        obstacle = first_obstacle(plan.model_copy(update=changes), None, TARGETS[target])
+        assert obstacle is None if told is None else told in obstacle
+    later = (Stage.of(*VISION[:2]), Stage.of(*map(str, ALONE.units[2:5])), *stages[2:])
+    plan = plan.model_copy(update=changes | {"stages": later})
+    told = "chunk 0 of stage 1 holds projector"
+    assert any(told in each for each in obstacles(plan, None, TARGETS[SWIFT]))
 
 
 def test_what_no_trainer_can_be_told_is_named():
@@ -166,8 +197,15 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
                 n for n in range(5)
                 if meant([plain], "vision", n) | meant([plain], "language", n) == of_stage
             ]  # fmt: skip
-            found = number_of_stage(stage, ("vision", "language"))
+            found = number_of_stage([stage], ("vision", "language"))
             assert (found is None) == (not fitting) and (found in fitting or not fitting)
+        # Both as the chunks of one stage.
+        fitting = [
+            n for n in range(5)
+            if meant([FIRST, LAST], "vision", n) | meant([FIRST, LAST], "language", n) == set(again)
+        ]  # fmt: skip
+        found = number_of_stage(stages, ("vision", "language"))
+        assert (found is None) == (not fitting) and (found in fitting or not fitting)
 
 
 @pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])

@@ -12,7 +12,7 @@ from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
 from length_cases import lengths_of, texts
 
 from omnibal.base.errors import UserError
-from omnibal.export.directory import export_input
+from omnibal.export.directory import export_input, make_export
 from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, shape_caps
@@ -24,11 +24,17 @@ from omnibal.model.config import ModelConfig, Precision, load_model, with_imbala
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 
 def plan_of(
-    name: TargetName, model: ModelConfig, parallel: Parallel, tokens: int, precision: Precision
+    name: TargetName,
+    model: ModelConfig,
+    parallel: Parallel,
+    tokens: int,
+    precision: Precision = "bf16",
+    chunks: int = 1,
 ) -> PlanFiles:
     """A plan of shapes for a trainer, of samples that are routed evenly and equally long, as
     made-up ones are."""
@@ -42,20 +48,22 @@ def plan_of(
     )
     data = MockData(
         caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
-        micro_batches_per_step=6,
+        # Of a number that is no multiple of the stages, no chunks are better.
+        micro_batches_per_step=8 if chunks > 1 else 5,
         image_tokens=1024 if model.images is not None else None,
     )
-    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    schedule, effort = ONE_FORWARD_ONE_BACKWARD, 1.0
+    if chunks > 1:
+        schedule, effort = PipelineSchedule(name="interleaved", chunks=chunks), 0.02
+    plan = make_plan(PlanRequest(job=job, data=data, schedule=schedule), effort).plan
     return PlanFiles(plan=plan, job=job, data=data.schedule(job))
 
 
+EXPERTS = Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8)
 SIZES = {
     # With encoders recomputed, and with experts that ranks share out.
     "internvl3.5-8b": (Parallel(pipeline=2, data=2), 12_288),
-    "qwen3-vl-30b-a3b": (
-        Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8),
-        9_088,
-    ),
+    "qwen3-vl-30b-a3b": (EXPERTS, 9_088),
 }
 
 
@@ -81,10 +89,40 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
     told = of_line(line, model)
     # In FP8, what is kept may fit as it is.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"
-    assert told.stages == plan.stages
+    assert told.parts == plan.stages
     verdict = Verdict.of(told)
     assert verdict.line.prediction == plan.prediction
     assert verdict.finding is None and verdict.better is None
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parallel", "tokens", "chunks"),
+    [
+        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 2),
+        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=8), 8_192, 3),
+        (TargetName.MEGATRON_LM, "llama3.1-8b", Parallel(pipeline=4, data=2), 8_192, 5),
+        (TargetName.MEGATRON_BRIDGE, "llama3.1-8b", Parallel(pipeline=2, data=2), 16_384, 4),
+        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 6_016, 2),
+        (TargetName.MS_SWIFT, "internvl3.5-8b", Parallel(pipeline=4, data=2), 12_288, 3),
+        (TargetName.MS_SWIFT, "llama3.1-8b", Parallel(pipeline=8), 8_192, 2),
+        (TargetName.LOONGFORGE, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 3),
+        (TargetName.LOONGFORGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, 2),
+        (TargetName.LOONGFORGE, "llama3.1-8b", Parallel(pipeline=8), 8_192, 4),
+    ],
+)
+def test_an_exported_line_with_chunks_costs_what_its_plan_does(
+    name, model, parallel, tokens, chunks, tmp_path: Path
+):
+    """Prevents: chunks that are written on other stages than planned, or not at all, and numbers of
+    recomputed layers that are read of a stage and not of each of its chunks."""
+    files = plan_of(name, load_model(model), parallel, tokens, chunks=chunks)
+    plan, given = files.plan, export_input(files, TARGETS[name], None, tmp_path, 0)
+    exported = make_export(given, EXPORTS[name])
+    told = of_line(exported.exported.command, model)
+    assert (told.parts, told.schedule) == (plan.stages, plan.schedule)
+    assert predicted_line(told).prediction == plan.prediction
+    assert exported.expected.step_ms == plan.prediction.step_ms
+    assert len(exported.expected.peak_gib) == parallel.pipeline
 
 
 def recipe(layers: str) -> str:
@@ -101,13 +139,13 @@ def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
     told = of_line(recipe(ends), "qwen3.5-35b-a3b")
     # The script's job is this project's own; the recipe's has a whole encoder on every rank.
     shape = Shape.of(4096, 2048, True)
-    cut = shape.predicted(told.stages)
+    cut = shape.predicted(told.parts)
     mine = replace(told, job=shape.job, workload=shape.workload)
-    line = predicted(mine, told.stages)
+    line = predicted(mine, told.parts)
     assert line.prediction.step_ms == pytest.approx(cut.step_ms)
     whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.overheads, strict=True)]
     assert tuple(whole) == pytest.approx(cut.peaks_gib)
-    held = predicted(told, told.stages).prediction
+    held = predicted(told, told.parts).prediction
     assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)
 
 
@@ -139,8 +177,9 @@ def test_advice_fits_and_is_read_back(tmp_path: Path):
             assert max(each.device_gib for each in advised.memory) <= CLUSTER.memory_gib
             line = without_split(one.line) + " " + " ".join(advised.flags)
             told = of_line(line, model_of(one.model))
+            assert told.schedule == advised.schedule
             if name == "lf-q3vl-30b" or not any(s.recomputed("vision") for s in advised.stages):
-                assert told.stages == advised.stages
+                assert told.parts == advised.parts
             assert verdict.better.prediction.step_ms <= verdict.least.prediction.step_ms * 1.001
 
 
@@ -149,11 +188,14 @@ def test_no_recomputation_is_never_some():
     plain = "run_recipe.py -ng 8 -pp 2 -mb 1 -gb 64 -sl 4096"
     again = "recompute_granularity=full model.recompute_method=block model.recompute_num_layers"
     told = [of_line(f"{plain}{more}", "internvl3.5-8b") for more in ("", f" model.{again}=-3")]
-    assert told[0].stages == told[1].stages
+    assert told[0].parts == told[1].parts
 
 
 def without_split(line: str) -> str:
-    of_layers = "pipeline-model-parallel-layout|custom-pipeline-layers|recompute[a-z-]*"
+    of_layers = (
+        "pipeline-model-parallel-layout|custom-(?:virtual-)?pipeline-layers|recompute[a-z-]*|"
+        "num-virtual-stages-per-pipeline-rank"
+    )
     return re.sub(rf"--(?:{of_layers}) \S+", "", line)
 
 
@@ -161,7 +203,8 @@ def without_split(line: str) -> str:
 def test_the_better_split_is_the_best_of_all(memory_gib):
     """Prevents: advice that another split and number of the same trainer would beat."""
     model = load_model("internvl3.5-8b").with_layers(vision=4, language=6)
-    line = "run_recipe.py -ng 16 -tp 1 -pp 2 -mb 1 -gb 64 -sl 4096"
+    # Seven micro-batches a rank, which cannot be interleaved on two stages.
+    line = "run_recipe.py -ng 16 -tp 1 -pp 2 -mb 1 -gb 56 -sl 4096"
     told = of_line(line, model, memory_gib=memory_gib)
     verdict = Verdict.of(told)
     first = len(unit_words(model)) - model.language.layers - 1
@@ -189,10 +232,11 @@ def test_the_least_recomputation_is_the_least():
     verdict = Verdict.of(published("mb-q25vl-72b"))
     assert verdict.least is not None
     launched = verdict.launched
-    counts = [len(stage.recomputed("language")) for stage in verdict.least.stages]
+    counts = [len(part.recomputed("language")) for part in verdict.least.parts]
     number = max(counts)
-    fewer = [recomputing(stage, number - 1, 0) for stage in launched.stages]
-    assert predicted(launched, fewer).most_gib > launched.job.cluster.memory_gib
+    fewer = [recomputing(part, number - 1, 0) for part in launched.parts]
+    least = predicted(launched, fewer, launched.schedule)
+    assert least.most_gib > launched.job.cluster.memory_gib
 
 
 def test_samples_of_a_micro_batch_attend_for_themselves():
@@ -204,7 +248,7 @@ def test_samples_of_a_micro_batch_attend_for_themselves():
         told = of_line(f"run_recipe.py {sizes}", "internvl3.5-8b")
         assert told.workload.features.shape[0] == 32
         assert int(told.packs.tokens.sum()) == 32 * 8192
-        parts.append(predicted(told, told.stages).prediction.step_ms)
+        parts.append(predicted(told, told.parts).prediction.step_ms)
     assert parts[0] < 0.99 * parts[1]
 
 
@@ -213,7 +257,7 @@ def test_context_parallel_ranks_share_samples():
     line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384 -cp {}"
     one, two = (of_line(line.format(size), "internvl3.5-8b") for size in (1, 2))
     assert (one.job.parallel.data, two.job.parallel.data) == (4, 4)
-    alone, shared = (predicted(told, told.stages).prediction for told in (one, two))
+    alone, shared = (predicted(told, told.parts).prediction for told in (one, two))
     kept = [each.stages[0].memory.activations_gib for each in (alone, shared)]
     # As many packs are in flight, of half as many tokens on each rank.
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
@@ -231,13 +275,13 @@ def test_a_data_set_is_packed_to_the_line():
     line = "run_recipe.py -ng 4 -tp 1 -pp 2 -mb 1 -gb 16 -sl 8192"
     told = of_line(line, "internvl3.5-8b", Samples(lengths=lengths, image_share=0, image_tokens=1))
     assert int(told.packs.tokens.max()) <= 8192
-    line_cost = predicted(told, told.stages)
+    line_cost = predicted(told, told.parts)
     per_second = line_cost.prediction.samples_per_second_per_gpu
     assert per_second is not None
     seconds = line_cost.prediction.step_ms / 1e3 * told.packs.steps
     assert per_second * 4 * seconds == pytest.approx(len(told.packs.packs.samples))
     made_up = of_line(line, "internvl3.5-8b")
-    assert predicted(made_up, made_up.stages).prediction.samples_per_second_per_gpu is None
+    assert predicted(made_up, made_up.parts).prediction.samples_per_second_per_gpu is None
 
 
 MEGATRON = (
@@ -313,8 +357,74 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
     assert all(more > less for more, less in zip(chunked.peaks_gib, plain.peaks_gib, strict=True))
     assert len(told.parts) == 16 and not told.notes
     other = of_line(f"{line} -vp 4 model.microbatch_group_size_per_vp_stage=8", model)
-    assert not other.parts and "one run of layers" in other.notes[0]
-    assert predicted_line(other).step_ms == plain.step_ms
+    assert other.parts == told.parts and "groups of 8 micro-batches" in other.notes[0]
+
+
+_OF_MEGATRON = (
+    "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 4 --sequence-parallel "
+    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --seq-length 8192"
+)
+_OF_SWIFT = (
+    "--tensor_model_parallel_size 4 --sequence_parallel true --pipeline_model_parallel_size 4 "
+    "--packing true --max_length 8192"
+)
+LAUNCHED = {
+    "megatron-bridge": "run_recipe.py -ng 16 -tp 4 -pp 4 -mb 1 -sl 8192 -gb",
+    "megatron-lm": f"torchrun --nproc-per-node 16 pretrain.py {_OF_MEGATRON} --global-batch-size",
+    "ms-swift": f"NPROC_PER_NODE=16 megatron sft {_OF_SWIFT} --global_batch_size",
+    "loongforge": f"torchrun --nproc-per-node 16 loongforge.py {_OF_MEGATRON} --global-batch-size",
+}
+"""A line of every trainer, up to the number of its global batch."""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_advice_has_chunks_where_the_trainer_takes_them(launcher: str):
+    """Prevents: advice of one chunk a stage that is slower than what the trainer can be told,
+    chunks that it refuses, and flags that say other ones than were predicted."""
+    sizes, model = LAUNCHED[launcher], load_model("internvl3.5-8b")
+    verdict = Verdict.of(of_line(f"{sizes} 8", model))
+    better = verdict.better
+    assert better is not None and better.schedule.name == "interleaved"
+    assert better.step_ms < 0.9 * verdict.line.step_ms and better.most_gib <= CLUSTER.memory_gib
+    told = of_line(f"{sizes} 8 {' '.join(better.flags)}", model)
+    assert (told.parts, told.schedule) == (better.parts, better.schedule)
+    assert predicted_line(told).prediction == better.prediction
+    # Seven micro-batches a rank on four stages.
+    odd = Verdict.of(of_line(f"{sizes} 7", model)).better
+    assert odd is None or odd.schedule.name == "1f1b"
+
+
+@pytest.mark.parametrize("virtual", [2, 4, 8])
+def test_advice_is_never_slower_than_a_line_with_chunks(virtual: int):
+    """Prevents: a split by 1F1B, or of fewer chunks, advised in place of a faster line."""
+    model = load_model("llama3.1-8b")
+    verdict = Verdict.of(of_line(f"{LAUNCHED['megatron-bridge']} 8 -vp {virtual}", model))
+    assert verdict.line.schedule.chunks == virtual and verdict.finding is None
+    better = verdict.better
+    assert better is None or better.step_ms <= 0.995 * verdict.line.step_ms
+
+
+def test_chunks_that_are_not_simulated_are_not_called_slow():
+    """Prevents: a split by 1F1B advised in place of chunks of which one is empty, as these were
+    predicted by 1F1B too."""
+    line = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096 model.recompute_method=block "
+    line += "model.recompute_granularity=full model.recompute_num_layers=9 "
+    told = of_line(f"{line} 'model.pipeline_model_parallel_layout=E||t*2|t*2|t*8|t*8|t*8|t*8L'",
+                   load_model("llama3.1-8b").with_layers(language=36))  # fmt: skip
+    assert len(told.parts) == 4 and "one run of layers" in told.notes[0]
+    verdict = Verdict.of(told)
+    assert verdict.finding is None and verdict.better is None
+
+
+def test_chunks_are_predicted_on_a_datasets_packs():
+    """Prevents: the bubble of one chunk told of a line with several, where samples are given."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(300, 4000, 800).astype(np.int32)
+    samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
+    line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 8 -sl 8192"
+    plain, chunked = (of_line(f"{line} {vp}", "llama3.1-8b", samples) for vp in ("", "-vp 2"))
+    idle = [predicted_line(each).bubble_fraction for each in (plain, chunked)]
+    assert chunked.schedule.chunks == 2 and idle[1] < 0.8 * idle[0]
 
 
 @pytest.mark.parametrize(
@@ -342,7 +452,7 @@ def test_command_tells_cost(capsys):
     lint(line, "--json")
     printed = json.loads(capsys.readouterr().out)
     told = of_line(line, "internvl3.5-8b")
-    expected = predicted(told, told.stages)
+    expected = predicted(told, told.parts)
     assert printed["prediction"]["step_ms"] == expected.prediction.step_ms
     stages = printed["prediction"]["stages"]
     assert [each["language_layers"] for each in stages] == [18, 18]

@@ -127,6 +127,7 @@ def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCos
         output_bytes=boundary,
         output_gradient_bytes=boundary,
         transient_bytes=np.stack([transient, transient / 2]),
+        two_part_bytes=np.stack([transient, transient / 2]),
         late_bytes=np.zeros((3, 5)),
         passing_bytes=np.zeros(5),
         shared_bytes=np.zeros(5),

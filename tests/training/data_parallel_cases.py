@@ -77,6 +77,7 @@ def shares_of(
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=scheduled,
@@ -86,7 +87,7 @@ def shares_of(
 
 
 def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
-    """This rank's part of a step: its passes, and then its micro-batches without items."""
+    """This rank's part of a step: its passes, and its micro-batches without items, in order."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
@@ -99,17 +100,20 @@ def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
 def encoding_stream(
     plan: Plan, scheduled: ScheduledPacks, packs: Sequence[MicroBatch], own: Sequence[MicroBatch]
 ) -> MicroBatchStream:
-    """This rank's passes of a step, and then its micro-batches without items.
+    """This rank's passes of a step, and its micro-batches without items, in order.
 
     Args:
         packs: whole, in their rows.
         own: this rank's micro-batches, packs or its shares of them.
     """
-    shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
-    passes = [_pass(one, packs) for one in shares.passes]
+    rounds = shares_of(plan, scheduled, dist.get_rank()).step(0)
     fields = [name for names in ITEM_FIELDS.values() for name in names]
     texts = [replace(batch, **dict.fromkeys(fields)) for batch in own]
-    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
+    read = [
+        _pass(one, packs) if isinstance(one, EncoderPass) else texts[one]
+        for one in rounds.reading_order(len(own))
+    ]
+    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=rounds)
 
 
 def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:

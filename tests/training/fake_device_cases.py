@@ -43,8 +43,10 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
+from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
@@ -52,6 +54,8 @@ MOST_DEVIATION = 0.001
 MOST_OF_ADAPTERS = 0.005
 """The same with adapters: the first layer that has any keeps no input, which is of no one's
 gradient; of models of two layers that is much."""
+MOST_OF_SCHEDULES = 0.005
+"""The same of other schedules than 1F1B, whose links have room for a tensor throughout."""
 UNCOUNTED_GIB = 1 / 64
 """The same of images at their native resolution, besides: angles of their patches, pixels that wait
 in float32 through a forward, and gradients of deepstack features, which is much of stages of two
@@ -233,6 +237,8 @@ class Layout:
     data: int = 1
     sharded: int = 1
     expert: int = 1
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    """Of another than 1F1B the parts of the model have equally many units."""
     edited: bool = False
     """Whether every tower's last layer of a stage, and no other, is recomputed."""
 
@@ -292,6 +298,17 @@ LAYOUTS = (
     Layout(model="qwen2.5-vl-7b", tensor=4, sequence=True),
 )  # fmt: skip
 
+INTERLEAVED, IN_FOUR = (PipelineSchedule(name="interleaved", chunks=each) for each in (2, 4))
+ZB_H1, ZB_V = PipelineSchedule(name="zb-h1"), PipelineSchedule(name="zb-v", chunks=2)
+_26B = "internvl-chat-1.5-6b-20b"
+SCHEDULED_LAYOUTS = (
+    Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=INTERLEAVED),
+    Layout(model="internvl2.5-8b", vision=6, language=6, stages=2, schedule=IN_FOUR),
+    Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_V),
+    Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_H1, edited=True),
+    Layout(model=_26B, vision=4, language=4, stages=2, tensor=4, sequence=True, schedule=ZB_V),
+)
+
 
 def _with_last_recomputed(stage: Stage) -> Stage:
     spans = [span for span in stage.units if span.layers]
@@ -327,11 +344,19 @@ def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
         frozen=layout.frozen,
         adapters=layout.adapters,
     )
-    data = MockData(caps=Caps.of(**images, tokens=1000), micro_batches_per_step=3 * layout.data)
+    number = 3 if layout.schedule == ONE_FORWARD_ONE_BACKWARD else 8
+    data = MockData(
+        caps=Caps.of(**images, tokens=1000), micro_batches_per_step=number * layout.data
+    )
     searched = layout.recompute == RecomputeRule.CHEAPEST
     method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
     request = PlanRequest(job=job, data=data, method=method, recompute=layout.recompute)
     plan, scheduled = make_plan(request).plan, data.schedule(job)
+    if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
+        parts, units = layout.stages * layout.schedule.chunks, len(unit_words(model))
+        cuts = [round(part * units / parts) for part in range(1, parts)]
+        changed = {"stages": stages_from_cuts(model, cuts), "schedule": layout.schedule}
+        plan = _predicted_anew(plan.model_copy(update=changed), scheduled)
     if layout.edited:
         stages = [_with_last_recomputed(stage) for stage in plan.stages]
         plan = _predicted_anew(plan.model_copy(update={"stages": tuple(stages)}), scheduled)
@@ -369,6 +394,26 @@ def whole_stages() -> None:
                 # Core asks how many tokens are sent to whom.
                 inside = [read for read in inside if "token_dispatcher" not in read.where]
             assert not inside, (layout, inside)
+
+
+def scheduled_stages() -> None:
+    """A peak as it is predicted, and whose contents add up, of stages of several chunks, and of
+    backwards in two parts."""
+    for layout in SCHEDULED_LAYOUTS:
+        plan, (packs, lengths) = plan_of(layout)
+        job = job_of(plan)
+        workload = job.workload(packs, lengths, plan.pack_levels)
+        for stage in range(layout.stages):
+            windows = heaviest_windows(job.cost, plan, stage, workload)[:1]
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows, load, lambda: None)
+            deviation = counted.deviation or 1.0
+            assert abs(deviation) < MOST_OF_SCHEDULES, (layout, stage, deviation)
+            total = sum(part.gib for part in counted.contents)
+            assert abs(total - counted.allocated_gib) < 1e-9, layout
+            phases = {one.phase for one in counted.operations}
+            assert ("backward_weight" in phases) == layout.schedule.in_two, (layout, phases)
+            assert not [read for read in counted.host_reads if read.phase != "optimizer"], layout
 
 
 def adapted_stages() -> None:
@@ -750,8 +795,8 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, adapted_stages, tied, building,
-    encoders_beside, images_beside, levels, device_checks, planted,
+    memory, attention, refusals, host_reads, counts, whole_stages, scheduled_stages, adapted_stages,
+    tied, building, encoders_beside, images_beside, levels, device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":

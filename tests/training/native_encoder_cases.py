@@ -117,15 +117,19 @@ def scheduled(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[in
 
 
 def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
-    """This rank's part of a step: its passes, and then its micro-batches without patches."""
+    """This rank's part of a step: its passes, and its micro-batches without patches, in order."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
     held, lengths, order = scheduled(number, plan.parallel.data)
-    shares = shares_of(plan, held, dist.get_rank(), lengths).step(0)
-    passes = [_pass(one, [packs[place] for place in order]) for one in shares.passes]
+    rounds = shares_of(plan, held, dist.get_rank(), lengths).step(0)
+    in_order = [packs[place] for place in order]
     texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
-    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
+    read = [
+        _pass(one, in_order) if isinstance(one, EncoderPass) else texts[one]
+        for one in rounds.reading_order(len(own))
+    ]
+    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=rounds)
 
 
 def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:

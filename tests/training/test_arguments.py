@@ -15,6 +15,7 @@ from megatron.vlm.run.arguments import (
     EvaluationArguments,
     ReportArguments,
     RunArguments,
+    StorageArguments,
     parse_arguments,
 )
 from megatron.vlm.step.train import OptimizationOptions
@@ -57,6 +58,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
             save_interval=1000, keep_checkpoints=None, async_save=True, exit_after_failed_saves=2,
             replan_at=(), elastic=False,
         ),
+        storage=StorageArguments(),
         reports=ReportArguments(tensorboard_dir=None, wandb_project=None, profile_steps=range(0)),
         evaluation=None,
     )  # fmt: skip

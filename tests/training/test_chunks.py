@@ -13,6 +13,9 @@ from pipeline_cases import (
 from ranks import run_ranks
 from toy import toy_model
 
+from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.measure.profiler import random_batch
+from megatron.vlm.step.schedule import _HeldBatches
 from omnibal.job.check import training_obstacles
 from omnibal.job.plan import PlannedLevel
 from omnibal.model.limits import Caps
@@ -36,6 +39,21 @@ def test_chunks_that_go_back_and_forth_equal_one_process(monkeypatch, pipeline):
     plan = chunk_plan(model, pipeline, 2, name="zb-v")
     ranks = run_ranks(plan.parallel, train_steps, plan, STEPS)
     assert_same_training(ranks, single_process(model, STEPS))
+
+
+def test_a_micro_batch_that_waits_keeps_no_images():
+    """Prevents: pixels that stay until all chunks have run, or that a chunk which embeds them does
+    not have."""
+    model = toy_model()
+    plan = chunk_plan(model, 2, 2)
+    first, second = (plan.stages[part] for part in plan.parts_of(0))
+    batches = [random_batch(model, 2, (20, 5), 3, plan.units_of(0)) for _ in range(2)]
+    held = _HeldBatches(MicroBatchStream.of(batches), [first, second])
+    assert held.take(1, 0) is batches[1]
+    waiting = held.take(1, 1)
+    assert waiting.pixels_TCPP is None and waiting.token_ids_S is batches[1].token_ids_S
+    assert waiting.shape == batches[1].shape
+    assert held.take(0, 0).pixels_TCPP is batches[0].pixels_TCPP
 
 
 def test_two_pipelines_of_chunks_equal_one_process():

@@ -53,6 +53,12 @@ def test_whole_stages_of_many_layouts():
     assert "passed whole_stages" in succeed(CASES, "whole_stages")
 
 
+def test_stages_of_any_schedule_need_what_they_say():
+    """Prevents: several chunks of a stage, or products for weight gradients that wait, whose memory
+    no plan counts, or counts twice."""
+    assert "passed scheduled_stages" in succeed(CASES, "scheduled_stages")
+
+
 def test_stages_with_adapters_need_what_they_say():
     """Prevents: adapters whose state, or whose kept inputs, no plan counts."""
     assert "passed adapted_stages" in succeed(CASES, "adapted_stages")

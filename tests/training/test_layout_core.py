@@ -62,8 +62,11 @@ def test_every_preset_is_written_as_core_reads_it(seed):
         for pipeline in (1, 2, 3, 8):
             if pipeline > model.language.layers:
                 continue
-            stages = random_stages(model, pipeline, rng)
-            layout = layout_of(stages, model.language.prediction_layers)
+            most = max(model.language.layers // pipeline, 1) if pipeline > 1 else 1
+            turns = rng.randint(1, min(most, 4))
+            stages = random_stages(model, pipeline * turns, rng)
+            layout = layout_of(stages, model.language.prediction_layers, turns)
+            assert layout.virtual == turns
             for written in (layout.text, layout.short_text, layout.lists):
                 assert core_chunks(written, pipeline) == layout.chunks
                 assert parse_layout(written, pipeline) == layout
@@ -71,7 +74,11 @@ def test_every_preset_is_written_as_core_reads_it(seed):
             read.validate_layer_layout(model.language.layers, model.language.prediction_layers)
             held = [[unit for chunk in stage for unit in chunk] for stage in read.layout]
             layers = tuple(stage.count(LayerType.decoder) for stage in held)
-            assert layers == tuple(len(stage.layers("language")) for stage in stages)
+            of_parts = [len(stage.layers("language")) for stage in stages]
+            assert layers == tuple(sum(of_parts[stage::pipeline]) for stage in range(pipeline))
+            for stage, chunks in enumerate(read.layout):
+                counts = [chunk.count(LayerType.decoder) for chunk in chunks]
+                assert counts == of_parts[stage::pipeline]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -146,6 +153,8 @@ def test_the_shortest_flags_that_express_a_split():
     assert flags(3, 6, 6, 4) == {first: "3", last: "4"}
     assert flags(3, 6, 5, 4) == {"pipeline-model-parallel-layout": "Et*3|t*6|t*5|t*4L"}
     assert flags(0, 5) == {"pipeline-model-parallel-layout": "E|t*5L"}
+    even = Layout(pipeline=2, chunks=(("embedding", "decoder"), *[("decoder",)] * 2, ("loss",)))
+    assert split_flags(even) == {"pipeline-model-parallel-layout": "Et|t|t|L"}
 
 
 _FIELDS = {

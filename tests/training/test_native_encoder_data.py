@@ -19,6 +19,7 @@ from omnibal.base.errors import UserError
 from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.unit_runs import encoders_stage
 
 PACKS = [[0, 3, 2], [1, 5], [4], [2], [5, 4, 1, 0], [2, 3]]
@@ -41,6 +42,7 @@ class Job:
         item_ms={"vision": 1.0}, square_ms={"vision": 0.01},
     )  # fmt: skip
     levels = ()
+    schedule = ONE_FORWARD_ONE_BACKWARD
     cluster = load_cluster("laptop-cpu")
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepRounds
 from megatron.vlm.inputs.pack_share import Share, Sharing
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
@@ -336,14 +336,14 @@ class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """Micro-batches in order, and before them the passes of data-parallel encoders; those
-    after the step's own are not taken."""
+    """Micro-batches in order, with the passes of data-parallel encoders among them where the stage
+    runs these; those after the step's own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
-    encoding: StepShares | None = None
-    """What this rank encodes first, where encoders are data-parallel."""
+    encoding: StepRounds | None = None
+    """What this rank encodes, where encoders are data-parallel."""
     empty: MicroBatch | None = None
     """What stands after the step's own micro-batches, for planned shapes that are of none of them:
     a rank joins others, with which it shares out experts, that have more packs."""
@@ -372,7 +372,8 @@ class MicroBatchStream:
         if batch is None or batch.shape != shape:
             raise ValueError(
                 f"{'nothing' if batch is None else batch.shape} was read for a pass of {shape} of "
-                f"the encoder {planned.encoder}; read the step's passes first, in their order"
+                f"the encoder {planned.encoder}; read the step's passes in the order in which the "
+                "stage runs them among its micro-batches"
             )
         return batch
 

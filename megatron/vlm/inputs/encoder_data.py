@@ -7,12 +7,12 @@ import torch
 
 from megatron.vlm.inputs.batch import MicroBatch, joined_items
 from megatron.vlm.inputs.data import PackDataset
-from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, StepShares
+from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares
 from omnibal.base.errors import UserError
 
 
 class EncodingDataset(torch.utils.data.Dataset):
-    """Every step's passes through the encoders, and after them its micro-batches.
+    """Every step's passes through the encoders and its micro-batches, as its stage takes them.
 
     Items are those of a `PackDataset`, or a UserError.
 
@@ -32,24 +32,24 @@ class EncodingDataset(torch.utils.data.Dataset):
     ) -> None:
         self._texts, self._items, self._shares = texts, items, shares
         self._first_step = first_step
-        self._passes = shares.passes_of_steps(first_step, last_step)
+        passes_of_step = shares.passes_of_steps(first_step, last_step)
         steps = texts.scheduled.step[texts.rows] - first_step
         texts_of_step = np.bincount(steps, minlength=last_step - first_step)
+        self._texts_of_step = texts_of_step
         self._text_start = np.cumsum(texts_of_step) - texts_of_step
-        self._end = np.cumsum(self._passes + texts_of_step)
-        self._start = self._end - self._passes - texts_of_step
-        self._read: tuple[int, StepShares] | None = None
+        self._end = np.cumsum(passes_of_step + texts_of_step)
+        self._start = self._end - passes_of_step - texts_of_step
+        self._read: tuple[int, list[EncoderPass | int]] | None = None
 
     def __len__(self) -> int:
         return int(self._end[-1]) if len(self._end) else 0
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
         step = int(np.searchsorted(self._end, item, "right"))
-        place = item - int(self._start[step])
-        passes = int(self._passes[step])
-        if place < passes:
-            return self._load_pass(self._shares_of(step).passes[place])
-        batch = self._texts[int(self._text_start[step]) + place - passes]
+        taken = self._order_of(step)[item - int(self._start[step])]
+        if isinstance(taken, EncoderPass):
+            return self._load_pass(taken)
+        batch = self._texts[int(self._text_start[step]) + taken]
         # Whoever encodes an item tells of it, once in the job.
         return batch if isinstance(batch, UserError) else replace(batch, unreadable=())
 
@@ -64,7 +64,9 @@ class EncodingDataset(torch.utils.data.Dataset):
         except UserError as error:
             return error
 
-    def _shares_of(self, step: int) -> StepShares:
+    def _order_of(self, step: int) -> list[EncoderPass | int]:
+        """A step's passes and texts, by number, in order."""
         if self._read is None or self._read[0] != step:
-            self._read = (step, self._shares.step(self._first_step + step))
+            rounds = self._shares.step(self._first_step + step)
+            self._read = (step, rounds.reading_order(int(self._texts_of_step[step])))
         return self._read[1]

@@ -15,7 +15,7 @@ from einops import rearrange
 from PIL import Image, ImageOps
 
 from megatron.vlm.inputs.patches import patches_of
-from omnibal.base.errors import UserError
+from omnibal.base.errors import StorageError, UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_headers import upright_size
@@ -152,7 +152,7 @@ class SampleReader:
             return []
         try:
             return shown_of(sample, self.model.images, lambda image: _upright_size(image, sample))
-        except UnreadableFile:
+        except (UnreadableFile, StorageError):
             raise
         except UserError as error:
             raise UnreadableFile(f"{error}, and plan anew") from error
@@ -348,6 +348,8 @@ def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
     try:
         with image.open() as file, Image.open(file) as header:
             return header.size
+    except StorageError:
+        raise
     except Exception as error:  # what Pillow raises for a broken file has no common type
         raise _bad_image(image, sample, error) from error
 
@@ -356,6 +358,8 @@ def _upright_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
     try:
         with image.open() as file:
             return upright_size(file)
+    except StorageError:
+        raise
     except Exception as error:
         raise _bad_image(image, sample, error) from error
 
@@ -364,6 +368,8 @@ def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> I
     try:
         with image.open() as file, Image.open(file) as pixels:
             return (ImageOps.exif_transpose(pixels) if upright else pixels).convert("RGB")
+    except StorageError:
+        raise
     except Exception as error:
         raise _bad_image(image, sample, error) from error
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
-from megatron.vlm.inputs.encoder_share import StepShares
+from megatron.vlm.inputs.encoder_share import StepRounds, StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
@@ -275,10 +275,11 @@ class StageReplayer:
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
         shares, passes = (None, []) if encoding is None else encoding
+        rounds = None if shares is None else StepRounds.whole(shares, len(batches))
         coming = MicroBatchStream(
             batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
-            encoding=shares,
+            encoding=rounds,
         )
         self._clock.switch(Phase.WAIT)
         self._trainer.run_step(coming, self._clock)
@@ -438,7 +439,7 @@ def _replay(
             on_run()
         times.append(MicroBatchTimes.combined(repetitions, partial(np.median, axis=0)))
     measured = MicroBatchTimes.combined(times, np.concatenate)
-    has_late = Pass.BACKWARD_WEIGHT in replayer.trainer.plan.schedule.passes
+    has_late = replayer.trainer.plan.schedule.in_two
     update_ms = [replayer.update_ms() for _ in range(_UPDATES)]
     return StageReplay(
         stage=stage,

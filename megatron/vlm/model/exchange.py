@@ -28,13 +28,36 @@ def exchange_rows(
     return _ExchangeRows.apply(rows_SX, list(sent), list(received), group)
 
 
+class BegunExchange:
+    """An exchange of rows as `exchange_rows` makes it, under way; autograd learns nothing of it.
+
+    All ranks of the group begin their exchanges in one order, which is all that it takes for each
+    to end once all have begun it: those before it end earlier, on every rank.
+    """
+
+    def __init__(
+        self, rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self._arriving = rows_SX.new_empty((sum(received), *rows_SX.shape[1:]))
+        # Held until all has left.
+        self._leaving: torch.Tensor | None = rows_SX.contiguous()
+        self._work: dist.Work | None = dist.all_to_all_single(
+            self._arriving, self._leaving, received, sent, group=group, async_op=True
+        )
+
+    def arrived(self) -> torch.Tensor:
+        """Wait until it has ended; returns the rows received, in rank order."""
+        if self._work is not None:
+            self._work.wait()
+        self._work, self._leaving = None, None
+        return self._arriving
+
+
 def exchange_without_gradient(
     rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Exchange rows as `exchange_rows` does, of which autograd learns nothing."""
-    out = rows_SX.new_empty((sum(received), *rows_SX.shape[1:]))
-    dist.all_to_all_single(out, rows_SX.contiguous(), received, sent, group=group)
-    return out
+    return BegunExchange(rows_SX, sent, received, group).arrived()
 
 
 class _ExchangeRows(torch.autograd.Function):

@@ -65,7 +65,6 @@ from omnibal.model.units import (
     projector_unit,
     unit_kinds,
 )
-from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
@@ -515,7 +514,7 @@ def build_stage(
         UserError: the provider does not multiply in the plan's precision, has no adapters or no
             backwards in two parts.
     """
-    if Pass.BACKWARD_WEIGHT in plan.schedule.passes:
+    if plan.schedule.in_two:
         check_two_parts(plan, provider)
     check_precision(plan.precision, provider)
     check_adapters(plan.adapters, provider)
@@ -532,7 +531,7 @@ def build_stage(
     at_levels = [stages[part] for stages in plan.stages_at_levels]
     stage.set_levels(at_levels, context_groups or {})
     _freeze(stage, plan)
-    if Pass.BACKWARD_WEIGHT in plan.schedule.passes:
+    if plan.schedule.in_two:
         _defer_weight_gradients(stage)
     return stage.to(current_device())
 

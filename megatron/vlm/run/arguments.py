@@ -13,9 +13,14 @@ from typing import Any, NoReturn, get_args
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
+from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
+from omnibal.base.remote_path import location
+from omnibal.data.data_index import DataIndex
 from omnibal.model.config import Provider
 
+_CACHE_GIB = 32
+"""Size of a cache of remote data: some hours' worth of samples, which most nodes' disks have."""
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 
 
@@ -46,6 +51,28 @@ class ReportArguments:
     wandb_project: str | None
     profile_steps: range
     """Steps whose torch profiler traces are written; empty for none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageArguments:
+    """Options for how data is opened, and remote data kept."""
+
+    data_index: Path | None = None
+    """Index of the training data, which `omnibal lengths` wrote; None to read all of its files."""
+    data_cache: Path | None = None
+    """Folder for remote data that was read, which processes of a node share; None to keep none."""
+    data_cache_gib: float = _CACHE_GIB
+    """Most that it holds."""
+
+    def opened_index(self) -> DataIndex | None:
+        """The index; raises UserError where there is none of that name."""
+        return None if self.data_index is None else DataIndex.read(self.data_index)
+
+    def opened_cache(self) -> BlockCache | None:
+        """The cache; raises UserError where the folder can be none."""
+        if self.data_cache is None:
+            return None
+        return BlockCache.open(self.data_cache, self.data_cache_gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +117,7 @@ class RunArguments:
     """Where linears and attention of the layers come from."""
     samples: DataOptions
     """Options by which samples become micro-batches of training."""
+    storage: StorageArguments
     optimization: OptimizationOptions
     checkpoints: CheckpointArguments
     reports: ReportArguments
@@ -133,6 +161,7 @@ _POSITIVE = _number(int, lambda value: value >= 1, "a whole number from 1 on")
 _NATURAL = _number(int, lambda value: value >= 0, "a whole number from 0 on")
 _SEED = _number(int, lambda value: 0 <= value < 2**63, "a whole number from 0 to below 2^63")
 _FRACTION = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
+_POSITIVE_SIZE = _number(float, lambda value: 0 < value < math.inf, "a number above 0")
 _NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite number from 0 on")
 
 
@@ -196,6 +225,11 @@ def _run_arguments(given: argparse.Namespace) -> RunArguments:
             drop_path=given.drop_path_rate > 0,
         ),
         "optimization": OptimizationOptions(**_fields_of(OptimizationOptions, vars(given))),
+        "storage": StorageArguments(
+            data_index=given.data_index,
+            data_cache=given.data_cache,
+            data_cache_gib=given.data_cache_gib or _CACHE_GIB,
+        ),
         "checkpoints": CheckpointArguments(**_fields_of(CheckpointArguments, vars(given))),
         "reports": ReportArguments(**_fields_of(ReportArguments, vars(given))),
         "evaluation": None,
@@ -224,6 +258,10 @@ def _check_together(given: argparse.Namespace) -> None:
         (
             not given.dry_run and not (given.save and given.tokenizer_model),
             "training and evaluation need --save and --tokenizer-model (--dry-run needs neither)",
+        ),
+        (
+            given.data_cache_gib is not None and not given.data_cache,
+            "--data-cache-gib is the size of a cache: give --data-cache, its folder",
         ),
         (
             given.finetune and not given.load,
@@ -261,7 +299,16 @@ def _add(
 def _add_job(job: argparse._ArgumentGroup) -> None:
     _add(job, "--plan", Path, None, "directory made by `omnibal plan`", required=True)
     lengths = "that the lengths were scanned"
-    _add(job, "--data", Path, None, f"annotation file or meta JSON {lengths} from")
+    about = f"annotation file or meta JSON {lengths} from, or its URL (s3://BUCKET/meta.json)"
+    _add(job, "--data", location, None, about)
+    index = (
+        "that `omnibal lengths --data-index` wrote, by which no file of --data is read to open it"
+    )
+    _add(job, "--data-index", Path, None, index)
+    cache = "folder on a local disk for what is read of remote data; all ranks of a node share it"
+    _add(job, "--data-cache", Path, None, cache)
+    size = f"most that it holds, in GiB (default: {_CACHE_GIB})"
+    _add(job, "--data-cache-gib", _POSITIVE_SIZE, None, size)
     tokenizer = f"tokenizer.model, tokenizer.json or folder {lengths} with"
     _add(job, "--tokenizer-model", Path, None, tokenizer)
     _add(job, "--save", Path, None, "directory of the run")
@@ -340,7 +387,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--eval-data", Path, None, "annotation file or meta JSON of held-out samples")
+    _add(group, "--eval-data", location, None, "annotation file or meta JSON of held-out samples")
     _add(group, "--eval-samples", _POSITIVE, 500)
     _add(group, "--eval-interval", _POSITIVE, None, "steps between losses on the held-out samples")
     longest = "longest answer; every token runs the whole question again, images included"

@@ -212,14 +212,15 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     origin = plan.data.origin
     check_same_data("the tokenizer", text_sha256(plan.model, tokenizer), origin.tokenizer_sha256)
     training_data = heldout_data = None
+    storage, cache = arguments.storage, arguments.storage.opened_cache()
     if not arguments.skip_train:
         assert arguments.data is not None
-        training_data = Annotations.open(arguments.data)
+        training_data = Annotations.open(arguments.data, storage.opened_index(), cache)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is another run than the one that had them.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.evaluation is not None:
-        heldout_data = Annotations.open(arguments.evaluation.eval_data)
+        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache)
     return Run(
         arguments=arguments,
         planned=planned,
@@ -439,6 +440,7 @@ def _encoder_shares(run: Run) -> EncoderShares | None:
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
+        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=run.packs,

@@ -1,11 +1,27 @@
 """A step of data-parallel encoders.
 
-Before the first micro-batch every rank encodes its share of the step's items, and one exchange
-brings the features to the ranks that embed tokens. After the last backward another brings their
-gradients back. Sizes are those of the plan. All ranks of an encoding group join in both exchanges,
+By rounds, every rank encodes its share of a round's items, and one exchange brings the features to
+the ranks that embed tokens. After the last backward of the round another brings their gradients
+back. A step that the plan has no rounds for is one round, encoded before the first micro-batch and
+after the last. Sizes are those of the plan. All ranks of an encoding group join in all exchanges,
 those with nothing to encode too.
 
-Shapes: R rows of a pipeline's step (one an image or audio token, and one for each of its deepstack
+What a stage does between its operations, and what it waits for there, is as planned
+(`omnibal.pipeline.round_places`). One process group is enough, and no rank waits for ever:
+
+- All ranks begin the group's exchanges in one order, of features round by round and then of
+  gradients. The plan has every round encoded before the first one's backward, and a rank that is
+  done with the backwards of a round early begins to send its gradients when it has encoded all.
+- Beginning waits for nothing. Gloo runs the first exchanges of a group that have not ended, so that
+  of all ranks' exchanges the first one always goes on. NCCL runs them on a stream of their own, one
+  after the other, beside the stream that computes.
+- An exchange ends when all ranks have begun it. Ranks begin that of gradients when they have none
+  of the round to compute any more: the first stage, whose gradients come last, then depends on
+  nobody who waits for them. That no other wait closes a ring, `step_messages` has checked.
+- With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), an exchange behind another that has not
+  ended would hold up what is launched after it; with rounds there have to be more (scripts/job.sh).
+
+Shapes: R rows of a pipeline's round (one an image or audio token, and one for each of its deepstack
 features), P of them that this rank
 receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
 """
@@ -23,12 +39,14 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute
-from megatron.vlm.model.exchange import exchange_without_gradient
+from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute, RankRound, StepShares
+from megatron.vlm.model.exchange import BegunExchange
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import DataParallel
 from megatron.vlm.step.sharded import ShardedStage
+from omnibal.pipeline.round_places import ExchangeWait, exchange_waits
+from omnibal.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,93 +102,6 @@ class Encoders:
         return features
 
 
-Slices = Mapping[str, slice]
-"""Places of a micro-batch's features among the rows of its pipeline, by encoder."""
-Made = Mapping[str, tuple[str, ...]]
-"""Names of what each encoder makes, as `Encoders.made`."""
-
-
-class StepFeatures:
-    """Features of a pipeline's step, and their gradients, on a rank that embeds tokens.
-
-    Args:
-        rows_RE: of all packs.
-        slices: of every micro-batch.
-        gradient_slices: of every micro-batch, of encoders that are trained, where the gradients
-            go; they have rows of their own.
-        encoders: that made them.
-    """
-
-    def __init__(
-        self,
-        rows_RE: torch.Tensor,
-        slices: Sequence[Slices],
-        gradient_slices: Sequence[Slices],
-        encoders: Encoders,
-    ) -> None:
-        self._rows_RE: torch.Tensor | None = rows_RE
-        self._slices, self._gradient_slices = slices, gradient_slices
-        self._made = encoders.made
-        held = (name for one in gradient_slices[:1] for name in one)
-        made = frozenset(each for name in held for each in self._made[name])
-        self.trained = made & encoders.trained_features
-        """Names of features that need a gradient."""
-        rows = sum(own.stop - own.start for one in gradient_slices for own in one.values())
-        self._gradients_QE: torch.Tensor | None = rows_RE.new_zeros((rows, rows_RE.shape[1]))
-
-    def inbox(self) -> "FeatureInbox":
-        """Features of the micro-batches."""
-        assert self._rows_RE is not None, "before the gradients are taken"
-        return FeatureInbox(self._rows_RE, self._slices, self._made)
-
-    def outbox(self) -> "FeatureOutbox | None":
-        """Where the gradients of the micro-batches go; None without any."""
-        assert self._gradients_QE is not None, "before the gradients are taken"
-        if not self.trained:
-            return None
-        return FeatureOutbox(self._gradients_QE, self._gradient_slices, self._made)
-
-    def take_gradients(self) -> torch.Tensor:
-        """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
-        exchange of gradients has the memory of the features."""
-        gradients_QE = self._gradients_QE
-        assert gradients_QE is not None, "once, after the last backward"
-        self._rows_RE, self._gradients_QE = None, None
-        return gradients_QE
-
-
-class FeatureInbox:
-    """What stands where a later part has the inbox of its neighbour's messages."""
-
-    def __init__(self, rows_RE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
-        self._rows_RE, self._slices, self._made = rows_RE, slices, made
-
-    def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """A micro-batch's features by encoder, and its deepstack features by name."""
-        found = dict[str, torch.Tensor]()
-        for name, own in self._slices[micro_batch].items():
-            names = self._made[name]
-            parts = _parts(self._rows_RE[own], len(names))
-            found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
-        return found
-
-
-class FeatureOutbox:
-    """What stands where a later part has the outbox of its neighbour's gradients."""
-
-    def __init__(self, gradients_QE: torch.Tensor, slices: Sequence[Slices], made: Made) -> None:
-        self._gradients_QE, self._slices, self._made = gradients_QE, slices, made
-
-    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
-        """Take a micro-batch's gradients; those of features without any stay 0."""
-        for name, own in self._slices[micro_batch].items():
-            names = self._made[name]
-            parts = _parts(self._gradients_QE[own], len(names))
-            for each, part in zip(names, parts, strict=True):
-                if each in message:
-                    part.copy_(message[each])
-
-
 @dataclass(frozen=True, slots=True)
 class _Made:
     """A pass of a trained encoder that has run; of one that is kept, its output without data."""
@@ -189,66 +120,249 @@ class _Joined:
     is_kept: bool
 
 
+class _Features:
+    """Features of a pipeline's round, and their gradients, on a rank that embeds tokens.
+
+    Args:
+        round: with the shares of all encoders.
+        trained: shares of encoders that are trained; their gradients have rows of their own.
+        made: names of what each encoder makes.
+    """
+
+    def __init__(
+        self, round: RankRound, trained: StepShares, made: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self._route, self._made = round.shares.route, made
+        self._first, number = round.micro_batches.start, len(round.micro_batches)
+        self._slices, self._gradient_slices = round.shares.slices(number), trained.slices(number)
+        self._coming: BegunExchange | None = None
+        self._rows_RE: torch.Tensor | None = None
+        self._gradients_QE: torch.Tensor | None = None
+        # On a fake device there are slices of micro-batches that do not run, whose rows stay.
+        self._left = len(self._slices)
+
+    def come(self, exchange: BegunExchange) -> None:
+        """Take the exchange that brings them."""
+        self._coming = exchange
+
+    def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        """A micro-batch's features by encoder, and its deepstack features by name; they share the
+        rows' memory, which has no other name when all micro-batches have theirs."""
+        rows_RE = self._arrived()
+        found = dict[str, torch.Tensor]()
+        for name, own in self._slices[micro_batch - self._first].items():
+            names = self._made[name]
+            parts = _parts(rows_RE[own], len(names))
+            found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
+        self._left -= 1
+        if not self._left:
+            self._rows_RE = None
+        return found
+
+    def _arrived(self) -> torch.Tensor:
+        if self._rows_RE is None:
+            assert self._coming is not None, "encoded before it is needed"
+            # What the plan counts is alive at once (`memory_of_encoders`): nothing has a name for
+            # longer than it is needed.
+            coming, self._coming = self._coming, None
+            arrived_PE = coming.arrived()
+            del coming
+            part_PE = _sliced(arrived_PE, self._route.received_slices)
+            del arrived_PE
+            self._rows_RE = _gathered(part_PE, self._route.parts)
+            self._gradients_QE = self._no_gradients(self._rows_RE)
+        return self._rows_RE
+
+    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
+        """Take a micro-batch's gradients; those of features without any stay 0."""
+        assert self._gradients_QE is not None, "after the micro-batch's forward"
+        for name, own in self._gradient_slices[micro_batch - self._first].items():
+            names = self._made[name]
+            parts = _parts(self._gradients_QE[own], len(names))
+            for each, part in zip(names, parts, strict=True):
+                if each in message:
+                    part.copy_(message[each])
+
+    def take_gradients(self, like: torch.Tensor) -> torch.Tensor:
+        """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
+        exchange of gradients has the memory.
+
+        Args:
+            like: of their type and width.
+        """
+        gradients_QE, self._gradients_QE, self._rows_RE = self._gradients_QE, None, None
+        return self._no_gradients(like) if gradients_QE is None else gradients_QE
+
+    def _no_gradients(self, like: torch.Tensor) -> torch.Tensor:
+        rows = sum(own.stop - own.start for one in self._gradient_slices for own in one.values())
+        return like.new_zeros((rows, like.shape[1]))
+
+    def finish(self) -> None:
+        """Wait for what comes to a pipeline that runs no micro-batch of the round."""
+        self._rows_RE = None
+        if self._coming is not None:
+            self._coming.arrived()
+            self._coming = None
+
+
+class _Round:
+    """A round under way on a rank."""
+
+    def __init__(self, planned: RankRound, encoders: Encoders, *, embeds: bool) -> None:
+        self.planned = planned
+        self.trained = planned.shares.only(encoders.trained)
+        self.features = _Features(planned, self.trained, encoders.made) if embeds else None
+        self.made: list[_Made | _Joined] = []
+        self.leaving: BegunExchange | None = None
+        """Exchange of features on a rank that gets none."""
+        self.returning: BegunExchange | None = None
+        self.is_returned = False
+
+    def let_go(self) -> None:
+        """Let go of features, when they have left."""
+        if self.leaving is not None:
+            self.leaving.arrived()
+            self.leaving = None
+
+
 class EncoderStep:
-    """One step of the encoders on a rank: features there, gradients back."""
+    """One step of the encoders on a rank: features there, gradients back, round by round.
+
+    A stage tells it before which of its operations it is, and takes features from it and puts their
+    gradients where a later stage has messages of its neighbours.
+    """
 
     def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
-        assert batches.encoding is not None, "the step's shares are with its micro-batches"
+        assert batches.encoding is not None, "the step's rounds are with its micro-batches"
         self._encoders, self._batches, self._clock = encoders, batches, clock
-        self._shares = batches.encoding
-        self._trained = self._shares.only(encoders.trained)
-        self._made: list[_Made | _Joined] = []
+        self._step = batches.encoding
+        ranks = self._step.rounds[0].shares.ranks
+        self.embeds = ranks.number in ranks.embedding_numbers
+        """Whether this rank embeds tokens."""
+        self._rounds = [_Round(one, encoders, embeds=self.embeds) for one in self._step.rounds]
 
-    def forward(self) -> StepFeatures | None:
-        """Encode this rank's share; returns its pipeline's features where tokens are embedded."""
-        route = self._shares.route
-        # What the plan counts is alive at once (`memory_of_encoders`): nothing has a name for
-        # longer than it is needed.
-        leaving_SE = _sliced(self._encoded(), route.sent_slices)
-        arrived_PE = self._exchanged(leaving_SE, route.sent, route.received)
-        del leaving_SE
-        if self._shares.ranks.number not in self._shares.ranks.embedding_numbers:
-            return None
-        part_PE = _sliced(arrived_PE, route.received_slices)
-        del arrived_PE
-        rows_RE = _gathered(part_PE, route.parts)
-        del part_PE
-        number = len(self._batches)
-        slices = self._shares.slices(number), self._trained.slices(number)
-        return StepFeatures(rows_RE, *slices, self._encoders)
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of features that need a gradient."""
+        made = (
+            each for name in self._rounds[0].trained.items for each in self._encoders.made[name]
+        )
+        return frozenset(made) & self._encoders.trained_features
 
-    def backward(self, features: StepFeatures | None) -> None:
-        """Bring the gradients of features back and run this rank's backward."""
+    def waits(self, schedule: Schedule) -> tuple[ExchangeWait, ...]:
+        """What all stages wait for in this step, where it goes by rounds."""
+        trained = bool(self._encoders.trained)
+        planned = self._step.planned
+        return exchange_waits(schedule, planned, trained=trained) if planned else ()
+
+    def begin(self, position: int) -> None:
+        """Encode what stands before the operation at a position of the stage's list, or after all
+        of it, and begin to send gradients that are complete there; waits for nothing."""
+        for one in self._rounds:
+            if one.planned.encoded_after == position:
+                self._encode_round(one)
+        for one in self._rounds:
+            if one.planned.returned_after == position:
+                self._return(one)
+
+    def end(self, position: int) -> None:
+        """Run the backwards that stand before the operation at a position; waits for gradients."""
+        for one in self._rounds:
+            if one.planned.backward_after == position and self._encoders.trained:
+                self._backward(one)
+
+    def finish(self) -> None:
+        """Do what is left after the last operation."""
+        if self._encoders.trained:
+            left = [one for one in self._rounds if not one.is_returned]
+            for one in left:
+                if one.returning is None:
+                    self._return(one)
+            for one in left:
+                self._backward(one)
+        self._clock.switch(Phase.EXCHANGE)
+        for one in self._rounds:
+            one.let_go()
+            if one.features is not None:
+                one.features.finish()
+
+    def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
+        """A micro-batch's features by encoder, and its deepstack features by name; waits for those
+        of its round."""
+        self._clock.switch(Phase.EXCHANGE)
+        return self._features_of(micro_batch).take(micro_batch)
+
+    def reached(self, micro_batch: int) -> None:
+        """Let go of what was sent of a micro-batch's round, when a later part has its input: what
+        was needed of it has arrived."""
+        for one in self._rounds:
+            if micro_batch in one.planned.micro_batches:
+                one.let_go()
+
+    def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
+        """Take the gradients of a micro-batch's features."""
+        if message:
+            self._features_of(micro_batch).put(micro_batch, message)
+
+    def _features_of(self, micro_batch: int) -> _Features:
+        found = next(one for one in self._rounds if micro_batch in one.planned.micro_batches)
+        assert found.features is not None, "where tokens are embedded"
+        return found.features
+
+    def _encode_round(self, one: _Round) -> None:
+        """Encode this rank's share of a round, and begin to send it."""
+        route = one.planned.shares.route
+        leaving_SE = _sliced(self._encoded(one), route.sent_slices)
+        exchange = self._exchange(leaving_SE, route.sent, route.received)
+        if one.features is None:
+            one.leaving = exchange
+        else:
+            one.features.come(exchange)
+        self._clock.switch(Phase.WAIT)
+
+    def _return(self, one: _Round) -> None:
+        """Begin to bring the gradients of a round's features back."""
         if not self._encoders.trained:
             return
-        route, back_PE = self._trained.route, self._no_rows()
+        route, back_PE = one.trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
-        if features is not None:
-            back_PE = _restored(_own_part(features.take_gradients(), route), route.received_slices)
-        returned_SE = self._exchanged(back_PE, route.received, route.sent)
-        del back_PE
-        gradients_SE = _restored(returned_SE, route.sent_slices)
+        if one.features is not None:
+            gradients_QE = one.features.take_gradients(like=back_PE)
+            back_PE = _restored(_own_part(gradients_QE, route), route.received_slices)
+            del gradients_QE
+        one.returning = self._exchange(back_PE, route.received, route.sent)
+        self._clock.switch(Phase.WAIT)
+
+    def _backward(self, one: _Round) -> None:
+        """Wait for the gradients of a round's features and run this rank's backward."""
+        self._clock.switch(Phase.EXCHANGE)
+        assert one.returning is not None, "gradients are complete before the round's backward"
+        returning, one.returning, one.is_returned = one.returning, None, True
+        returned_SE = returning.arrived()
+        del returning
+        gradients_SE = _restored(returned_SE, one.trained.route.sent_slices)
         del returned_SE
         start = 0
-        self._made.reverse()
-        while self._made:
-            made = self._made.pop()
+        one.made.reverse()
+        while one.made:
+            made = one.made.pop()
             if isinstance(made, _Joined):
                 self._begin(made.encoder, made.is_kept, backward=True)
                 continue
             self._differentiate(made, gradients_SE[start : start + made.rows])
             start += made.rows
         self._finish()
+        self._clock.switch(Phase.WAIT)
 
-    def _encoded(self) -> torch.Tensor:
-        """Rows of all passes of this rank, in their order, [S, E]."""
-        rows = [self._no_rows()]
-        for name in self._shares.items:
+    def _encoded(self, one: _Round) -> torch.Tensor:
+        """Rows of all passes of this rank in a round, in their order, [S, E]."""
+        rows, shares = [self._no_rows()], one.planned.shares
+        for name in shares.items:
             for is_kept in (True, False):
-                own = self._shares.passes_of(name, is_kept)
-                rows += [self._encode(planned) for planned in own]
-                for _ in range(self._shares.lockstep_passes(name, is_kept) - len(own)):
-                    self._join(name, is_kept)
+                own = shares.passes_of(name, is_kept)
+                rows += [self._encode(planned, one.made) for planned in own]
+                for _ in range(shares.lockstep_passes(name, is_kept) - len(own)):
+                    self._join(name, is_kept, one.made)
         self._finish()
         self._clock.switch(Phase.EXCHANGE)
         return torch.cat(rows)
@@ -266,14 +380,14 @@ class EncoderStep:
         if self._encoders.sharded is not None:
             self._encoders.sharded.finish_pass()
 
-    def _join(self, encoder: str, is_kept: bool) -> None:
+    def _join(self, encoder: str, is_kept: bool, made: "list[_Made | _Joined]") -> None:
         """Join in the exchanges of a pass that others make."""
         self._begin(encoder, is_kept, backward=False)
         if encoder in self._encoders.trained:
-            self._made.append(_Joined(encoder, is_kept))
+            made.append(_Joined(encoder, is_kept))
 
-    def _encode(self, planned: EncoderPass) -> torch.Tensor:
-        """Run a pass; returns its features, without a graph."""
+    def _encode(self, planned: EncoderPass, made: "list[_Made | _Joined]") -> torch.Tensor:
+        """Run a pass, which goes to what is made; returns its features, without a graph."""
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
@@ -284,9 +398,9 @@ class EncoderStep:
         rows_SE = output.detach()
         if is_trained and planned.is_kept:
             output.data = output.new_empty(1)  # only its graph is needed
-            self._made.append(_Made(planned, len(rows_SE), output=output))
+            made.append(_Made(planned, len(rows_SE), output=output))
         elif is_trained:
-            self._made.append(_Made(planned, len(rows_SE), batch=batch))
+            made.append(_Made(planned, len(rows_SE), batch=batch))
         return rows_SE
 
     def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
@@ -308,10 +422,10 @@ class EncoderStep:
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
-    def _exchanged(
+    def _exchange(
         self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
-    ) -> torch.Tensor:
-        return exchange_without_gradient(rows_SE, sent, received, self._encoders.group)
+    ) -> BegunExchange:
+        return BegunExchange(rows_SE, sent, received, self._encoders.group)
 
     def _no_rows(self) -> torch.Tensor:
         stage = self._encoders.stage

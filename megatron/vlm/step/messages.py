@@ -22,6 +22,10 @@ No stage waits for ever, by gloo's rules or by NCCL's:
   on. Nor is any asked for at the first launch of the operation that took the one before it. Later,
   only two neighbours that both wait for their devices could block each other; the launchers'
   settings (scripts/job.sh) keep them from it.
+
+Rounds of data-parallel encoders add waits of their own, for exchanges between all ranks of a group
+(`omnibal.pipeline.round_places`). That these and the lists make no ring is checked here, and
+whether sends may wait is found with them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,7 +33,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
+from omnibal.base.errors import UserError
 from omnibal.pipeline.operation_graph import OperationGraph
+from omnibal.pipeline.round_places import ExchangeWait
 from omnibal.pipeline.schedules import Pass, StageOperations
 
 _KEPT_STEPS = 8
@@ -76,14 +82,29 @@ class StepMessages:
 
 
 @lru_cache(maxsize=_KEPT_STEPS)
-def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
+def step_messages(
+    graph: OperationGraph,
+    trained_cuts: frozenset[int],
+    exchange_waits: tuple[ExchangeWait, ...] = (),
+) -> StepMessages:
     """Find the messages of a step, and when each may be asked for.
 
     Args:
         trained_cuts: cuts over which gradients come back.
+        exchange_waits: of rounds of data-parallel encoders.
+
+    Raises:
+        UserError: with these, stages wait for each other for ever.
     """
-    flows = _Flows(graph, trained_cuts)
+    flows = _Flows(graph, trained_cuts, exchange_waits)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
+    if flows.order(waits) is None:
+        raise UserError(
+            f"rounds of steps of {graph.schedule.micro_batches} micro-batches in the plan's "
+            "`beside` have stages wait for each other for ever: a stage encodes a round, or begins "
+            "to send its gradients, after operations that need them; plan anew, or leave `rounds` "
+            "out"
+        )
     sends_wait = flows.order(with_sends) is not None
     asked = flows.asked(with_sends if sends_wait else waits)
     channels = {
@@ -120,7 +141,12 @@ before the stage's first; None of a channel's first message."""
 class _Flows:
     """Messages between operations, which are numbered in the order of the lists of all stages."""
 
-    def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
+    def __init__(
+        self,
+        graph: OperationGraph,
+        trained_cuts: frozenset[int],
+        exchange_waits: Sequence[ExchangeWait],
+    ) -> None:
         schedule = graph.schedule
         self.first = [0]
         """Number of every stage's first operation, and last how many there are."""
@@ -148,13 +174,26 @@ class _Flows:
             _first_launches(operations, first)
             for operations, first in zip(schedule.operations, self.first, strict=False)
         ]
+        self._exchanged: list[tuple[int, int]] = []
+        """Operations that stages run before they begin an exchange, and those that wait for it."""
+        for one in exchange_waits:
+            if (waiting := self.first[one.stage] + one.position) < self.first[one.stage + 1]:
+                begun = zip(self.first, one.begun_after, strict=False)
+                self._exchanged += [(first + after - 1, waiting) for first, after in begun if after]
+        held_up = dict.fromkeys(waiting for _, waiting in self._exchanged)
+        self._ready = {one: number for number, one in enumerate(held_up, start=self.first[-1])}
+        """Numbers of stages' being ready for operations before which they wait for an exchange."""
 
     def waits(self) -> list[tuple[int, int]]:
         """Waits by the lists, and for what operations need."""
-        stages = zip(self.first, self.first[1:], strict=False)
-        by_list = [(one, one + 1) for first, end in stages for one in range(first, end - 1)]
+        stages, ready = zip(self.first, self.first[1:], strict=False), self._ready
+        followed = (one for first, end in stages for one in range(first, end - 1))
+        by_list = [(one, ready.get(one + 1, one + 1)) for one in followed]
         sent = (one for transfers in self.channels.values() for one in transfers)
-        return by_list + [(one.sender, one.receiver) for one in sent]
+        exchanged = [(one, ready[waiting]) for one, waiting in self._exchanged]
+        after_exchanges = [(number, one) for one, number in ready.items()]
+        waits = [*by_list, *exchanged, *after_exchanges]
+        return waits + [(one.sender, one.receiver) for one in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
         """Waits, in an operation that sends, until the receiver comes to where it takes the message
@@ -164,6 +203,8 @@ class _Flows:
                 yield from self._until_taken(channel, taken, following.sender)
 
     def _until_taken(self, channel: Channel, taken: int, waiting: int) -> _Waits:
+        if taken in self._ready:
+            return [(self._ready[taken], waiting)]
         return [(taken - 1, waiting)] if taken > self.first[channel.target] else []
 
     def _launches_between(self, channel: Channel, number: int) -> list[int]:
@@ -193,7 +234,7 @@ class _Flows:
         launches = {one for of_stage in self._launches for one in of_stage}
         before, order = self._before(waits), self.order(waits)
         assert order is not None, "the lists have no ring"
-        needed = [0] * self.first[-1]
+        needed = [0] * len(before)
         for number in order:
             needed[number] = 1 << number if number in launches else 0
             for one in before[number]:
@@ -201,7 +242,7 @@ class _Flows:
         return needed
 
     def _before(self, waits: _Waits) -> list[list[int]]:
-        before: list[list[int]] = [[] for _ in range(self.first[-1])]
+        before: list[list[int]] = [[] for _ in range(self.first[-1] + len(self._ready))]
         for one, waiting in waits:
             before[waiting].append(one)
         return before

@@ -28,12 +28,13 @@ from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.deferred_weights import LateProduct
 from megatron.vlm.model.stage import ByTower, boundary_shapes, tensor_names
 from megatron.vlm.step.clock import Phase, PhaseClock
-from megatron.vlm.step.encoder_phase import StepFeatures
+from megatron.vlm.step.encoder_phase import EncoderStep
 from megatron.vlm.step.links import Inbox, MessageShapes, Outbox, PipelineLinks
 from megatron.vlm.step.messages import Content, Message, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import OperationGraph, operation_graph
+from omnibal.pipeline.round_places import ExchangeWait
 from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
 from omnibal.pipeline.stage import Stage
 
@@ -90,14 +91,19 @@ class _Mail:
     """The messages of one step of a stage: those of other stages, and those that stay here."""
 
     def __init__(
-        self, plan: Plan, graph: OperationGraph, links: PipelineLinks, batches: MicroBatchStream
+        self,
+        plan: Plan,
+        graph: OperationGraph,
+        links: PipelineLinks,
+        batches: MicroBatchStream,
+        exchange_waits: tuple[ExchangeWait, ...] = (),
     ) -> None:
         self.links, self.operations = links, graph.schedule.operations[links.rank]
         self._plan, self._shapes = plan, batches.shapes
         cuts = range(links.last_part)
         self.trained = {cut: towers for cut in cuts if (towers := plan.trained_towers(cut))}
         """Towers of which gradients come back over a cut, of cuts that have any."""
-        step = step_messages(graph, frozenset(self.trained))
+        step = step_messages(graph, frozenset(self.trained), exchange_waits)
         self._staying: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
         self._inboxes: dict[tuple[int, Content], Inbox] = {}
         self._outboxes: dict[tuple[int, Content], Outbox] = {}
@@ -164,7 +170,7 @@ class _StageRun:
         batches: MicroBatchStream,
         clock: PhaseClock,
         begin_pass: BeginPass,
-        features: StepFeatures | None = None,
+        encoders: EncoderStep | None = None,
         encode: Encode | None = None,
     ) -> None:
         self.plan, self.models, self.mail, self.clock = plan, models, mail, clock
@@ -174,9 +180,8 @@ class _StageRun:
         """Position of every chunk's last backward, or first part of one; empty in validation."""
         self.last_weights = self._last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
         self.batches = _HeldBatches(batches, [plan.stages[part] for part in self.links.parts])
-        self.features = None if features is None else features.inbox()
-        self.feature_gradients = None if features is None else features.outbox()
-        trains_features = frozenset() if features is None else features.trained
+        self.encoders = encoders
+        trains_features = frozenset() if encoders is None else encoders.trained
         self.trained_inputs = [
             (mail.trained.get(part - 1, frozenset()) if part else trains_features)
             if self.last_backwards
@@ -199,6 +204,9 @@ class _StageRun:
         before: Operation | None = None
         following = zip_longest(self.operations, self.operations[1:])
         for position, (operation, after) in enumerate(following):
+            if self.encoders is not None:
+                self.encoders.begin(position)
+                self.encoders.end(position)
             if operation.kind is Pass.BACKWARD_WEIGHT:
                 self._backward_weight(operation, position)
                 self.mail.launched(position)
@@ -217,6 +225,9 @@ class _StageRun:
                 self._forward(operation, position)
             before = operation
         assert not self.late, "the second part of a backward is missing"
+        if self.encoders is not None:
+            # Others may wait for what begins here before they take what is still to leave.
+            self.encoders.begin(len(self.operations))
         self.clock.switch(Phase.WAIT)
         self.mail.flush()
         return [self.results[micro_batch] for micro_batch in sorted(self.results)]
@@ -247,20 +258,25 @@ class _StageRun:
         if trains:
             # The memory of other inputs is free, but for what layers keep of it.
             inputs = {name: tensor for name, tensor in received.items() if name in wanted}
+            if part == 0:
+                for feature in inputs.values():
+                    _let_go(feature)
             self.kept[operation.chunk, micro_batch] = _Kept(received=inputs, outputs=made)
 
     def _receive(self, part: int, operation: Operation, position: int) -> dict[str, torch.Tensor]:
         """Wait for a micro-batch's inputs, if there is a part before this one."""
-        if part == 0 and self.features is None:
+        if part == 0 and self.encoders is None:
             return {}
-        self.clock.switch(Phase.WAIT)
         micro_batch = operation.micro_batch
         if part == 0:
-            assert self.features is not None
-            received = self.features.take(micro_batch)
+            assert self.encoders is not None
+            received = self.encoders.take(micro_batch)
         else:
+            self.clock.switch(Phase.WAIT)
             before = part - 1
             received = self.mail.take(Content.ACTIVATIONS, before, before, micro_batch, position)
+            if self.encoders is not None:
+                self.encoders.reached(micro_batch)
         for name in self.trained_inputs[operation.chunk] & received.keys():
             received[name].requires_grad_()
         return received
@@ -299,8 +315,8 @@ class _StageRun:
         message = {name: sent[name] for name in tensor_names(self.plan.model, sent)}
         if part:
             self.mail.put(Content.GRADIENTS, part - 1, part - 1, micro_batch, message)
-        elif self.feature_gradients is not None:
-            self.feature_gradients.put(micro_batch, message)
+        elif self.encoders is not None:
+            self.encoders.put(micro_batch, message)
 
     def _backward_weight(self, operation: Operation, position: int) -> None:
         """Run the products that the first part of a backward has left, if it does."""
@@ -345,6 +361,12 @@ def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) ->
     )
 
 
+def _let_go(feature: torch.Tensor) -> None:
+    """Free the memory of an encoder's features, of which the graph keeps the shape alone: they are
+    put in their places, and nothing else is computed with them."""
+    feature.data = feature.new_empty(1).expand(feature.shape)
+
+
 def _gradient_of(received: torch.Tensor) -> torch.Tensor:
     """Gradient of what was received: zeros where nothing came of it, as in an empty pack."""
     return torch.zeros_like(received) if received.grad is None else received.grad
@@ -357,7 +379,7 @@ def run_forward_backward(
     batches: MicroBatchStream,
     clock: PhaseClock,
     before_last_backward: Callable[[int], None] | None = None,
-    features: StepFeatures | None = None,
+    encoders: EncoderStep | None = None,
     begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
     """Run forward and backward of one step's micro-batches in the planned schedule.
@@ -367,7 +389,8 @@ def run_forward_backward(
         batches: this stage's micro-batches, in slot order.
         before_last_backward: called before the last backward of every chunk, if there is a
             micro-batch.
-        features: of data-parallel encoders, on the first part's stage; gradients go back into it.
+        encoders: the step of data-parallel encoders, which gives the first part its features and
+            takes their gradients; what it has to do after the last operation is left.
         begin_pass: called before every pass.
 
     Returns:
@@ -376,8 +399,9 @@ def run_forward_backward(
     """
     schedule = links.schedule
     graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
-    mail = _Mail(plan, graph, links, batches)
-    run = _StageRun(plan, models, mail, batches, clock, begin_pass, features)
+    waits = () if encoders is None else encoders.waits(graph.schedule)
+    mail = _Mail(plan, graph, links, batches, waits)
+    run = _StageRun(plan, models, mail, batches, clock, begin_pass, encoders)
     return run.run(before_last_backward)
 
 

@@ -38,7 +38,7 @@ from megatron.vlm.model.sharded_weights import without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded, TiedCopies
-from megatron.vlm.step.encoder_phase import Encoders, EncoderStep, StepFeatures
+from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.links import PipelineLinks, all_pipelines
 from megatron.vlm.step.overlap import DataParallelOverlap
@@ -156,18 +156,17 @@ class Trainer:
         if self.encoders is None:
             return self.run_micro_batches(batches, clock)
         encoding = EncoderStep(self.encoders, batches, clock)
-        features = encoding.forward()
-        losses = self.run_micro_batches(batches, clock, features)
-        encoding.backward(features)
+        losses = self.run_micro_batches(batches, clock, encoding)
+        encoding.finish()
         return losses
 
     def run_micro_batches(
-        self, batches: MicroBatchStream, clock: PhaseClock, features: StepFeatures | None = None
+        self, batches: MicroBatchStream, clock: PhaseClock, encoding: EncoderStep | None = None
     ) -> list[torch.Tensor]:
         """Run the pipeline's forwards and backwards, and begin to reduce the gradients.
 
         Args:
-            features: of data-parallel encoders, on the first part's stage.
+            encoding: the step of data-parallel encoders.
 
         Returns:
             As `run_forward_backward`.
@@ -180,7 +179,7 @@ class Trainer:
             self.links,
             batches,
             clock,
-            features=features,
+            encoders=encoding,
             begin_pass=self.data_parallel.begin_pass,
         )
         return self.data_parallel.run(run, batches)

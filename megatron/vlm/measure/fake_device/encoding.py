@@ -20,6 +20,7 @@ from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
+from omnibal.base.errors import UserError
 from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -120,6 +121,11 @@ class HeaviestEncoding:
         cost, beside = job.encoders_cost, plan.beside
         if cost is None or beside is None:
             return None
+        if beside.rounds:
+            raise UserError(
+                "the plan's `beside` has rounds, and a fake device encodes a step at once: leave "
+                "`rounds` out of a copy of the plan, which needs no less memory"
+            )
         names = feature_names_at(job.cost.features, plan.pack_levels)
         shares = ItemShares.of(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
@@ -176,13 +182,15 @@ class HeaviestEncoding:
         every_step = EncoderShares(
             model=plan.model,
             beside=plan.beside,
+            schedule=plan.schedule,
             ranks=ranks,
             gpus_per_node=plan.cluster.gpus_per_node,
             packs=self.packs,
             levels=plan.pack_levels,
             lengths=self.lengths,
         )
-        return every_step.step(step)
+        [whole] = every_step.step(step).rounds
+        return whole.shares
 
     def _pass(self, planned: EncoderPass) -> MicroBatch:
         model = self.plan.model

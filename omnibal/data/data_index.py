@@ -1,0 +1,163 @@
+"""Where the records of a dataset's files are: found by reading each once, or known from before.
+
+An index is a log of what was found of every file, under its path and version. A scan writes it, and
+goes on from it after a kill; training reads nothing else to know where a million samples are.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.base.record_log import RecordLog
+from omnibal.base.remote_path import versions_of
+from omnibal.base.worker_pool import LocalPool, Pool
+from omnibal.data.record_files import RecordIndex, index_array, index_lines
+from omnibal.data.tar_shards import Shard, index_shard
+
+Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Shows how far work has come: of a title and a total it gives what to call with what is done."""
+
+_TITLE, _FORM = b"omnibal data index ", b"1"
+_NAMED = "an index of `omnibal lengths`, which keeps there where samples are"
+_SIZES = struct.Struct("<IQ")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that holds records, and how."""
+
+    path: Path
+    holds: Literal["lines", "array", "shard"]
+    shard: Shard | None = None
+    """What is known of a shard."""
+
+    def index(self) -> RecordIndex:
+        """Read all of it to find its records; raises UserError."""
+        if self.shard is not None:
+            return index_shard(self.shard)
+        return index_array(self.path) if self.holds == "array" else index_lines(self.path)
+
+    def key(self, version: str) -> bytes:
+        """A hash of all that an index depends on: which file it is, and what is known of it."""
+        known = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
+        given = (str(self.path.absolute()), version, self.holds, *known)
+        return hashlib.sha256(json.dumps(given).encode()).digest()
+
+
+@contextmanager
+def _silent(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    yield lambda done: None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DataIndex:
+    """Finds the records of files."""
+
+    log: RecordLog | None = None
+    """Where they are written; None where they are not."""
+    known: dict[bytes, memoryview] = field(default_factory=dict)
+    """What is known of files, by their keys."""
+    complete: Path | None = None
+    """The index that must know all files; None where they may be read."""
+    pool: Pool = field(default_factory=LocalPool)
+    """Where files are read."""
+    progress: Progress = _silent
+
+    @classmethod
+    def resumed(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
+        """An index to be written, with what it has already.
+
+        Raises:
+            UserError: the file is something else.
+        """
+        log = RecordLog(path, _TITLE, _FORM)
+        records, _ = log.read(_NAMED)
+        log.begin(records)
+        return cls(log=log, known=_by_key(records), pool=pool, progress=progress)
+
+    @classmethod
+    def read(cls, path: Path) -> "DataIndex":
+        """A whole index, by which no file is read.
+
+        Raises:
+            UserError: there is none.
+        """
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
+            )
+        records, _ = RecordLog(path, _TITLE, _FORM).read(_NAMED)
+        return cls(known=_by_key(records), complete=path)
+
+    def of(self, files: Sequence[DataFile]) -> list[RecordIndex]:
+        """The records of every file.
+
+        Raises:
+            UserError: a file is missing, damaged, or not as the whole index knows it.
+            OSError: an annotation file cannot be read.
+        """
+        found = self._found(files) if self.known else {}
+        left = [number for number in range(len(files)) if number not in found]
+        if left and self.complete is not None:
+            raise UserError(
+                f"{self.complete}: knows nothing of {files[left[0]].path} as it is now"
+                f"{f', nor of {len(left) - 1} more files' if left[1:] else ''}; run `omnibal "
+                "lengths` on this data with --data-index"
+            )
+        tasks = [(number, files[number]) for number in left]
+        title = "finding samples, by files"
+        with (
+            (self.progress if len(left) > 1 else _silent)(title, len(left)) as advance,
+            closing(self.pool.map_unordered(_index, tasks, len(left))) as results,
+        ):
+            for number, index in results:
+                found[number] = index
+                if self.log is not None:
+                    key = files[number].key(index.version)
+                    self.log.append(key + _written(index))
+                advance(1)
+        return [found[number] for number in range(len(files))]
+
+    def _found(self, files: Sequence[DataFile]) -> dict[int, RecordIndex]:
+        """What is known of files as they are now, by their numbers."""
+        try:
+            versions = versions_of([file.path for file in files])
+        except OSError:
+            return {}  # whoever reads the files says which one is missing
+        keys = [file.key(version) for file, version in zip(files, versions, strict=True)]
+        return {
+            number: _read(self.known[key], files[number].path, versions[number])
+            for number, key in enumerate(keys)
+            if key in self.known
+        }
+
+
+def _index(task: tuple[int, DataFile]) -> tuple[int, RecordIndex]:
+    number, file = task
+    return number, file.index()
+
+
+def _by_key(records: Sequence[memoryview]) -> dict[bytes, memoryview]:
+    size = hashlib.sha256().digest_size
+    return {bytes(record[:size]): record[size:] for record in records}
+
+
+def _written(index: RecordIndex) -> bytes:
+    digest = index.digest
+    numbers = _SIZES.pack(len(digest), len(index))
+    return numbers + digest + index.start.tobytes() + index.size.tobytes()
+
+
+def _read(record: memoryview, path: Path, version: str) -> RecordIndex:
+    digest_bytes, records = _SIZES.unpack_from(record)
+    digest = record[_SIZES.size :][:digest_bytes]
+    start, size = np.frombuffer(record[_SIZES.size + digest_bytes :], np.int64).reshape(2, records)
+    return RecordIndex(path, version, start, size, bytes(digest))

@@ -1,0 +1,42 @@
+"""Micro-batches of remote data: those of local files, and no sample passed over for a storage."""
+
+import shutil
+
+import fsspec
+import pytest
+import torch
+from data_cases import SKIP, Data
+
+from megatron.vlm.inputs.reader import SampleReader
+from omnibal.base.block_cache import BlockCache
+from omnibal.base.errors import StorageError
+from omnibal.base.remote_path import location
+from omnibal.data.annotations import Annotations
+
+
+def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
+    """Prevents other pixels or tokens than those of the same files on a disk, and a network that
+    fails from being trained on as samples without loss."""
+    shutil.copytree(digits / "train", tmp_path / "data")
+    files = fsspec.filesystem("memory")
+    files.put(str(tmp_path / "data"), "/training", recursive=True)
+    local = Data(tmp_path / "data/meta.json", tokenizer)
+    remote = Data(location("memory://training/meta.json"), tokenizer)
+    cache = BlockCache.open(tmp_path / "cache", 1)
+    annotations = Annotations.open(location("memory://training/meta.json"), cache=cache)
+    remote.reader = SampleReader(annotations, tokenizer, local.reader.model)
+    packs = [[0, 3, 5], [60, 1], [79]]
+    for got, expected in zip(remote.dataset(packs), local.dataset(packs), strict=True):
+        for name, value in vars(expected).items():
+            found = vars(got)[name]
+            assert torch.equal(found, value) if torch.is_tensor(value) else found == value, name
+    assert len(list((tmp_path / "cache").glob("??/*"))) > 3
+
+    def failing(path: str, **options: object) -> bytes:
+        raise ConnectionError("no route to host")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(files), "cat_file", lambda self, path, **options: failing(path))
+        error = remote.dataset([[20, 21, 22, 23]], options=SKIP)[0]
+    assert isinstance(error, StorageError)
+    assert "no route to host" in str(error)
