@@ -63,19 +63,9 @@ class Kind:
 
 
 class Ranks:
-    """The processes of one start.
+    """The processes of one start."""
 
-    Args:
-        prepare: called with its rank in each of them, before the command.
-    """
-
-    def __init__(
-        self,
-        words: list[str],
-        count: int,
-        output: Path,
-        prepare: Callable[[int], None] = lambda rank: None,
-    ) -> None:
+    def __init__(self, words: list[str], count: int, output: Path) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -86,7 +76,6 @@ class Ranks:
             given = {name: str(value) for name, value in ranks.items()}
             pid = os.fork()
             if not pid:
-                prepare(rank)
                 _become(words, given | {"MASTER_ADDR": "127.0.0.1"}, output)
             self.pids.append(pid)
         self.ended: dict[int, int] = {}
