@@ -49,7 +49,7 @@ STAGE_KEYS = (
 ).split()
 FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
-    "--max-pixels --processes --on-error --json",
+    "--max-pixels --processes --engine --address --data-index --on-error --json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --model "
     "--limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
@@ -64,7 +64,8 @@ FLAGS = {
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
     "--memory-gib --packing --steps-of --window --dispatch --packing-levels --curriculum-steps "
-    "--encoder --schedule --sharding --for --compare --json",
+    "--encoder --schedule --sharding --mixture --portion-samples --for --compare --json",
+    "replan": "--run --output -o --after --gpus --nodes --save --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
