@@ -65,7 +65,7 @@ FLAGS = {
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
     "--memory-gib --packing --steps-of --window --dispatch --packing-levels --curriculum-steps "
     "--encoder --schedule --sharding --mixture --portion-samples --for --compare --json",
-    "replan": "--run --output -o --after --gpus --nodes --save --json",
+    "replan": "--run --output -o --after --gpus --nodes --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
     "check": "--json",
