@@ -386,10 +386,12 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
 def _check_partition(plan: Plan) -> str:
     chunks = plan.schedule.chunks
     if len(plan.stages) != plan.parallel.pipeline * chunks:
+        needed = plan.parallel.pipeline * chunks
         of_chunks = f" with {chunks} chunks each" if chunks > 1 else ""
         raise UserError(
-            f"the plan has {len(plan.stages)} stages for pipeline size {plan.parallel.pipeline}"
-            f"{of_chunks}; the two must be equal; correct parallel.pipeline or {_ANEW}"
+            f"the plan has {len(plan.stages)} entries in stages for pipeline size "
+            f"{plan.parallel.pipeline}{of_chunks}, which needs {needed}; correct parallel.pipeline "
+            f"or schedule, or {_ANEW}"
         )
     for level in range(len(plan.levels)):
         _check_recomputed(plan, level)

@@ -12,6 +12,7 @@ from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
 from omnibal.model.units import model_parts
 from omnibal.pipeline.prediction import Prediction
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.report.formatting import change, gib_or_mib, held_encoders, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
 
@@ -217,6 +218,9 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
     if beside is None and len(planned) < 2:
         return []
     entries = [("placement", choice.chosen.option)]
+    # Placements are compared before another schedule is taken.
+    usual = ONE_FORWARD_ONE_BACKWARD
+    in_usual = "" if plan.schedule == usual else f" in {usual.name}"
     for name, placement in (
         ("step, in the pipeline", EncoderPlacement.PIPELINE),
         ("step, beside it", EncoderPlacement.DATA_PARALLEL),
@@ -224,7 +228,8 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
         if placement in planned:
             rate = planned[placement].samples_per_second_per_gpu
             per_second = "" if rate is None else f", {_of_all(rate, plan)} samples/s"
-            entries.append((name, milliseconds(planned[placement].step_ms, 4) + per_second))
+            step = milliseconds(planned[placement].step_ms, 4)
+            entries.append((name, step + in_usual + per_second))
     entries.append(("why", choice.reason))
     if encoders is not None and beside is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor

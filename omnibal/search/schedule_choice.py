@@ -72,8 +72,7 @@ class ScheduleChoice:
 
 def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineSchedule]:
     """Schedules of these names besides 1F1B that a request's model and sizes have room for."""
-    stages, model = request.job.parallel.pipeline, request.job.pipeline_model
-    layers = model.language.layers + sum(each.layers for each in model.encoders.values())
+    stages, layers = request.job.parallel.pipeline, _layers(request)
     every = [
         PipelineSchedule(name="zb-h1"),
         PipelineSchedule(name="zb-v", chunks=2),
@@ -81,6 +80,12 @@ def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineS
     ]
     has_room = (each for each in every if each.name in names and stages * each.chunks <= layers)
     return [each for each in has_room if stages > 1]
+
+
+def _layers(request: PlanRequest) -> int:
+    """Layers of what the pipeline holds of the model."""
+    model = request.job.pipeline_model
+    return model.language.layers + sum(each.layers for each in model.encoders.values())
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
@@ -162,7 +167,10 @@ def in_schedule(
     if not free:
         whys = list(dict.fromkeys(why for why in found.values() if isinstance(why, str)))
         stages = request.job.parallel.pipeline
-        few = f"{stages} pipeline stages, of which it needs 2 at least with a layer in every chunk"
+        few = (
+            "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
+            f"{stages} with {_layers(request)} layers together"
+        )
         raise UserError(
             f"--schedule {name} cannot be: {words(whys) if whys else few}; give --schedule 1f1b"
         )

@@ -203,7 +203,10 @@ def test_lower_caps_are_refused(directory):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda plan: {"parallel": Parallel(pipeline=3, data=2)}, "2 stages for pipeline size 3"),
+        (
+            lambda plan: {"parallel": Parallel(pipeline=3, data=2)},
+            "2 entries in stages for pipeline size 3, which needs 3",
+        ),
         (lambda plan: {"stages": plan.stages[::-1]}, "model order"),
         (
             lambda plan: {"cluster": plan.cluster.model_copy(update={"memory_gib": 1e-3})},

@@ -53,6 +53,15 @@ def test_the_faster_placement_is_taken_and_both_are_told(capsys, tmp_path, plan_
         assert (tmp_path / "auto" / name).read_bytes() == (tmp_path / best / name).read_bytes()
 
 
+def test_placements_and_schedules_are_told_apart(capsys, tmp_path, plan_command):
+    """Prevents: a step by 1F1B that is told as that of another schedule, and a refusal for too few
+    layers that does not say how many there are."""
+    asked = f"{plan_command} --encoder data-parallel --schedule zb-h1 -o {tmp_path / 'plan'}"
+    assert "ms in 1f1b, " in run(capsys, asked)
+    asked = f"{plan_command} --schedule zb-v -o {tmp_path / 'few'}".replace("--pp 2", "--pp 6")
+    assert "here are 6 with 8 layers together" in run(capsys, asked, status=2)
+
+
 def test_plans_in_the_pipeline_are_as_without_the_option(capsys, tmp_path, plan_command):
     """Prevents a default that changes: plans and their figures are the same bytes."""
     printed = [

@@ -65,7 +65,7 @@ def test_plans_of_any_schedule_are_predicted_and_checked(schedule, tmp_path: Pat
     assert any("2 stages" in sentence for sentence in check_plan(tmp_path / "plan"))
     changed = {"stages": files.plan.stages[1:], "prediction": None}
     write_plan(files.plan.model_copy(update=changed), tmp_path / "plan")
-    with pytest.raises(UserError, match="stages for pipeline size 2"):
+    with pytest.raises(UserError, match="entries in stages for pipeline size 2"):
         check_plan(tmp_path / "plan")
 
 
