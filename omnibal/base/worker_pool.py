@@ -76,13 +76,14 @@ def map_unordered(
     Args:
         work: what to do with a task; can be pickled, and each process keeps a copy of its own.
         tasks: can be pickled, as can the results.
-        processes: how many work; 1 is the calling process itself.
+        processes: how many work; 1 is the calling process itself, as is any number where it may
+            have no processes of its own.
 
     Raises:
         UserError: a worker process was ended from outside.
         Exception: what `work` raised.
     """
-    if processes == 1:
+    if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)
         return
     workers: list[_Worker] = []

@@ -452,11 +452,8 @@ def hide_encoders(
         for column, (at, left_ms) in enumerate(((first, before_ms), (last, after_ms))):
             hidden_ms[at, column] = all_ms[at, column] - once_ms[column] - left_ms
             all_ms[at, column] = once_ms[column] + left_ms
-    predicted = encoding.predicted.model_copy(
-        update={
-            "hidden_ms": _longest_ms(workload, encoding.waits.all) - _longest_ms(workload, all_ms)
-        }
-    )
+    less_ms = _longest_ms(workload, encoding.waits.all) - _longest_ms(workload, all_ms)
+    predicted = encoding.predicted.model_copy(update={"hidden_ms": max(less_ms, 0.0)})
     values = workload.features.copy()
     for index, name in enumerate(ENCODER_WAITS_MS):
         columns = [column for column, feature in enumerate(cost.features) if feature == name]

@@ -559,6 +559,16 @@ class Work:
         return task.upper()
 
 
+def lowered() -> list[str]:
+    return sorted(map_unordered(str.lower, ["A", "B", "C"], 3))
+
+
+def test_a_worker_of_another_pool_works_alone() -> None:
+    """Prevents: an assertion of the standard library where a user plans in a pool of their own."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        assert pool.apply(lowered) == ["a", "b", "c"]
+
+
 def test_workers_that_end_badly(tmp_path):
     """Prevents a scan that waits for ever for a worker that the system killed, and tracebacks."""
     tasks = list("abcdefgh")
