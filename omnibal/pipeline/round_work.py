@@ -4,7 +4,7 @@ Shapes: S steps, B groups of a step, L pipelines of a group, N ranks of a group,
 rounds, W rounds, p stages.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -136,23 +136,39 @@ def work_of(
 def _memory(
     shares: Sequence[ItemShares], cost: EncodersCost, beside: DataParallelEncoders
 ) -> EncoderMemory:
-    """Memory of encoders in rounds, were every rank at its most in all of it at once."""
+    """Memory of encoders in rounds, were every rank at its most in all of it at once.
+
+    All rounds are encoded before the first one's backward. Where tokens are embedded, a round has
+    its features until its last forward and their gradients from its first one on: both while its
+    own forwards run, which those of other rounds do not meanwhile.
+    """
     held_bytes = sum((_held_bytes(each, cost, beside) for each in shares), np.zeros((1, 1)))
     of_rounds = [memory_of_encoders(each, cost, beside) for each in shares]
+    features_bytes = sum((_rows_bytes(each.held, cost) for each in shares), np.zeros((1, 1)))
+    trained = {name for name, one in cost.encoders.items() if one.is_trained}
+    both_bytes = [_rows_bytes({n: each.held[n] for n in trained}, cost) for each in shares]
+    features_bytes = features_bytes + np.max(both_bytes, axis=0)
     return replace(
         of_rounds[0],
         kept=float(held_bytes.max(initial=0)),
-        features=sum(each.features for each in of_rounds),
+        features=float(features_bytes.max(initial=0)),
         arrival=0.0,
         encoding=0.0,
         among_passes=max(each.encoding + each.arrival for each in of_rounds),
     )
 
 
+def _rows_bytes(items: Mapping[str, np.ndarray], cost: EncodersCost) -> np.ndarray:
+    """Features of so many items of each encoder. [S * B, ...]"""
+    each = (cost.encoders[name].feature_bytes * count for name, count in items.items())
+    return sum(each, np.zeros((1, 1)))
+
+
 def _held_bytes(shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders) -> np.ndarray:
-    """Activations that every rank keeps from forward to backward, and the inputs of what runs
-    again. [S * B, N]"""
-    held_bytes = np.zeros((1, 1))
+    """What every rank holds of a round from forward to backward: activations that are kept, inputs
+    of what runs again, and features that leave until they have arrived, or gradients that come
+    back until they are needed. [S * B, N]"""
+    held_bytes = _rows_bytes(shares.encoded, cost)
     for name, one in cost.encoders.items():
         if one.is_trained:
             passes = shares.passes(name, beside)

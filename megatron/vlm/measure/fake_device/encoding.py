@@ -1,7 +1,10 @@
 """What a rank of data-parallel encoders does on a fake device: the most that any rank encodes in a
-step of the run, and the most features that any pipeline takes, beside micro-batches of its own."""
+step of the run, and the most features that any pipeline takes, beside micro-batches of its own.
 
-from collections.abc import Collection, Mapping
+A step that goes by rounds runs as it is, since what meets in it follows from the rounds' places.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,6 +16,7 @@ from megatron.vlm.inputs.encoder_share import (
     EncoderShares,
     EncodingRanks,
     FeatureRoute,
+    StepRounds,
     StepShares,
     rows_of_item,
 )
@@ -20,9 +24,9 @@ from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
-from omnibal.base.errors import UserError
 from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
+from omnibal.job.fake_replay import Window
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.encoders import ImagesEncoder
@@ -53,6 +57,11 @@ class HeaviestShares:
     def items(self) -> Mapping[str, np.ndarray]:
         """Items by encoder."""
         return self.encoding.items
+
+    @property
+    def passes(self) -> Sequence[EncoderPass]:
+        """What runs, in order."""
+        return self.encoding.passes
 
     @property
     def route(self) -> FeatureRoute:
@@ -121,11 +130,6 @@ class HeaviestEncoding:
         cost, beside = job.encoders_cost, plan.beside
         if cost is None or beside is None:
             return None
-        if beside.rounds:
-            raise UserError(
-                "the plan's `beside` has rounds, and a fake device encodes a step at once: leave "
-                "`rounds` out of a copy of the plan, which needs no less memory"
-            )
         names = feature_names_at(job.cost.features, plan.pack_levels)
         shares = ItemShares.of(workload, names, cost, beside)
         blocks = plan.parallel.data // shares.pipelines
@@ -157,10 +161,32 @@ class HeaviestEncoding:
             ),
         )
 
+    def with_steps(self, windows: Sequence[Window]) -> list[Window]:
+        """Windows of a stage, each the whole of a rank's step where that goes by rounds; and where
+        there are any, those of the rank that encodes most and of the pipeline that takes most."""
+        if not self.plan.beside or not self.plan.beside.rounds:
+            return [*windows]
+        sizes, packs = self.plan.parallel, self.packs
+        step, rank = self.encodes
+        ranks = dict.fromkeys([(step, sizes.place(rank)["data"]), self.receives], windows[0])
+        for each in windows:
+            ranks.setdefault((packs.step[each.rows[0]], packs.dp_rank[each.rows[0]]), each)
+        found = {}
+        for (step, data_rank), each in ranks.items():
+            rows = each.rows
+            if self._rounds(step, data_rank * sizes.tensor).planned:
+                rows = np.flatnonzero((packs.step == step) & (packs.dp_rank == data_rank))
+            found[tuple(rows.tolist())] = replace(each, rows=rows)
+        return sorted(found.values(), key=lambda each: -each.predicted_gib)
+
     def of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
-        """Shares of a rank of a stage that runs these rows of the packs, and its passes, on the
-        host."""
+        """What a rank of a stage encodes that runs these rows of the packs, and its passes, on the
+        host: its own rounds, where the rows are those of a step that goes by rounds."""
         sizes = self.plan.parallel
+        step, data_rank = int(self.packs.step[rows[0]]), int(self.packs.dp_rank[rows[0]])
+        own = self._rounds(step, (stage * sizes.data + data_rank) * sizes.tensor)
+        if own.planned:
+            return own, [self._pass(planned) for planned in own.passes]
         step, data_rank = self.receives
         receiver = (stage * sizes.data + data_rank) * sizes.tensor
         model = self.plan.model
@@ -172,16 +198,21 @@ class HeaviestEncoding:
                 for name, encoder in model.encoders.items()
             },
         )
-        passes = [self._pass(planned) for planned in shares.encoding.passes]
-        return cast(StepShares, shares), passes
+        whole = StepRounds.whole(cast(StepShares, shares), len(rows))
+        return whole, [self._pass(planned) for planned in whole.passes]
 
     def _shares(self, step: int, rank: int) -> StepShares:
+        [whole] = self._rounds(step, rank, by_rounds=False).rounds
+        return whole.shares
+
+    def _rounds(self, step: int, rank: int, *, by_rounds: bool = True) -> StepRounds:
         plan = self.plan
         assert plan.beside is not None
         ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
+        beside = plan.beside if by_rounds else plan.beside.model_copy(update={"rounds": ()})
         every_step = EncoderShares(
             model=plan.model,
-            beside=plan.beside,
+            beside=beside,
             schedule=plan.schedule,
             ranks=ranks,
             gpus_per_node=plan.cluster.gpus_per_node,
@@ -189,8 +220,7 @@ class HeaviestEncoding:
             levels=plan.pack_levels,
             lengths=self.lengths,
         )
-        [whole] = every_step.step(step).rounds
-        return whole.shares
+        return every_step.step(step)
 
     def _pass(self, planned: EncoderPass) -> MicroBatch:
         model = self.plan.model
