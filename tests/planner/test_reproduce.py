@@ -249,4 +249,4 @@ def test_cuts_of_qwen35_35b():
 def test_memory_of_launch_lines_is_near_what_they_note(example):
     """Prevents: a prediction of memory that is far from what ran, or from docs/results.md."""
     job = launch_lines.of_example(example, "h100-80g")
-    assert 0.775 < predicted(job, job.stages).most_gib / example.noted_gib < 1
+    assert 0.775 < predicted(job, job.parts, job.schedule).most_gib / example.noted_gib < 1
