@@ -94,7 +94,9 @@ def step_values(record: StepRecord) -> dict[str, float]:
     if record.experts is not None:
         values |= {f"experts/{name}": value for name, value in record.experts}
     for number, stage in enumerate(record.stages):
-        values |= {f"stage_{number}/{name}": value for name, value in stage}
+        # Times of single ranks are for re-planning, and no curves.
+        numbers = ((name, value) for name, value in stage if not isinstance(value, tuple))
+        values |= {f"stage_{number}/{name}": value for name, value in numbers}
     return values
 
 
