@@ -86,7 +86,7 @@ def test_what_a_schedule_cannot_have_is_said_in_one_line() -> None:
             )
         )
     single = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=1, data=2))
-    with pytest.raises(UserError, match="needs 2 at least"):
+    with pytest.raises(UserError, match="needs 2 pipeline stages at least"):
         plan(Goal(job=single, data=DATA, free=Free(schedule="interleaved")))
     with pytest.raises(UserError, match=r"1f1b") as refused:
         Goal(
