@@ -98,7 +98,6 @@ class Run:
         return self.planned.plan
 
     @property
-    @property
     def directory(self) -> Path:
         """The plan's directory; what is trained was read."""
         assert self.planned.directory is not None
