@@ -345,7 +345,7 @@ def simulate_with_encoders(
         if not len(work.step):
             continue
         found = simulate_rounds(schedule, rows_of_groups(times, workload, work, schedule), work)
-        ranks = (work.first_rank[:, None] + np.arange(work.forward_ms.shape[1])).ravel()
+        ranks = work.ranks
         _put(timeline, ranks, found, work.micro_batches)
         done |= set(ranks.tolist())
         for direction, row, number, stage in np.ndindex(found.encoder_end_ms.shape):
@@ -394,6 +394,15 @@ def _at_ends(
                     )  # fmt: skip
 
 
+def pipeline_rows(workload: Workload, work: RoundWork) -> tuple[np.ndarray, np.ndarray]:
+    """The first and the last row of a workload of every pipeline, group by group. [G * L] each"""
+    # Rows are sorted by step, rank and slot: a pipeline's follow each other.
+    ranks, pipelines = workload.data_parallel_size, work.forward_ms.shape[1]
+    key = workload.step.astype(np.int64) * ranks + workload.dp_rank
+    wanted = np.repeat(work.step.astype(np.int64), pipelines) * ranks + work.ranks
+    return np.searchsorted(key, wanted), np.searchsorted(key, wanted, "right") - 1
+
+
 def rows_of_groups(
     times: StageTimes, workload: Workload, work: RoundWork, schedule: PipelineSchedule
 ) -> SimulatedRows:
@@ -402,17 +411,10 @@ def rows_of_groups(
     Args:
         times: of every row of the workload, on every part of the model.
     """
-    pipelines = work.forward_ms.shape[1]
-    micro_batches = work.micro_batches
-    ranks = workload.data_parallel_size
-    # Rows are sorted by step, rank and slot: a pipeline's follow each other.
-    key = workload.step.astype(np.int64) * ranks + workload.dp_rank
-    first = work.step.astype(np.int64) * ranks + work.first_rank
-    wanted = (first[:, None] + np.arange(pipelines)).ravel()
-    begin = np.searchsorted(key, wanted)
-    picked = (begin[:, None] + np.arange(micro_batches)).ravel()
+    first, _ = pipeline_rows(workload, work)
+    picked = (first[:, None] + np.arange(work.micro_batches)).ravel()
     alone = replace(times, waits_ms=None).rows(picked)
-    pipeline = np.repeat(np.arange(len(wanted)), micro_batches)
+    pipeline = np.repeat(np.arange(len(first)), work.micro_batches)
     taken = replace(workload.rows(picked).each_rank_alone(), step=pipeline, encoding=None)
     return SimulatedRows.of(alone, taken, slice(None), pipeline, schedule)
 
@@ -442,12 +444,7 @@ def hide_encoders(
             continue
         rows = rows_of_groups(times, workload, work, schedule)
         before_ms, after_ms = exposed_ms(schedule, rows, work)
-        pipelines, ranks = work.forward_ms.shape[1], workload.data_parallel_size
-        key = workload.step.astype(np.int64) * ranks + workload.dp_rank
-        group = work.step.astype(np.int64) * ranks + work.first_rank
-        wanted = (group[:, None] + np.arange(pipelines)).ravel()
-        first = np.searchsorted(key, wanted)
-        last = np.searchsorted(key, wanted, "right") - 1
+        first, last = pipeline_rows(workload, work)
         once_ms = encoding.once_ms
         for column, (at, left_ms) in enumerate(((first, before_ms), (last, after_ms))):
             hidden_ms[at, column] = all_ms[at, column] - once_ms[column] - left_ms

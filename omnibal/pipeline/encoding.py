@@ -117,6 +117,11 @@ class RoundWork:
         """Micro-batches of every pipeline."""
         return sum(one.micro_batches for one in self.rounds)
 
+    @property
+    def ranks(self) -> np.ndarray:
+        """Data-parallel rank of every pipeline, group by group, [G * L]."""
+        return (self.first_rank[:, None] + np.arange(self.forward_ms.shape[1])).ravel()
+
     def chosen(self, steps: np.ndarray) -> Self:
         """The groups of some steps."""
         picked = np.isin(self.step, steps)

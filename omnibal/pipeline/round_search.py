@@ -23,7 +23,7 @@ import numpy as np
 from omnibal.cost.encoder_phase import EncodersCost
 from omnibal.cost.model import CostModel
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderRound, EncoderRounds
-from omnibal.pipeline.encoder_rounds import rows_of_groups, simulate_rounds
+from omnibal.pipeline.encoder_rounds import pipeline_rows, rows_of_groups, simulate_rounds
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.encoding import RoundWork
 from omnibal.pipeline.operation_graph import schedule_graph
@@ -225,16 +225,8 @@ class _Search:
         nothing = _no_work(np.unique(sample.step)[step], group, beside.pipelines, number)
         rows = rows_of_groups(times, sample, nothing, problem.schedule)
         assert times.waits_ms is not None, "encoders are data-parallel"
-        key = sample.step.astype(np.int64) * sample.data_parallel_size + sample.dp_rank
-        of_row = np.repeat(nothing.step, beside.pipelines) * sample.data_parallel_size
-        of_row += (nothing.first_rank[:, None] + np.arange(beside.pipelines)).ravel()
-        waits_ms = np.zeros(len(of_row))
-        for column in times.waits_ms.T:
-            waits_ms += np.bincount(
-                np.searchsorted(of_row, key[np.isin(key, of_row)]),
-                column[np.isin(key, of_row)],
-                len(of_row),
-            )
+        first, last = pipeline_rows(sample, nothing)
+        waits_ms = times.waits_ms[first, 0] + times.waits_ms[last, 1]
         assert sample.encoding is not None
         waits_ms -= sum(sample.encoding.once_ms)
         mean = replace(

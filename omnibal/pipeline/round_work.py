@@ -180,16 +180,11 @@ def _held_bytes(shares: ItemShares, cost: EncodersCost, beside: DataParallelEnco
 
 def _most(one: EncoderMemory, other: EncoderMemory) -> EncoderMemory:
     """The more of each of two."""
-    return EncoderMemory(
-        weights=one.weights,
-        gradients=one.gradients,
-        optimizer=one.optimizer,
-        buffers=one.buffers,
+    return replace(
+        one,
         kept=max(one.kept, other.kept),
         features=max(one.features, other.features),
         arrival=max(one.arrival, other.arrival),
         encoding=max(one.encoding, other.encoding),
         among_passes=max(one.among_passes, other.among_passes),
-        evaluation=one.evaluation,
-        whole=one.whole,
     )

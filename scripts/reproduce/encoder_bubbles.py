@@ -12,9 +12,9 @@ that rounds save; the seconds are one core's for the plan with rounds.
 
 import argparse
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from encoder_exchange import SAMPLES_OF_PACK, drawn
+from encoder_exchange import SAMPLES_OF_PACK, Case, drawn
 from paper import print_table
 
 from omnibal.base.errors import DoesNotFit
@@ -31,15 +31,6 @@ from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.steps.pack_settings import PackSettings
 
 STEPS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model and the sizes of its pipelines."""
-
-    model: str
-    tensor: int
-    pipeline: int
 
 
 CASES = (
