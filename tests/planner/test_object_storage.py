@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
@@ -32,6 +33,7 @@ from omnibal.model.config import load_model
 ROOT = Path(__file__).parents[2]
 MODEL = load_model("internvl-digits")
 SHARDS = 6
+needs_s3 = pytest.mark.skipif(find_spec("s3fs") is None, reason="s3fs is not installed")
 
 
 class Watched(MemoryFileSystem):
@@ -223,8 +225,8 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, str]]:
     """A server of S3, as environment."""
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
+    if find_spec("moto") is None:
+        pytest.skip("moto is not installed")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -250,6 +252,7 @@ def s3() -> Iterator[dict[str, str]]:
         server.wait()
 
 
+@needs_s3
 def test_a_bucket_is_scanned_as_a_folder(made, digits, s3, tmp_path):
     """Prevents what fsspec's memory does not show of a real storage, such as names of buckets."""
     folder = made[0].parent
@@ -281,9 +284,9 @@ def test_a_bucket_is_scanned_as_a_folder(made, digits, s3, tmp_path):
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
+@needs_s3
 def test_a_bucket_without_credentials(digits, tmp_path):
     """Prevents a traceback of forty frames, or a wait for the metadata of a cloud's machine."""
-    pytest.importorskip("s3fs")
     nothing = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     done = command(
         "s3://private/meta.json", "--tokenizer-model", digits / "tokenizer.model",
