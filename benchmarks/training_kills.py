@@ -32,6 +32,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before torch is imported: torchrun gives its ranks one thread, and sums over other numbers of
+# threads are in another order.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import psutil
 
 import megatron.vlm.run.pretrain  # noqa: F401  # before ranks are forked, which then start at once
