@@ -216,12 +216,12 @@ class DataOptions(LevelOptions):
         Raises:
             UserError: a file cannot be read, or the caps do not suit the model.
         """
-        from omnibal.job.check import open_plan
+        from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 
         if self.steps_of is not None:
-            earlier = open_plan(self.steps_of)
-            return Earlier(plan=earlier.plan, data=earlier.data)
+            earlier, _ = check_and_open(self.steps_of)
+            return Earlier(plan=earlier.plan, data=earlier.data, directory=self.steps_of)
         samples, available = self.samples()
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:

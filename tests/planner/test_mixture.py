@@ -156,6 +156,17 @@ def test_a_plan_says_what_is_seen_of_each_source(tmp_path, options):
     assert "Times that a source&#39;s samples" in (tmp_path / "page.html").read_text()
 
 
+def test_steps_that_are_taken_over_stay_a_mixture(tmp_path):
+    """Prevents: a plan for other ranks that no longer says what is seen of each source."""
+    directory = planned(tmp_path, "--portion-samples", "130")
+    options = ("--model", "internvl-digits", "--cluster", "laptop-cpu", "--precision", "fp32")
+    out = tmp_path / "one"
+    app(["plan", *options, "--steps-of", str(directory), "-o", str(out)], standalone_mode=False)
+    assert read_plan(out).parallel.data == 1
+    assert read_plan(out).data.mixture == read_plan(directory).data.mixture
+    assert any(line.startswith("by step") for line in check_plan(out))
+
+
 def test_edited_figures_are_refused(tmp_path):
     """Prevents: a plan.json that says something else of a mixture than is trained."""
     directory = planned(tmp_path)
