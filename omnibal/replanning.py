@@ -10,21 +10,17 @@ from dataclasses import dataclass, replace
 
 from omnibal.base.errors import UserError
 from omnibal.cost.refitted import Refit, Refitted
-from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.planner import PlanResult, prediction_of
+from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.planner import PlanResult, in_portions, prediction_of
 from omnibal.job.refit import RunFit, fit_run, measured_records, refitted_job, root_of
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packs import ScheduledPacks
 from omnibal.planning import plan as plan_goal
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.strategy import FreeSizes
-
-Packed = tuple[ScheduledPacks, Lengths]
-"""The packs of a plan, and the lengths of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,10 +79,10 @@ def replan(
     job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
-        result = _at_other_sizes(plan, job, files.steps, gpus, listener)
+        result = _at_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
     before = _kept(plan, job, files)
-    planned = plan_goal(_goal(plan, job, files.steps), listener).result
+    planned = plan_goal(_goal(files, job), listener).result
     best = min((planned, before), key=_step_ms)
     return Replanned(result=best, fit=fit, before_ms=_step_ms(before))
 
@@ -105,8 +101,11 @@ def _kept_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
 
 
 def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
-    plan, (packs, lengths) = files.plan, files.steps
+    plan, data, directory = files.plan, files.plan.data, files.directory
     records = measured_records(plan, run.info, run.records)
+    packs, lengths = files.steps
+    if data is not None and data.portions and directory is not None:
+        packs, lengths = data_of_steps(data, directory, [record.step for record in records])
     workload = files.job.workload(packs, lengths, plan.pack_levels)
     step = run.records[-1].step + 1 if after is None else after
     return fit_run(plan, files.job, workload, records, step)
@@ -117,33 +116,40 @@ def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
     packs, lengths = files.steps
     workload = job.workload(packs, lengths, plan.pack_levels)
     prediction = prediction_of(plan, job, packs, workload)
-    return PlanResult(
+    result = PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=(packs, lengths),
         search=None,
         cost_source=job.cost_source,
     )
+    data, directory = plan.data, files.directory
+    if data is None or not data.portions or directory is None:
+        return result
+    portions = EarlierPortions(data=data, directory=directory, are_kept=True)
+    return in_portions(result, portions, data.runs_of_first)
 
 
-def _goal(plan: Plan, job: JobSpec, data: Packed, sizes: FreeSizes | None = None) -> Goal:
+def _goal(files: PlanFiles, job: JobSpec, sizes: FreeSizes | None = None) -> Goal:
     """The goal of the plan's steps on the job, in the plan's schedule and placement."""
+    plan = files.plan
+    data = Earlier(plan=plan, data=files.data, directory=files.directory)
     free = Free(sizes=sizes, placements=(job.placement,), schedule=plan.schedule.name)
     # How encoders run beside the pipeline is searched for with the stages.
-    return Goal(job=replace(job, beside=None), data=Earlier(plan=plan, data=data), free=free)
+    return Goal(job=replace(job, beside=None), data=data, free=free)
 
 
 def _at_other_sizes(
-    plan: Plan, job: JobSpec, data: Packed, gpus: int, listener: Listener | None
+    files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
 ) -> PlanResult:
     """The plan on other devices: with more or fewer data-parallel ranks where that can be, else of
     the best sizes."""
-    for parallel in _with_other_data(plan.parallel, gpus):
+    for parallel in _with_other_data(files.plan.parallel, gpus):
         if job.allows(parallel):
             try:
-                return plan_goal(_goal(plan, job.sized(parallel), data), listener).result
+                return plan_goal(_goal(files, job.sized(parallel)), listener).result
             except UserError:  # other sizes are left, of which what is wrong is told
                 continue
-    return plan_goal(_goal(plan, job, data, FreeSizes(gpus=gpus)), listener).result
+    return plan_goal(_goal(files, job, FreeSizes(gpus=gpus)), listener).result
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
