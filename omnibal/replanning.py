@@ -85,10 +85,11 @@ def replan(
         assert gpus is not None
         result = _at_other_sizes(plan, job, files.steps, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
-    before = _kept(plan, job, files)
-    planned = plan_goal(_goal(plan, job, files.steps), listener).result
-    best = min((planned, before), key=_step_ms)
-    return Replanned(result=best, fit=fit, before_ms=_step_ms(before))
+    before = _predicted(plan, job, files.steps)
+    found = [plan_goal(_goal(plan, job, files.steps), listener).result, before]
+    if job.cost.slow_ranks and plan.parallel.pipeline > 1:
+        found.append(_with_slow_stages(plan, job, files.steps, listener))
+    return Replanned(result=min(found, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
 def _step_ms(result: PlanResult) -> float:
@@ -112,9 +113,23 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     return fit_run(plan, files.job, workload, records, step)
 
 
-def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
+def _with_slow_stages(
+    plan: Plan, job: JobSpec, data: Packed, listener: Listener | None
+) -> PlanResult:
+    """The plan in which a stage with one slow rank has fewer layers on all ranks, and no rank fewer
+    packs."""
+    source = job.cost_source
+    assert isinstance(source, Refitted), "a run has told which ranks are slow"
+    result = plan_goal(
+        _goal(plan, refitted_job(job, source.refit.with_slow_stages()), data), listener
+    ).result
+    assert result.data is not None, "what is planned anew has data"
+    return _predicted(result.plan, job, result.data)
+
+
+def _predicted(plan: Plan, job: JobSpec, data: Packed) -> PlanResult:
     """The plan as it is, predicted by other costs."""
-    packs, lengths = files.steps
+    packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)
     prediction = prediction_of(plan, job, packs, workload)
     return PlanResult(
