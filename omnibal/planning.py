@@ -16,12 +16,13 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
+from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
+from omnibal.job.plan_portions import EarlierPortions, read_portion
 from omnibal.job.planner import (
     PlanRequest,
     PlanResult,
-    for_all_portions,
+    in_portions,
     make_ordered_plan,
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -78,7 +79,7 @@ from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples
+from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 
 _SMALL_COPY = 0.05
 """Share of a device's memory below which encoders stay whole in a search of sizes."""
@@ -133,9 +134,16 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         planned = plan(replace(goal, data=replace(goal.data, available=())), listener)
         result = replace(planned.result, available=goal.data.available)
         return replace(planned, result=result)
+    if isinstance(goal.data, Earlier) and goal.data.plan.data is not None:
+        return _planned_of_earlier(goal, goal.data, goal.data.plan.data, listener)
     portions = _portions(goal)
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)
+    return _planned(goal, listener)
+
+
+def _planned(goal: Goal, listener: Listener | None) -> Planned:
+    """The best plan for data that is in no portions."""
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
     sizes = goal.free.sizes
@@ -159,7 +167,7 @@ def _planned_in_portions(
 ) -> Planned:
     """The plan that is best for the first portion; the others are packed as the plan is saved."""
     assert isinstance(goal.data, Samples)
-    settings = portions.settings_of(next(portions.places))
+    settings = portions.settings_of(FIRST_PORTION)
     lengths = portions.samples(0)
     data = replace(
         goal.data,
@@ -175,11 +183,30 @@ def _planned_in_portions(
     planned = plan(replace(goal, data=data), listener)
     fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
     portions = replace(portions, settings=replace(portions.settings, fill=fill))
-    runs = portions.settings.epochs * len(portions.lengths) / len(lengths)
-    found = planned.result
-    predicted = for_all_portions(_prediction(found), runs)
-    whole = found.plan.model_copy(update={"prediction": predicted})
-    return replace(planned, result=replace(found, plan=whole, portions=portions))
+    runs = portions.epochs * len(portions.lengths) / len(lengths)
+    return replace(planned, result=in_portions(planned.result, portions, runs))
+
+
+def _planned_of_earlier(
+    goal: Goal, earlier: Earlier, data: DataPlan, listener: Listener | None
+) -> Planned:
+    """The plan that is best for the steps of an earlier one, or for those of its first portion; the
+    steps of others are taken over as the plan is saved."""
+    portions = None
+    if data.portions and earlier.directory is not None:
+        portions = EarlierPortions(data=data, directory=earlier.directory)
+        first = read_portion(data, 0, earlier.directory)
+        goal = replace(goal, data=Earlier(plan=earlier.plan.of_portion(0), data=first))
+    planned = _planned(goal, listener)
+    result = planned.result
+    assert result.plan.data is not None, "the earlier plan has data"
+    # What is told of the steps themselves stays true of them.
+    same = {"mixture": data.mixture, "fewest_packs": data.fewest_packs}
+    of_data = result.plan.data.model_copy(update=same)
+    result = replace(result, plan=result.plan.model_copy(update={"data": of_data}))
+    if portions is not None:
+        result = in_portions(result, portions, data.runs_of_first)
+    return replace(planned, result=result)
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:

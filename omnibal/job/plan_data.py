@@ -90,9 +90,8 @@ class SampleData:
             )
         if plan.data.portions:
             raise UserError(
-                f"what --steps-of names is a plan in {len(plan.data.portions)} portions, whose "
-                "steps are known by the hash of each; go on with the sizes that it has, or plan "
-                "with a larger --portion-samples"
+                f"the earlier plan is in {len(plan.data.portions)} portions, which are read one by "
+                "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
         return cls(

@@ -11,6 +11,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData
+from omnibal.job.plan_portions import AllPortions
 from omnibal.model.config import ClusterConfig
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
@@ -37,7 +38,6 @@ from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.portions import PortionedSamples
 
 _ROUND_SEARCHES = 2
 """Times that encoders' rounds are searched for, each but the first on stages that were searched for
@@ -142,8 +142,8 @@ class PlanResult:
     """Result of the joint search, with its proven bound; None for another method."""
     cost_source: CostSource = ANALYTIC
     """What its costs were counted or measured by."""
-    portions: PortionedSamples | None = None
-    """All samples, where plan and data are of the first portion of them alone."""
+    portions: AllPortions | None = None
+    """All portions of the data, where plan and packs are of the first of them alone."""
     available: tuple[int, ...] = ()
     """Samples that each source has, where the lengths are a mixture of them."""
 
@@ -423,6 +423,14 @@ def check_memory(
             f"device may fill {cap_gib:.2f} GiB: give --memory-gib a little less, so that there "
             "is room"
         )
+
+
+def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
+    """The result for all portions of a run that is so many times as long as the first of them."""
+    assert result.plan.prediction is not None, "what is planned is predicted"
+    prediction = for_all_portions(result.plan.prediction, runs)
+    plan = result.plan.model_copy(update={"prediction": prediction})
+    return replace(result, plan=plan, portions=portions)
 
 
 def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
