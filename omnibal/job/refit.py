@@ -45,8 +45,9 @@ _MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
 _TRIED_STAGES = 4
 """Stages of which each is tried as the next that differs: where one is slow, those that hold like
 units seem fast."""
-_LEAST_EVIDENCE = 5.0
-"""Gain in log-likelihood for which one more stage may differ: by less, chance alone does it."""
+_LEAST_EVIDENCE = 3.0
+"""Gain in log-likelihood for which one more stage may differ: chance alone does it by up to 1 in
+simulated runs, a slow stage whose units others hold too by 5 and more."""
 SLOW = 1.1
 """Factor from which on a device counts as slow: devices of one kind differ by a few percent."""
 

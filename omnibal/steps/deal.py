@@ -70,7 +70,8 @@ def deal_by_speed(
     steps, dp = len(rows), len(slowness)
     rank = _longest_first(load[rows], slowness, most)
     exchanges = min(_MOST_WORK // (most * rows.size), _MOST_EXCHANGES)
-    for first in range(0, steps, at_once := max(_ENTRIES_AT_ONCE // (most * rows.shape[1]), 1)):
+    at_once = max(_ENTRIES_AT_ONCE // (most * rows.shape[1]), 1)
+    for first in range(0, steps, at_once):
         active = np.arange(first, min(first + at_once, steps))
         for _ in range(exchanges):
             changed, helps = _exchanged(rank[active], load[rows[active]], slowness, most)
