@@ -6,18 +6,16 @@ Storages that fail are fsspec's memory, made to; S3 is moto's server, asked by t
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from s3_cases import Server, needs_s3, started_s3
 from shard_cases import make_samples, write_lines, write_shards
 
 from omnibal.base.block_cache import BlockCache
@@ -34,7 +32,6 @@ from omnibal.model.config import load_model
 ROOT = Path(__file__).parents[2]
 MODEL = load_model("internvl-digits")
 SHARDS = 6
-needs_s3 = pytest.mark.skipif(find_spec("s3fs") is None, reason="s3fs is not installed")
 
 
 class Watched(MemoryFileSystem):
@@ -223,48 +220,16 @@ def command(*arguments: object, **environment: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def s3() -> Iterator[dict[str, str]]:
-    """A server of S3, as environment."""
-    if find_spec("moto") is None:
-        pytest.skip("moto is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = "from moto.server import main; main()"
-    words = [sys.executable, "-c", started, "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(urllib.request.Request(f"{url}/data", method="PUT"))
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield {
-            "AWS_ENDPOINT_URL": url,
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
-    finally:
-        server.kill()
-        server.wait()
+def server(tmp_path_factory) -> Iterator[Server]:
+    with started_s3(tmp_path_factory.mktemp("moto")) as server:
+        yield server
 
 
 @needs_s3
-def test_a_bucket_is_scanned_as_a_folder(made, digits, s3, tmp_path):
+def test_a_bucket_is_scanned_as_a_folder(made, digits, server, tmp_path):
     """Prevents what fsspec's memory does not show of a real storage, such as names of buckets."""
     folder = made[0].parent
-    for path in [*folder.glob("*.tar"), folder / "a.jsonl", *folder.glob("pictures/*")]:
-        name = path.relative_to(folder)
-        put = urllib.request.Request(
-            f"{s3['AWS_ENDPOINT_URL']}/data/{name}",
-            path.read_bytes(),
-            {"Content-Type": "application/octet-stream"},  # else it would be read as a form
-            method="PUT",
-        )
-        urllib.request.urlopen(put).close()
+    server.put_folder(folder)
     metas = {}
     for where in (str(folder), "s3://data"):
         sources = {
@@ -278,7 +243,7 @@ def test_a_bucket_is_scanned_as_a_folder(made, digits, s3, tmp_path):
         outputs.append(meta.with_suffix(".parquet"))
         done = command(
             meta, "--tokenizer-model", digits / "tokenizer.model", "-o", outputs[-1],
-            "--processes", 1, **s3,
+            "--processes", 1, **server.environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
