@@ -10,18 +10,21 @@ encoders the faster plan is taken.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import Plan
+from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
+from omnibal.job.plan_portions import EarlierPortions, read_portion
 from omnibal.job.planner import (
     PlanRequest,
     PlanResult,
-    for_all_portions,
+    in_portions,
     make_ordered_plan,
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -68,7 +71,12 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.schedule_choice import ScheduleChoice, in_schedule, with_best_schedule
+from omnibal.search.schedule_choice import (
+    ScheduleChoice,
+    check_may_run,
+    in_schedule,
+    with_best_schedule,
+)
 from omnibal.search.sizes_with_levels import (
     levels_total,
     need_levels,
@@ -78,7 +86,7 @@ from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples
+from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 
 _SMALL_COPY = 0.05
 """Share of a device's memory below which encoders stay whole in a search of sizes."""
@@ -133,9 +141,16 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
         planned = plan(replace(goal, data=replace(goal.data, available=())), listener)
         result = replace(planned.result, available=goal.data.available)
         return replace(planned, result=result)
+    if isinstance(goal.data, Earlier) and goal.data.plan.data is not None:
+        return _planned_of_earlier(goal, goal.data, goal.data.plan.data, listener)
     portions = _portions(goal)
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)
+    return _planned(goal, listener)
+
+
+def _planned(goal: Goal, listener: Listener | None) -> Planned:
+    """The best plan for data that is in no portions."""
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
     sizes = goal.free.sizes
@@ -159,7 +174,7 @@ def _planned_in_portions(
 ) -> Planned:
     """The plan that is best for the first portion; the others are packed as the plan is saved."""
     assert isinstance(goal.data, Samples)
-    settings = portions.settings_of(next(portions.places))
+    settings = portions.settings_of(FIRST_PORTION)
     lengths = portions.samples(0)
     data = replace(
         goal.data,
@@ -175,11 +190,30 @@ def _planned_in_portions(
     planned = plan(replace(goal, data=data), listener)
     fill = FillRule.GREEDY if goal.free.levels.is_hbp else portions.settings.fill
     portions = replace(portions, settings=replace(portions.settings, fill=fill))
-    runs = portions.settings.epochs * len(portions.lengths) / len(lengths)
-    found = planned.result
-    predicted = for_all_portions(_prediction(found), runs)
-    whole = found.plan.model_copy(update={"prediction": predicted})
-    return replace(planned, result=replace(found, plan=whole, portions=portions))
+    runs = portions.epochs * len(portions.lengths) / len(lengths)
+    return replace(planned, result=in_portions(planned.result, portions, runs))
+
+
+def _planned_of_earlier(
+    goal: Goal, earlier: Earlier, data: DataPlan, listener: Listener | None
+) -> Planned:
+    """The plan that is best for the steps of an earlier one, or for those of its first portion; the
+    steps of others are taken over as the plan is saved."""
+    portions = None
+    if data.portions and earlier.directory is not None:
+        portions = EarlierPortions(data=data, directory=earlier.directory)
+        first = read_portion(data, 0, earlier.directory)
+        goal = replace(goal, data=Earlier(plan=earlier.plan.of_portion(0), data=first))
+    planned = _planned(goal, listener)
+    result = planned.result
+    assert result.plan.data is not None, "the earlier plan has data"
+    # What is told of the steps themselves stays true of them.
+    same = {"mixture": data.mixture, "fewest_packs": data.fewest_packs}
+    of_data = result.plan.data.model_copy(update=same)
+    result = replace(result, plan=result.plan.model_copy(update={"data": of_data}))
+    if portions is not None:
+        result = in_portions(result, portions, data.runs_of_first)
+    return replace(planned, result=result)
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
@@ -291,6 +325,7 @@ class _Search:
         """The plan of the fastest sharding of weights and placement of encoders, at the job's
         sizes."""
         jobs = self._sharded_jobs()
+        self._check_schedule(jobs)
         planned = dict[Parallel, tuple[PlanRequest, Planned]]()
         refused = dict[Parallel, UserError]()
         for job in jobs:
@@ -330,6 +365,15 @@ class _Search:
             f"fewer than all {job.parallel.data} and a divisor of them"
             f"{of_experts if sharing > 1 else ''}: give --sharding full, or another --dp"
         )
+
+    def _check_schedule(self, jobs: list[JobSpec]) -> None:
+        """Refuse a schedule that the jobs have no room for with any placement of encoders."""
+        name, placed = self.goal.free.schedule, list[JobSpec]()
+        for job, placement in product(jobs, self.goal.free.placements):
+            with suppress(UserError):  # what a placement is refused for is said where it is planned
+                placed.append(replace(job, placement=placement))
+        if name is not None and placed:
+            check_may_run(placed, name)
 
     def _at_placements(self, given: JobSpec) -> tuple[PlanRequest, Planned]:
         """The plan of the fastest placement of encoders, and its request."""
@@ -587,6 +631,7 @@ class _Search:
             split=goal.free.split,
             caps=caps,
             given=given,
+            schedule=goal.free.schedule or ONE_FORWARD_ONE_BACKWARD.name,
         )
 
     def _usual_samples(self, gpus: int, data: Samples) -> int:
@@ -624,10 +669,7 @@ class _Search:
                 if isinstance(result, PlanResult)
             ]
             if fitting:
-                scheduled = [
-                    (strategy, *self._scheduled(*self._in_use(result, planned)))
-                    for strategy, planned, result in self._worth_scheduling(fitting)
-                ]
+                scheduled = self._scheduled_each(self._worth_scheduling(fitting))
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
                 return result, left.led_by(best), schedule
             first_error = first_error or results[0]
@@ -640,6 +682,21 @@ class _Search:
                     f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"
                 )
+
+    def _scheduled_each(
+        self, fitting: list[_Finalist]
+    ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
+        """Plans in the schedule that is best for each, without those that cannot run in it."""
+        scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
+        refused = list[UserError]()
+        for strategy, planned, result in fitting:
+            try:
+                scheduled.append((strategy, *self._scheduled(*self._in_use(result, planned))))
+            except UserError as error:
+                refused.append(error)
+        if not scheduled:
+            raise refused[0]
+        return scheduled
 
     def _worth_scheduling(self, fitting: list[_Finalist]) -> list[_Finalist]:
         """Plans of which the best schedule is looked for: all, or the fastest where there is one

@@ -14,7 +14,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.planner import PlanResult, prediction_of
+from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.planner import PlanResult, in_portions, prediction_of
 from omnibal.job.refit import RunFit, fit_run, measured_records, refitted_job, root_of
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
@@ -22,9 +23,6 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.planning import plan as plan_goal
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.strategy import FreeSizes
-
-Packed = tuple[ScheduledPacks, Lengths]
-"""The packs of a plan, and the lengths of its samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -83,12 +81,13 @@ def replan(
     job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
-        result = _at_other_sizes(plan, job, files.steps, gpus, listener)
+        result = _at_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
     before = _kept(plan, job, files)
-    planned = plan_goal(_goal(plan, job, files.steps), listener).result
-    best = min((planned, before), key=_step_ms)
-    return Replanned(result=best, fit=fit, before_ms=_step_ms(before))
+    found = [plan_goal(_goal(files, job), listener).result, before]
+    if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
+        found.append(_with_slow_stages(files, job, listener))
+    return Replanned(result=min(found, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
 def _step_ms(result: PlanResult) -> float:
@@ -105,45 +104,70 @@ def _kept_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
 
 
 def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
-    plan, (packs, lengths) = files.plan, files.steps
+    plan, data, directory = files.plan, files.plan.data, files.directory
     records = measured_records(plan, run.info, run.records)
+    packs, lengths = files.steps
+    if data is not None and data.portions and directory is not None:
+        packs, lengths = data_of_steps(data, directory, [record.step for record in records])
     workload = files.job.workload(packs, lengths, plan.pack_levels)
     step = run.records[-1].step + 1 if after is None else after
     return fit_run(plan, files.job, workload, records, step)
 
 
+def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
+    """The plan in which a stage with one slow rank has fewer layers on all ranks, and no rank fewer
+    packs."""
+    source = job.cost_source
+    assert isinstance(source, Refitted), "a run has told which ranks are slow"
+    as_stages = refitted_job(job, source.refit.with_slow_stages())
+    result = plan_goal(_goal(files, as_stages), listener).result
+    assert result.data is not None, "what is planned anew has data"
+    return _predicted(result.plan, job, result.data)
+
+
 def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
     """The plan as it is, predicted by other costs."""
-    packs, lengths = files.steps
+    result, data, directory = _predicted(plan, job, files.steps), plan.data, files.directory
+    if data is None or not data.portions or directory is None:
+        return result
+    portions = EarlierPortions(data=data, directory=directory, are_kept=True)
+    return in_portions(result, portions, data.runs_of_first)
+
+
+def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
+    """The plan of these packs and lengths, with the prediction of other costs."""
+    packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)
     prediction = prediction_of(plan, job, packs, workload)
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
-        data=(packs, lengths),
+        data=data,
         search=None,
         cost_source=job.cost_source,
     )
 
 
-def _goal(plan: Plan, job: JobSpec, data: Packed, sizes: FreeSizes | None = None) -> Goal:
+def _goal(files: PlanFiles, job: JobSpec, sizes: FreeSizes | None = None) -> Goal:
     """The goal of the plan's steps on the job, in the plan's schedule and placement."""
+    plan = files.plan
+    data = Earlier(plan=plan, data=files.data, directory=files.directory)
     free = Free(sizes=sizes, placements=(job.placement,), schedule=plan.schedule.name)
     # How encoders run beside the pipeline is searched for with the stages.
-    return Goal(job=replace(job, beside=None), data=Earlier(plan=plan, data=data), free=free)
+    return Goal(job=replace(job, beside=None), data=data, free=free)
 
 
 def _at_other_sizes(
-    plan: Plan, job: JobSpec, data: Packed, gpus: int, listener: Listener | None
+    files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
 ) -> PlanResult:
     """The plan on other devices: with more or fewer data-parallel ranks where that can be, else of
     the best sizes."""
-    for parallel in _with_other_data(plan.parallel, gpus):
+    for parallel in _with_other_data(files.plan.parallel, gpus):
         if job.allows(parallel):
             try:
-                return plan_goal(_goal(plan, job.sized(parallel), data), listener).result
+                return plan_goal(_goal(files, job.sized(parallel)), listener).result
             except UserError:  # other sizes are left, of which what is wrong is told
                 continue
-    return plan_goal(_goal(plan, job, data, FreeSizes(gpus=gpus)), listener).result
+    return plan_goal(_goal(files, job, FreeSizes(gpus=gpus)), listener).result
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:

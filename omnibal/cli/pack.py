@@ -12,6 +12,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
+from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
     JsonOption,
     LengthsArgument,
@@ -66,6 +67,7 @@ class StepOptions:
         PackingMethod, typer.Option("--packing", "--method", help="packing rule")
     ] = PackingMethod.BALANCED
     seed: SeedOption = 0
+    mixture: MixtureOption = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,13 @@ def pack(
     from omnibal.report.page_tables import packing_facts
     from omnibal.search.caps import isf_note
 
-    inputs = [*length_files(lengths), named_model_file(load.model), cluster_file(load.cluster)]
+    mixtures = [] if steps.mixture is None else [steps.mixture]
+    inputs = [
+        *length_files(lengths),
+        *mixtures,
+        named_model_file(load.model),
+        cluster_file(load.cluster),
+    ]
     check_files({"-o": output, "--picture": picture}, inputs)
     _check_picture(picture)
     check_packs_per_step(steps.dp, steps.micro_batches)
@@ -116,7 +124,7 @@ def pack(
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",
     )
-    samples = read_lengths(lengths)
+    samples, _ = mixed(read_lengths(lengths), steps.mixture, steps.seed)
     caps = limits.caps(samples)
     data = SampleData(
         lengths=samples,

@@ -6,7 +6,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
@@ -20,6 +19,7 @@ from omnibal.cli.level_options import (
     levels_table,
     notes_on_steps,
 )
+from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
     ChosenMaxTilesOption,
     ChosenMaxTokensOption,
@@ -35,7 +35,6 @@ from omnibal.cli.options import (
 from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
-from omnibal.data.mixture import drawn, read_mixture
 from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -113,13 +112,7 @@ class DataOptions(LevelOptions):
     ] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
-    mixture: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file that says how often the samples of each source are seen, by weight or "
-            "in epochs (default: each once in every epoch)"
-        ),
-    ] = None
+    mixture: MixtureOption = None
     portion_samples: Annotated[
         int,
         typer.Option(
@@ -167,12 +160,7 @@ class DataOptions(LevelOptions):
         """
         if not self.lengths:
             return None, ()
-        lengths = read_lengths(self.lengths)
-        if self.mixture is None:
-            return lengths, ()
-        available = np.bincount(lengths.source, minlength=len(lengths.source_names))
-        mixed = drawn(lengths, read_mixture(self.mixture), self.seed)
-        return mixed, tuple(available.tolist())
+        return mixed(read_lengths(self.lengths), self.mixture, self.seed)
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack for a model; None where they are to be searched for.
@@ -216,12 +204,12 @@ class DataOptions(LevelOptions):
         Raises:
             UserError: a file cannot be read, or the caps do not suit the model.
         """
-        from omnibal.job.check import open_plan
+        from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 
         if self.steps_of is not None:
-            earlier = open_plan(self.steps_of)
-            return Earlier(plan=earlier.plan, data=earlier.data)
+            earlier, _ = check_and_open(self.steps_of)
+            return Earlier(plan=earlier.plan, data=earlier.data, directory=self.steps_of)
         samples, available = self.samples()
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:

@@ -28,6 +28,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_toml_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.data.lengths import Lengths
+from omnibal.model.limits import words
 
 _Times = Annotated[float, Field(gt=0, allow_inf_nan=False, le=1e6)]
 
@@ -99,6 +100,42 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
     if not seen.any():
         raise UserError("the mixture has no sample; give a source a weight, or epochs above 0")
     return seen.astype(np.int64)
+
+
+def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> list[str]:
+    """Say what of a mixture is not as its weights and samples ask for, a sentence each.
+
+    Args:
+        names: of the sources.
+        available: samples that there are of each, int64 [sources].
+
+    Raises:
+        UserError: as `samples_of_sources`.
+    """
+    seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
+    rules = [mixture.sources[name] for name in names]
+    if most is not None:
+        full = seen == np.floor(most * available)
+        cut = [
+            name
+            for name, rule, is_full in zip(names, rules, full, strict=True)
+            if rule.weight is not None and is_full
+        ]
+        if cut:
+            found.append(f"most_epochs = {most:g} limits {words(cut)}, whatever the weights are")
+    if mixture.samples is not None and seen.sum() < mixture.samples:
+        found.append(
+            f"the mixture has {seen.sum():,} samples in place of {mixture.samples:,}, as no "
+            "weighted source may be seen more often"
+        )
+    none = [
+        name
+        for name, rule, samples in zip(names, rules, seen.tolist(), strict=True)
+        if not samples and (rule.weight or rule.epochs)
+    ]
+    if none:
+        found.append(f"no sample of {words(none)} is seen: of so few, the share is less than one")
+    return found
 
 
 def _check_names(mixture: Mixture, names: Sequence[str]) -> None:

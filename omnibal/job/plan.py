@@ -151,6 +151,11 @@ class DataPlan(Shapes):
         """First step of every portion, and the number of all steps."""
         return tuple(accumulate((each.steps for each in self.portions), initial=0))
 
+    @property
+    def runs_of_first(self) -> float:
+        """How many times as many samples the run trains as its first portion."""
+        return self.epochs * self.samples / self.portions[0].samples
+
     def of_portion(self, index: int) -> "DataPlan":
         """The data of one portion alone, as if there were no others."""
         own = dict(self.portions[index])

@@ -25,7 +25,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, ImagesEncoder
-from omnibal.model.levels import FillRule, Level, largest_caps
+from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import (
     Caps,
     check_limits,
@@ -90,9 +90,8 @@ class SampleData:
             )
         if plan.data.portions:
             raise UserError(
-                f"what --steps-of names is a plan in {len(plan.data.portions)} portions, whose "
-                "steps are known by the hash of each; go on with the sizes that it has, or plan "
-                "with a larger --portion-samples"
+                f"the earlier plan is in {len(plan.data.portions)} portions, which are read one by "
+                "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
         return cls(
@@ -199,6 +198,7 @@ class SampleData:
             sizes.data,
             self.levels,
             lockstep_ranks=job.lockstep_ranks,
+            slowness=job.rank_slowness if are_plain(self.levels) else None,
         )
         # Ranks that share all packs take them together; rules are of packs of one level.
         together = self.levels[0].context if len(self.levels) == 1 else 1

@@ -30,6 +30,8 @@ from omnibal.job.plan import (
 )
 from omnibal.job.plan_data import SampleData, data_at_caps
 from omnibal.job.plan_portions import (
+    AllPortions,
+    EarlierPortions,
     check_hash,
     fewest_packs,
     in_run,
@@ -40,8 +42,9 @@ from omnibal.job.plan_portions import (
 from omnibal.job.planner import PlanResult, check_memory, in_best_order
 from omnibal.model.levels import are_plain
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.steps.portions import FIRST_PORTION, PortionedSamples, PortionPlace
 from omnibal.steps.seen import milestones, seen_by_step
+from omnibal.steps.steps import steps_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -175,7 +178,7 @@ def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
         yield in_run(packs, data, index), lengths
 
 
-def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Path) -> Plan:
+def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
     """Pack and write all portions as the first is planned; returns the plan of them all.
 
     Raises:
@@ -187,14 +190,21 @@ def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Pat
     is_ordered = result.search is not None and plan.made_for is None
 
     def schedule(lengths: Lengths, place: PortionPlace) -> ScheduledPacks:
-        if place.is_first:
+        if place == FIRST_PORTION:
             return first
+        steps = None
+        if isinstance(samples, EarlierPortions):
+            earlier = samples.packs(place)
+            if samples.are_kept:
+                return earlier
+            steps = steps_of(earlier)
         data = SampleData(
             lengths=lengths,
             settings=samples.settings_of(place),
             levels=levels,
             packs_per_step=planned.packs_per_step,
             rules=job.trainer.packs,
+            steps=steps,
         )
         packs, _ = data.schedule(job)
         if is_ordered:
@@ -204,8 +214,8 @@ def _with_portions(result: PlanResult, samples: PortionedSamples, directory: Pat
         return packs
 
     portions = write_portions(samples, schedule, directory)
-    data = DataPlan.joined(plan.data, portions, samples.settings.epochs)
-    if are_plain(levels):
+    data = DataPlan.joined(plan.data, portions, samples.epochs)
+    if isinstance(samples, PortionedSamples) and are_plain(levels):
         least = fewest_packs(samples, plan.data.caps)
         data = data.model_copy(update={"fewest_packs": least})
     hashes = SettingsHashes.of(plan.model, data)

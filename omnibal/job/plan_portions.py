@@ -6,7 +6,7 @@ epochs count from 0; `in_run` counts them through the run, as the trainer does.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,8 @@ from omnibal.model.limits import Caps
 from omnibal.packing.pack_bound import bound_of_counts
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.packing.size_counts import SizeCounts
-from omnibal.steps.portions import PortionedSamples, PortionPlace
+from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.portions import PortionedSamples, PortionPlace, all_places
 from omnibal.steps.steps import steps_of
 
 Data = tuple[ScheduledPacks, Lengths]
@@ -33,12 +34,58 @@ Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
 """Packs the samples of a portion into steps."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlierPortions:
+    """Portions of an earlier plan, whose steps another one takes over."""
+
+    data: DataPlan
+    """Data of the earlier plan."""
+    directory: Path
+    """Where the earlier plan is."""
+    are_kept: bool = False
+    """Whether packs keep their ranks and slots too, as the plan's stages stay as they are."""
+
+    @property
+    def count(self) -> int:
+        """Number of portions."""
+        return self.data.portions_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        """Times that every sample is trained."""
+        return self.data.epochs
+
+    def samples(self, number: int) -> Lengths:
+        """The samples of a portion.
+
+        Raises:
+            UserError: as `read_portion`.
+        """
+        return _read_lengths(self.data, number, self.directory)
+
+    def packs(self, place: PortionPlace) -> ScheduledPacks:
+        """The packs of a portion on the earlier plan's ranks.
+
+        Raises:
+            UserError: as `read_portion`.
+        """
+        return _read_packs(self.data, place.epoch * self.count + place.number, self.directory)
+
+    def settings_of(self, place: PortionPlace) -> PackSettings:
+        """Settings of a portion's packs, which are there already."""
+        return PackSettings()
+
+
+AllPortions = PortionedSamples | EarlierPortions
+"""Portions of a plan that is made, of which the first is planned on."""
+
+
 def write_portions(
-    samples: PortionedSamples, schedule: Schedule, directory: Path
+    samples: AllPortions, schedule: Schedule, directory: Path
 ) -> tuple[DataPortion, ...]:
     """Pack and write every portion of every epoch; memory is of one at a time."""
     written = []
-    for place in samples.places:
+    for place in all_places(samples.epochs, samples.count):
         folder = portion_folder(directory, place.number)
         lengths = samples.samples(place.number)
         if place.epoch == 0:
@@ -74,13 +121,23 @@ def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
     Raises:
         UserError: a file is missing or broken, or is not the one that the plan was made with.
     """
+    lengths = _read_lengths(data, index % data.portions_per_epoch, directory)
+    return _read_packs(data, index, directory), lengths
+
+
+def _read_packs(data: DataPlan, index: int, directory: Path) -> ScheduledPacks:
     epoch, number = divmod(index, data.portions_per_epoch)
-    folder, planned = portion_folder(directory, number), data.portions[index]
-    packs_file, lengths_file = folder / portion_packs_file(epoch), folder / LENGTHS_FILE
-    packs, lengths = read_packs(packs_file), read_lengths([lengths_file])
-    check_hash(lengths_file.relative_to(directory), lengths.sha256, planned.lengths_sha256)
-    check_hash(packs_file.relative_to(directory), packs.sha256, planned.packs_sha256)
-    return packs, lengths
+    file = portion_folder(directory, number) / portion_packs_file(epoch)
+    packs = read_packs(file)
+    check_hash(file.relative_to(directory), packs.sha256, data.portions[index].packs_sha256)
+    return packs
+
+
+def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
+    file = portion_folder(directory, number) / LENGTHS_FILE
+    lengths = read_lengths([file])
+    check_hash(file.relative_to(directory), lengths.sha256, data.portions[number].lengths_sha256)
+    return lengths
 
 
 def check_hash(file: Path | str, found: str, planned: str) -> None:
@@ -106,6 +163,33 @@ def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
     """A portion's packs with their steps and epoch counted through the run."""
     epoch = np.full_like(packs.epoch, index // data.portions_per_epoch)
     return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
+
+
+def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data:
+    """Packs of some steps of a run whose data is in portions, and the lengths of their samples.
+
+    Memory is of one portion at a time, and of what the steps have.
+
+    Returns:
+        Packs, with steps counted through the run; lengths.
+
+    Raises:
+        UserError: as `read_portion`.
+    """
+    parts, every, rows = [], [], []
+    first = 0
+    for index in sorted({portion_of_step(data, step) for step in steps}):
+        packs, lengths = read_portion(data, index, directory)
+        packs = in_run(packs, data, index)
+        packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
+        used = np.unique(packs.packs.samples)
+        row = np.zeros(len(lengths), np.int64)
+        row[used] = first + np.arange(len(used))
+        first += len(used)
+        parts.append(packs)
+        every.append(lengths.take(used))
+        rows.append(row)
+    return _joined_packs(parts, rows), _joined_lengths(every)
 
 
 def joined_data(data: DataPlan, directory: Path) -> Data:

@@ -11,6 +11,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData
+from omnibal.job.plan_portions import AllPortions
 from omnibal.model.config import ClusterConfig
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
@@ -37,13 +38,16 @@ from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.portions import PortionedSamples
 
 _ROUND_SEARCHES = 2
 """Times that encoders' rounds are searched for, each but the first on stages that were searched for
 beside the rounds before."""
 _QUICK_EFFORT = 0.1
 """Effort of a search for stages beside one of several choices of rounds."""
+
+
+Dealt = tuple[ScheduledPacks, Lengths]
+"""Packs, dealt to ranks, and the lengths of all samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -138,12 +142,14 @@ class PlanResult:
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths; None for a plan of shapes only."""
+    dealt: Dealt | None = None
+    """Packs as they were dealt, before every rank's were put in order; None if that is unknown."""
     search: SearchResult | None
     """Result of the joint search, with its proven bound; None for another method."""
     cost_source: CostSource = ANALYTIC
     """What its costs were counted or measured by."""
-    portions: PortionedSamples | None = None
-    """All samples, where plan and data are of the first portion of them alone."""
+    portions: AllPortions | None = None
+    """All portions of the data, where plan and packs are of the first of them alone."""
     available: tuple[int, ...] = ()
     """Samples that each source has, where the lengths are a mixture of them."""
 
@@ -156,17 +162,18 @@ class PlanResult:
         return self.plan.shapes.micro_batches_per_step
 
 
-def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
+def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = None) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
 
     Args:
         effort: of the joint search, as in `search_stages`.
+        dealt: packs of the data, dealt for the job's sizes; None to make them.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
     """
     job = request.job
-    packs, lengths = request.data.schedule(job)
+    packs, lengths = dealt or request.data.schedule(job)
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
@@ -204,6 +211,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=None if data is None else (packs, lengths),
+        dealt=(packs, lengths),
         search=search,
         cost_source=job.cost_source,
     )
@@ -229,7 +237,9 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
     )
 
 
-def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanResult:
+def make_ordered_plan(
+    request: PlanRequest, *, in_rounds: bool = True, dealt: Dealt | None = None
+) -> PlanResult:
     """Plan a job on its data, as `make_plan` does, with every rank's micro-batches of a step in the
     order that is found best on the planned stages (`omnibal.pipeline.slot_order`), and encoders
     that are data-parallel in rounds (`omnibal.pipeline.round_search`).
@@ -239,11 +249,12 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
 
     Args:
         in_rounds: whether data-parallel encoders may run in rounds.
+        dealt: as of `make_plan`.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
     """
-    result = make_plan(request)
+    result = make_plan(request, dealt=dealt)
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
     packs, lengths = result.data
@@ -423,6 +434,14 @@ def check_memory(
             f"device may fill {cap_gib:.2f} GiB: give --memory-gib a little less, so that there "
             "is room"
         )
+
+
+def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
+    """The result for all portions of a run that is so many times as long as the first of them."""
+    assert result.plan.prediction is not None, "what is planned is predicted"
+    prediction = for_all_portions(result.plan.prediction, runs)
+    plan = result.plan.model_copy(update={"prediction": prediction})
+    return replace(result, plan=plan, portions=portions)
 
 
 def for_all_portions(prediction: Prediction, runs: float) -> Prediction:

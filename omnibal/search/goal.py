@@ -7,6 +7,7 @@ data say stays as it is; limits of packs that are None, and all that `free` name
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Protocol
 
 from omnibal.base.errors import UserError
@@ -104,6 +105,8 @@ class Earlier:
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
+    directory: Path | None = None
+    """Where the plan is; needed of one whose data is in portions, which are read from there."""
 
 
 GoalData = Samples | Stream | ShapesAlone | Earlier

@@ -31,10 +31,16 @@ class PortionPlace:
     number: int
     """Portion of the data, the same samples in every epoch."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the first that is trained."""
-        return not self.epoch and not self.number
+
+FIRST_PORTION = PortionPlace(epoch=0, number=0)
+"""The portion that is trained first."""
+
+
+def all_places(epochs: int, count: int) -> Iterator[PortionPlace]:
+    """List `count` portions of every epoch in the order in which they are trained."""
+    for epoch in range(epochs):
+        for number in range(count):
+            yield PortionPlace(epoch, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,11 +78,9 @@ class PortionedSamples:
         return cls(lengths=lengths, settings=settings, portion=portion, count=count)
 
     @property
-    def places(self) -> Iterator[PortionPlace]:
-        """All portions of all epochs in the order in which they are trained."""
-        for epoch in range(self.settings.epochs):
-            for number in range(self.count):
-                yield PortionPlace(epoch, number)
+    def epochs(self) -> int:
+        """Times that every sample is trained."""
+        return self.settings.epochs
 
     def samples(self, number: int) -> Lengths:
         """The samples of a portion, in their order, with their rows in the data as `sample`."""
@@ -84,7 +88,7 @@ class PortionedSamples:
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
         """Settings by which a portion is packed: one epoch of it, with draws of its own."""
-        if place.is_first:
+        if place == FIRST_PORTION:
             return replace(self.settings, epochs=1, types=PORTION_TYPES)
         key = [self.settings.seed, place.epoch, place.number]
         (drawn,) = np.random.SeedSequence(key).generate_state(1)

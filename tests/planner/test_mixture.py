@@ -12,9 +12,10 @@ from plan_cases import MODEL, example_lengths, origin_of
 from omnibal.base.errors import UserError
 from omnibal.cli import app
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.data.mixture import Mixture, drawn, read_mixture, samples_of_sources
+from omnibal.data.mixture import Mixture, drawn, read_mixture, samples_of_sources, shortfalls
 from omnibal.job.check import check_plan, open_plan
 from omnibal.job.plan import read_plan, write_plan
+from omnibal.packing.packs import read_packs
 
 AVAILABLE = np.array([100, 40, 7])
 NAMES = ("web", "books", "ocr")
@@ -156,6 +157,17 @@ def test_a_plan_says_what_is_seen_of_each_source(tmp_path, options):
     assert "Times that a source&#39;s samples" in (tmp_path / "page.html").read_text()
 
 
+def test_steps_that_are_taken_over_stay_a_mixture(tmp_path):
+    """Prevents: a plan for other ranks that no longer says what is seen of each source."""
+    directory = planned(tmp_path, "--portion-samples", "130")
+    options = ("--model", "internvl-digits", "--cluster", "laptop-cpu", "--precision", "fp32")
+    out = tmp_path / "one"
+    app(["plan", *options, "--steps-of", str(directory), "-o", str(out)], standalone_mode=False)
+    assert read_plan(out).parallel.data == 1
+    assert read_plan(out).data.mixture == read_plan(directory).data.mixture
+    assert any(line.startswith("by step") for line in check_plan(out))
+
+
 def test_edited_figures_are_refused(tmp_path):
     """Prevents: a plan.json that says something else of a mixture than is trained."""
     directory = planned(tmp_path)
@@ -214,6 +226,44 @@ def test_mixtures_that_cannot_be_are_refused(given, message):
     """Prevents: a source that is forgotten, and a total that nothing comes to."""
     with pytest.raises(UserError, match=message):
         samples_of_sources(mixture(**given), NAMES, AVAILABLE)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({name: {"weight": weight} for name, weight in zip(NAMES, (0.2, 9, 1), strict=True)}, []),
+        (
+            {"samples": 100, "most_epochs": 2, **{name: {"weight": 1} for name in NAMES}},
+            ["most_epochs = 2 limits ocr, whatever the weights are"],
+        ),
+        (
+            {"samples": 1000, "most_epochs": 2, **{name: {"weight": 1} for name in NAMES}},
+            ["limits web, books and ocr,", "has 294 samples in place of 1,000"],
+        ),
+        (
+            {"web": {"weight": 1}, "books": {"epochs": 0}, "ocr": {"epochs": 0.05}},
+            ["no sample of ocr is seen"],
+        ),
+    ],
+)
+def test_what_a_mixture_cannot_be_is_said(given, expected):
+    """Prevents: fewer samples than were asked for, or a source that is never seen, without a word;
+    with shares counted by hand."""
+    said = shortfalls(mixture(**given), NAMES, AVAILABLE)
+    assert len(said) == len(expected)
+    for sentence, part in zip(said, expected, strict=True):
+        assert part in sentence
+
+
+def test_packs_of_a_mixture_are_of_its_samples(tmp_path, capsys):
+    """Prevents: `omnibal pack` that packs every sample once, whatever the mixture says."""
+    planned(tmp_path)
+    capsys.readouterr()
+    files = "lengths.parquet", "--mixture", "mixture.toml", "-o", "packs.parquet"
+    given = [str(tmp_path / one) if "." in one else one for one in files]
+    limits = ["--max-tiles", "40", "--max-tokens", "1000", "--dp", "2", "--json"]
+    app(["pack", *given, *limits], standalone_mode=False)
+    assert len(read_packs(tmp_path / "packs.parquet").packs.samples) == 225 + 150
 
 
 def test_plans_without_a_mixture_say_nothing_of_one(tmp_path):

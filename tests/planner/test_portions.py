@@ -13,16 +13,19 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.check import check_plan, open_plan, open_portion
 from omnibal.job.plan import Plan, portion_folder, portion_packs_file, read_plan
-from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
+from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 from omnibal.packing.pack_bound import bound_of_counts, packs_lower_bound
 from omnibal.packing.packs import read_packs
 from omnibal.packing.size_counts import SizeCounts
 from omnibal.planning import plan
-from omnibal.search.goal import Goal, Samples
+from omnibal.replanning import replan
+from omnibal.search.goal import Earlier, Goal, Samples
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples
+from omnibal.steps.portions import PortionedSamples, all_places
 
 CAPS = Caps.of(tiles=9, tokens=400)
 EPOCHS = 2
@@ -90,7 +93,7 @@ def test_samples_are_dealt_once_and_the_largest_first():
     first = dealt.samples(0)
     assert first.tokens.max() == every.tokens.max()
     assert first.items["tiles"].max() == every.items["tiles"].max()
-    seeds = [dealt.settings_of(place).seed for place in dealt.places]
+    seeds = [dealt.settings_of(place).seed for place in all_places(3, 4)]
     assert len(set(seeds)) == 12
     assert PortionedSamples.of(every, PackSettings(portion_samples=1000)) is None
 
@@ -174,11 +177,76 @@ def test_a_replaced_portion_is_refused(in_portions, tmp_path):
         check_plan(copied)
 
 
-def test_steps_in_portions_are_not_taken_over(in_portions):
-    """Prevents: a plan for other ranks that no run can go on with, by its hash of steps."""
+def samples_of_steps(folder: Path) -> list[list[list[int]]]:
+    """Samples of every pack of every step, whatever ranks have them."""
+    packs, lengths = open_plan(folder).steps
+    own = [lengths.sample[packs.packs[pack]].tolist() for pack in range(len(packs))]
+    steps = [[] for _ in range(packs.steps)]
+    for step, samples_of_pack in zip(packs.step.tolist(), own, strict=True):
+        steps[step].append(samples_of_pack)
+    return [sorted(step) for step in steps]
+
+
+@pytest.mark.parametrize("data_parallel", [1, 3])
+def test_steps_in_portions_are_taken_over_by_other_ranks(in_portions, tmp_path, data_parallel):
+    """Prevents: a plan for other ranks that no run can go on with, or with other samples in a step,
+    by listing the samples of every pack."""
+    earlier = open_plan(in_portions, to_train=True)
+    data = Earlier(plan=earlier.plan, data=earlier.data, directory=in_portions)
+    job = job_spec(parallel=Parallel(pipeline=1, data=data_parallel))
+    made = save_plan(plan(Goal(job=job, data=data)).result, tmp_path / "plan")
+    assert made.data.steps_sha256 == earlier.plan.data.steps_sha256
+    assert made.data.fewest_packs == earlier.plan.data.fewest_packs
+    assert samples_of_steps(tmp_path / "plan") == samples_of_steps(in_portions)
+    assert open_plan(tmp_path / "plan").steps[0].dp_rank.max() == data_parallel - 1
+    assert made.prediction.gpu_days > 0
+    assert any("portions of 2 epochs hold" in line for line in check_plan(tmp_path / "plan"))
+
+
+def test_steps_in_portions_need_their_directory(in_portions):
+    """Prevents: a plan of the first portion alone, given for the whole run's."""
     earlier = open_plan(in_portions)
-    with pytest.raises(UserError, match="larger --portion-samples"):
-        SampleData.of_plan(earlier.plan, earlier.data)
+    data = Earlier(plan=earlier.plan, data=earlier.data)
+    with pytest.raises(UserError, match="no directory was given to read them from"):
+        plan(Goal(job=job_spec(), data=data))
+
+
+def test_packs_of_some_steps_are_those_of_the_run(in_portions):
+    """Prevents: measured passes that are compared with other packs, by listing samples."""
+    data = read_plan(in_portions).data
+    steps = [0, data.first_steps[1] - 1, data.first_steps[1], data.steps - 1]
+    packs, lengths = data_of_steps(data, in_portions, steps)
+    every = samples_of_steps(in_portions)
+    assert np.unique(packs.step).tolist() == steps
+    for step in steps:
+        rows = np.flatnonzero(packs.step == step)
+        assert sorted(lengths.sample[packs.packs[row]].tolist() for row in rows) == every[step]
+    assert (packs.tokens == packs.packs.sums(lengths.tokens)).all()
+
+
+def test_a_run_in_portions_is_planned_anew(in_portions, tmp_path):
+    """Prevents: a run of large data that loses its samples with a device, or keeps a plan whose
+    packs were dealt anew."""
+    files = files_to_train(in_portions)
+    fewer = save_plan(replan(files, None, gpus=2).result, tmp_path / "fewer")
+    assert fewer.parallel.world_size == 2
+    assert samples_of_steps(tmp_path / "fewer") == samples_of_steps(in_portions)
+    check_plan(tmp_path / "fewer")
+    same = replan(files, None, gpus=files.plan.parallel.world_size)
+    assert same.gain == 0
+    made = save_plan(same.result, tmp_path / "same")
+    assert made.data.steps_sha256 == files.plan.data.steps_sha256
+    assert made.prediction == files.plan.prediction
+
+
+def test_portions_that_are_kept_are_the_same_files(in_portions, tmp_path):
+    """Prevents: packs that are dealt anew, in a worse order, where a plan's stages stay."""
+    files = files_to_train(in_portions)
+    portions = EarlierPortions(data=files.plan.data, directory=in_portions, are_kept=True)
+    kept = PlanResult(plan=files.plan, data=files.data, search=None, portions=portions)
+    save_plan(kept, tmp_path / "kept")
+    for path in in_portions.rglob("*.*"):
+        assert path.read_bytes() == (tmp_path / "kept" / path.relative_to(in_portions)).read_bytes()
 
 
 def test_lengths_without_origin_keep_their_rows(tmp_path):

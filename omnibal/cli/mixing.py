@@ -1,0 +1,36 @@
+"""Mixtures of the sources of lengths, for the commands that pack."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from omnibal.cli.console import print_notes
+from omnibal.data.lengths import Lengths
+from omnibal.data.mixture import drawn, read_mixture, shortfalls
+
+MixtureOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="TOML file that says how often the samples of each source are seen, by weight or in "
+        "epochs (default: each once in every epoch)"
+    ),
+]
+
+
+def mixed(lengths: Lengths, mixture: Path | None, seed: int) -> tuple[Lengths, tuple[int, ...]]:
+    """Draw the mixture of a file, and say on stderr what of it cannot be.
+
+    Returns:
+        Lengths, as they were given without a mixture; and samples that each source has of one.
+
+    Raises:
+        UserError: the mixture does not follow its schema, or does not suit the sources.
+    """
+    if mixture is None:
+        return lengths, ()
+    rules = read_mixture(mixture)
+    available = np.bincount(lengths.source, minlength=len(lengths.source_names))
+    print_notes(shortfalls(rules, lengths.source_names, available))
+    return drawn(lengths, rules, seed), tuple(available.tolist())
