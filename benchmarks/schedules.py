@@ -88,7 +88,7 @@ def compared(row: Row, micro_batches: int, effort: float) -> str:
     usual = make_plan(request)
     assert usual.search is not None
     before_ms, found = usual.search.step_ms, []
-    for schedule in schedules_of(EVERY, request):
+    for schedule in schedules_of(EVERY, request.job):
         again = PlanRequest(job=request.job, data=request.data, schedule=schedule)
         try:
             search = searched_parts(again, again.workload(), effort)

@@ -1,6 +1,6 @@
 """Training that is killed at every phase, and started again until it is done.
 
-    python benchmarks/training_kills.py [--kills 100] [--seed 0]
+    python benchmarks/training_kills.py [--kills 100] [--seed 0] [--total kills.json]
 
 Two processes train the quickstart's model again and again. They are killed by SIGKILL: one rank
 after some step; all of them; any while a checkpoint is written; any while rank 0 plans anew; one of
@@ -9,7 +9,9 @@ torchrun itself. The same command then goes on. Of every finished run, the log m
 once with the samples that the plan has there, by their numbers, so that none is lost or doubled,
 and the losses of a run that was never killed: to the bit where all of its starts had the same sizes
 and stages, and else within 1e-4 of each, as sums are in another order. It ends with an error where
-that is not so, and else prints the kills of each phase as JSON.
+that is not so, and else prints the kills of each phase as JSON. Several commands of other seeds can
+make a hundred kills between them: `--total` names a file that keeps their results, whose sum is
+printed too.
 """
 
 import argparse
@@ -31,6 +33,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+# Before torch is imported: torchrun gives its ranks one thread, and sums over other numbers of
+# threads are in another order.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
 
@@ -319,11 +326,27 @@ def main(arguments: list[str] | None = None, report: Callable[[str], None] = pri
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--total", type=Path, help="file of the results of all seeds")
     given = parser.parse_args(arguments)
     os.chdir(REPOSITORY)
     with tempfile.TemporaryDirectory() as name:
         counted, finished = killed(Path(name), given.kills, random.Random(given.seed))
-    report(json.dumps({"killed": dict(counted), "finished": finished, "lost": 0, "doubled": 0}))
+    result = {"killed": dict(counted), "finished": finished, "lost": 0, "doubled": 0}
+    report(json.dumps(result))
+    if given.total is not None:
+        report(json.dumps(added(given.total, given.seed, result)))
+
+
+def added(path: Path, seed: int, result: dict[str, Any]) -> dict[str, Any]:
+    """Keep the result of a seed in a file; the sum of all that it keeps."""
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept[str(seed)] = result
+    path.write_text(json.dumps(kept))
+    killed = sum((Counter(one["killed"]) for one in kept.values()), Counter[str]())
+    sums = {
+        name: sum(one[name] for one in kept.values()) for name in ("finished", "lost", "doubled")
+    }
+    return {"seeds": len(kept), "killed": dict(killed), "kills": killed.total(), **sums}
 
 
 if __name__ == "__main__":

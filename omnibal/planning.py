@@ -10,7 +10,9 @@ encoders the faster plan is taken.
 """
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
@@ -69,7 +71,12 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.schedule_choice import ScheduleChoice, in_schedule, with_best_schedule
+from omnibal.search.schedule_choice import (
+    ScheduleChoice,
+    check_may_run,
+    in_schedule,
+    with_best_schedule,
+)
 from omnibal.search.sizes_with_levels import (
     levels_total,
     need_levels,
@@ -317,6 +324,7 @@ class _Search:
         """The plan of the fastest sharding of weights and placement of encoders, at the job's
         sizes."""
         jobs = self._sharded_jobs()
+        self._check_schedule(jobs)
         planned = dict[Parallel, tuple[PlanRequest, Planned]]()
         refused = dict[Parallel, UserError]()
         for job in jobs:
@@ -356,6 +364,15 @@ class _Search:
             f"fewer than all {job.parallel.data} and a divisor of them"
             f"{of_experts if sharing > 1 else ''}: give --sharding full, or another --dp"
         )
+
+    def _check_schedule(self, jobs: list[JobSpec]) -> None:
+        """Refuse a schedule that the jobs have no room for with any placement of encoders."""
+        name, placed = self.goal.free.schedule, list[JobSpec]()
+        for job, placement in product(jobs, self.goal.free.placements):
+            with suppress(UserError):  # what a placement is refused for is said where it is planned
+                placed.append(replace(job, placement=placement))
+        if name is not None and placed:
+            check_may_run(placed, name)
 
     def _at_placements(self, given: JobSpec) -> tuple[PlanRequest, Planned]:
         """The plan of the fastest placement of encoders, and its request."""
@@ -613,6 +630,7 @@ class _Search:
             split=goal.free.split,
             caps=caps,
             given=given,
+            schedule=goal.free.schedule or ONE_FORWARD_ONE_BACKWARD.name,
         )
 
     def _usual_samples(self, gpus: int, data: Samples) -> int:
@@ -650,10 +668,7 @@ class _Search:
                 if isinstance(result, PlanResult)
             ]
             if fitting:
-                scheduled = [
-                    (strategy, *self._scheduled(*self._in_use(result, planned)))
-                    for strategy, planned, result in self._worth_scheduling(fitting)
-                ]
+                scheduled = self._scheduled_each(self._worth_scheduling(fitting))
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
                 return result, left.led_by(best), schedule
             first_error = first_error or results[0]
@@ -666,6 +681,21 @@ class _Search:
                     f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"
                 )
+
+    def _scheduled_each(
+        self, fitting: list[_Finalist]
+    ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
+        """Plans in the schedule that is best for each, without those that cannot run in it."""
+        scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
+        refused = list[UserError]()
+        for strategy, planned, result in fitting:
+            try:
+                scheduled.append((strategy, *self._scheduled(*self._in_use(result, planned))))
+            except UserError as error:
+                refused.append(error)
+        if not scheduled:
+            raise refused[0]
+        return scheduled
 
     def _worth_scheduling(self, fitting: list[_Finalist]) -> list[_Finalist]:
         """Plans of which the best schedule is looked for: all, or the fastest where there is one

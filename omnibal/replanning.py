@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from omnibal.base.errors import UserError
 from omnibal.cost.refitted import Refit, Refitted
+from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
@@ -18,6 +19,7 @@ from omnibal.job.planner import PlanResult, in_portions, prediction_of
 from omnibal.job.refit import RunFit, fit_run, measured_records, refitted_job, root_of
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.planning import plan as plan_goal
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.strategy import FreeSizes
@@ -82,9 +84,10 @@ def replan(
         result = _at_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
     before = _kept(plan, job, files)
-    planned = plan_goal(_goal(files, job), listener).result
-    best = min((planned, before), key=_step_ms)
-    return Replanned(result=best, fit=fit, before_ms=_step_ms(before))
+    found = [plan_goal(_goal(files, job), listener).result, before]
+    if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
+        found.append(_with_slow_stages(files, job, listener))
+    return Replanned(result=min(found, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
 def _step_ms(result: PlanResult) -> float:
@@ -111,22 +114,37 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     return fit_run(plan, files.job, workload, records, step)
 
 
+def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
+    """The plan in which a stage with one slow rank has fewer layers on all ranks, and no rank fewer
+    packs."""
+    source = job.cost_source
+    assert isinstance(source, Refitted), "a run has told which ranks are slow"
+    as_stages = refitted_job(job, source.refit.with_slow_stages())
+    result = plan_goal(_goal(files, as_stages), listener).result
+    assert result.data is not None, "what is planned anew has data"
+    return _predicted(result.plan, job, result.data)
+
+
 def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
     """The plan as it is, predicted by other costs."""
-    packs, lengths = files.steps
-    workload = job.workload(packs, lengths, plan.pack_levels)
-    prediction = prediction_of(plan, job, packs, workload)
-    result = PlanResult(
-        plan=plan.model_copy(update={"prediction": prediction}),
-        data=(packs, lengths),
-        search=None,
-        cost_source=job.cost_source,
-    )
-    data, directory = plan.data, files.directory
+    result, data, directory = _predicted(plan, job, files.steps), plan.data, files.directory
     if data is None or not data.portions or directory is None:
         return result
     portions = EarlierPortions(data=data, directory=directory, are_kept=True)
     return in_portions(result, portions, data.runs_of_first)
+
+
+def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
+    """The plan of these packs and lengths, with the prediction of other costs."""
+    packs, lengths = data
+    workload = job.workload(packs, lengths, plan.pack_levels)
+    prediction = prediction_of(plan, job, packs, workload)
+    return PlanResult(
+        plan=plan.model_copy(update={"prediction": prediction}),
+        data=data,
+        search=None,
+        cost_source=job.cost_source,
+    )
 
 
 def _goal(files: PlanFiles, job: JobSpec, sizes: FreeSizes | None = None) -> Goal:

@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: the forked ranks of these tests share no GPU, and two processes of
@@ -26,6 +28,17 @@ settings.load_profile("shared")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+NEVER_FORKED = {"ray", "s3fs", "aiobotocore", "moto"}
+"""Modules with threads and locks of their own: a test has a command of its own import them."""
+
+
+@pytest.fixture(autouse=True)
+def forks_safely() -> Iterator[None]:
+    """Prevents ranks, which are forked from this process, from being broken by an earlier test."""
+    yield
+    loaded = NEVER_FORKED & sys.modules.keys()
+    assert not loaded, f"{sorted(loaded)} in the tests' own process; start a command in its place"
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY
 from end_to_end_cases import (
     losses,
     pair_succeeds,
@@ -12,6 +13,7 @@ from end_to_end_cases import (
     records,
     training,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from omnibal.job.plan import read_plan, write_plan
 from omnibal.model.units import unit_names
@@ -43,22 +45,63 @@ def trained(save: Path) -> list[tuple[int, str]]:
     return [(record["step"], record["samples_sha256"]) for record in records(save)]
 
 
-def test_a_run_is_planned_anew_while_it_trains(uneven, uninterrupted, digits, tmp_path):
-    """Prevents: a new plan that trains other samples, or from other weights; against a run that
-    keeps its plan."""
-    save = tmp_path / "run"
-    output = pair_succeeds(
-        *training(uneven, digits, save, "--train-iters", "12", "--replan-at", "8")
-    )
+WANDB = """
+import json
+class Run:
+    def __init__(self, **options):
+        self.options = options
+    def log(self, values, step):
+        with open(self.options["dir"] + "/wandb.jsonl", "a") as file:
+            file.write(json.dumps([self.options["id"], step, values["train/loss"]]) + "\\n")
+    def finish(self):
+        with open(self.options["dir"] + "/wandb.jsonl", "a") as file:
+            file.write(json.dumps([self.options["id"], "finished", 0]) + "\\n")
+init = Run
+"""
+"""Stand-in for the library of Weights & Biases."""
+
+
+@pytest.fixture(scope="module")
+def with_wandb(tmp_path_factory) -> Path:
+    """pretrain_vlm.py beside that stand-in."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "wandb.py").write_text(WANDB)
+    script, started = folder / "pretrain.py", str(REPOSITORY / "pretrain_vlm.py")
+    script.write_text(f"import runpy\nrunpy.run_path({started!r}, run_name='__main__')\n")
+    return script
+
+
+def test_a_run_is_planned_anew_while_it_trains(uneven, uninterrupted, digits, with_wandb, tmp_path):
+    """Prevents: a new plan that trains other samples, or from other weights, and curves or a log
+    that break off, or have steps twice; against a run that keeps its plan."""
+    save, board = tmp_path / "run", tmp_path / "board"
+    reports = ("--tensorboard-dir", board, "--wandb-project", "project")
+
+    def train(*more: object) -> str:
+        return pair_succeeds(with_wandb, *training(uneven, digits, save, *reports, *more)[1:])
+
+    output = train("--train-iters", "10", "--replan-at", "4,8")
+    assert "not planned anew after step 4: the run has logged the passes of 2 steps" in output
     assert "planned anew after step 8" in output
     assert [path.name for path in (save / "plans").iterdir()] == ["step_0000008_gpus_2"]
+    info = json.loads((save / "run.json").read_text())
+    assert info["since_step"] == 8
+    resumed = train("--train-iters", "12", "--load", save)
+    assert f"going on with {save / 'plans' / 'step_0000008_gpus_2'}" in resumed
     assert trained(save) == trained(uninterrupted)
     assert losses(save) == pytest.approx(losses(uninterrupted), rel=1e-4)
     assert losses(save)[:8] == losses(uninterrupted)[:8]
-    info = json.loads((save / "run.json").read_text())
-    assert info["since_step"] == 8
-    resumed = training(uneven, digits, save, "--train-iters", "14", "--load", save)
-    assert f"going on with {save / 'plans' / 'step_0000008_gpus_2'}" in pair_succeeds(*resumed)
+    logged = [json.loads(line) for line in (save / "wandb.jsonl").read_text().splitlines()]
+    assert len({run for run, _, _ in logged}) == 1
+    assert [step for _, step, _ in logged] == [*range(10), "finished", 10, 11, "finished"]
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(12))
+    for curve in (
+        [loss for _, step, loss in logged if step != "finished"],
+        [event.value for event in events.Scalars("train/loss")],
+    ):
+        assert curve == pytest.approx(losses(save))
 
 
 def test_a_run_goes_on_on_fewer_devices(lengths, uninterrupted, digits, tmp_path):

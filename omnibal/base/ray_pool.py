@@ -37,6 +37,8 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     Raises:
         UserError: Ray is not installed, or the cluster cannot be reached.
     """
+    if address is not None:
+        _check_reachable(address)
     try:
         import ray
     except ImportError as error:
@@ -44,8 +46,6 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
             f'--engine ray needs Ray, which is not there ({error}); pip install "omnibal[ray]", '
             "here and on all nodes"
         ) from error
-    if address is not None:
-        _check_reachable(address)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     # Ray ends the process where it gives up.

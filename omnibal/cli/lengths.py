@@ -235,8 +235,8 @@ def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | No
         annotations = Annotations.open(asked.meta, index)
         check_files(outputs, annotations.files)
         output.parent.mkdir(parents=True, exist_ok=True)
-        key = scan_key(annotations, config, tokenizer)
-        journal = ScanJournal.open(partial, key) if keeps_files else None
+        key = scan_key(config, tokenizer)
+        journal = ScanJournal.open(partial, key, annotations) if keeps_files else None
         print_notes(journal.notes(len(annotations)) if journal else (), prefix="")
         with progress("scanning", len(annotations)) as advance:
             scan = scan_lengths(

@@ -184,6 +184,15 @@ class CostModel:
     slowness: tuple[float, ...] = ()
     """Time of every part of the model on its stage's devices over what its units cost, 1 of the
     fastest; empty where all devices are alike."""
+    slow_ranks: tuple[tuple[float, ...], ...] = ()
+    """Time of every part on the devices of each data-parallel rank over that of the other ranks,
+    [ranks][parts], at least 1; empty where all ranks are alike."""
+
+    def slowness_of_ranks(self, ranks: int, parts: int) -> np.ndarray | None:
+        """`slow_ranks` of so many ranks and parts, [ranks, parts]; None where it is not known of
+        these, or none is slow."""
+        known = np.array(self.slow_ranks)
+        return known if known.shape == (ranks, parts) else None
 
     def slowness_of(self, parts: int) -> np.ndarray:
         """Slowness of so many parts of the model, 1 where it is known of another number. [parts]"""

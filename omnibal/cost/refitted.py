@@ -25,6 +25,8 @@ from omnibal.model.units import UnitKind
 
 _Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
 """Measured time over that of the source."""
+_Slowness = Annotated[float, Field(ge=1, le=1e3)]
+"""Time of a device over that of a faster one."""
 
 
 class UnitFactors(Frozen):
@@ -81,8 +83,10 @@ class Refit(Frozen):
     update."""
     pipeline: Count = 1
     """Stages of the pipeline that was measured."""
-    slowness: tuple[Annotated[float, Field(ge=1, le=1e3)], ...] = ()
+    slowness: tuple[_Slowness, ...] = ()
     """Slowness of every part of the model's devices, as `CostModel.slowness` has it."""
+    slow_ranks: tuple[tuple[_Slowness, ...], ...] = ()
+    """Slowness of data-parallel ranks, as `CostModel.slow_ranks` has it."""
 
     def after(self, earlier: Self) -> Self:
         """The refit of costs that an earlier one had changed, as one of the first costs."""
@@ -97,6 +101,12 @@ class Refit(Frozen):
                 "update": earlier.update * self.update,
             }
         )
+
+    def with_slow_stages(self) -> Self:
+        """The refit by which a stage is as slow on all ranks as on its slowest one."""
+        slowest = np.array(self.slow_ranks).max(axis=0) * (self.slowness or 1.0)
+        slowness = tuple((slowest / slowest.min()).tolist())
+        return self.model_copy(update={"slowness": slowness, "slow_ranks": ()})
 
 
 def read_refit(path: Path) -> Refit:
@@ -134,14 +144,15 @@ class Refitted(CostSource):
         """
         refit, sizes = self.refit, (model, cluster, parallel, precision, frozen)
         cost = self.source.costs(*sizes, adapters=adapters, runtime=runtime)
-        none = UnitFactors()
+        none, is_measured = UnitFactors(), parallel.pipeline == refit.pipeline
         cost = replace(
             cost,
             units={
                 name: refit.units.get(name, none).applied(unit, cost.features)
                 for name, unit in cost.units.items()
             },
-            slowness=refit.slowness if parallel.pipeline == refit.pipeline else (),
+            slowness=refit.slowness if is_measured else (),
+            slow_ranks=refit.slow_ranks if is_measured else (),
         )
         if not refit.measured_steps:
             return cost

@@ -24,7 +24,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
-from omnibal.base.files import read_json_model
+from omnibal.base.files import read_json_model, real_path
 from omnibal.base.frozen import Frozen
 from omnibal.base.remote_path import RemotePath, changed, location, named_from, versions_of
 from omnibal.data.data_index import DataFile, DataIndex
@@ -175,6 +175,8 @@ class _Places:
     files: tuple[Path, ...]
     versions: tuple[str, ...]
     """Version of every file when its records were found."""
+    keys: tuple[bytes, ...]
+    """A hash for every file, of all that its counts depend on but the settings."""
     file: np.ndarray
     """Index of the record's file in `files`, int32."""
     number: np.ndarray
@@ -185,12 +187,13 @@ class _Places:
     """Size of the record in bytes, int64."""
 
     @classmethod
-    def of(cls, indexes: Sequence[RecordIndex]) -> "_Places":
+    def of(cls, indexes: Sequence[RecordIndex], keys: Sequence[bytes]) -> "_Places":
         """All records of these files."""
         lengths = [len(index) for index in indexes]
         return cls(
             files=tuple(index.path for index in indexes),
             versions=tuple(index.version for index in indexes),
+            keys=tuple(keys),
             file=np.repeat(np.arange(len(indexes), dtype=np.int32), lengths),
             number=np.concatenate([np.arange(length) for length in lengths]),
             start=np.concatenate([index.start for index in indexes]),
@@ -206,6 +209,7 @@ class _Places:
         return _Places(
             files=tuple(self.files[index] for index in used),
             versions=tuple(self.versions[index] for index in used),
+            keys=tuple(self.keys[index] for index in used),
             file=file.astype(np.int32),
             number=self.number[indices],
             start=self.start[indices],
@@ -238,6 +242,9 @@ class Annotations:
         of a shard's members; neither folders, pixels nor `data_augment`."""
         self.files = places.files
         """Annotation files and shards."""
+        self.keys = places.keys
+        """A hash for every file, of all that its counts depend on but the settings:
+        its records, what its source says of them, and where images and recordings are."""
         self.file = places.file
         """Index of the file of every sample's record in `files`, int32."""
         self.number = places.number
@@ -268,6 +275,7 @@ class Annotations:
         digest = hashlib.sha256()
         sources: list[_Source] = []
         indexes: list[RecordIndex] = []
+        keys: list[bytes] = []
         chosen: list[np.ndarray] = []
         for name, entry in entries.items():
             source, found = _open_source(name, entry, meta_path.parent, index or DataIndex(), cache)
@@ -282,12 +290,14 @@ class Annotations:
             chosen.append(sum(map(len, indexes)) + _repeated(records, entry.repeat_time))
             sources.append(source)
             indexes += found
+            root = real_path(source.root)
+            keys += [_key(each, source, root) for each in found]
             # Without data_augment: it changes no length, so lengths and plans stay good when it is
             # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
-        places = _Places.of(indexes).take(np.concatenate(chosen))
+        places = _Places.of(indexes, keys).take(np.concatenate(chosen))
         if not len(places):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
         of_source = np.repeat(np.arange(len(sources), dtype=np.int32), list(map(len, chosen)))
@@ -446,6 +456,21 @@ def _open_source(
         max_dynamic_patch=entry.max_dynamic_patch,
     )
     return source, indexes
+
+
+def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
+    """A hash of all that the counts of a file's samples depend on but model and tokenizer.
+
+    Args:
+        root: of the source, without links.
+    """
+    given = (
+        *(str(index.path.absolute()), str(root)),
+        hashlib.sha256(index.digest).hexdigest(),
+        *(source.name, source.max_dynamic_patch),
+        None if source.naming is None else source.naming.model_dump(),
+    )
+    return hashlib.sha256(json.dumps(given).encode()).digest()
 
 
 def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from omnibal import __version__
 from omnibal.base.errors import StorageError, UserError
-from omnibal.base.files import atomic, real_path
+from omnibal.base.files import atomic
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
@@ -103,8 +103,8 @@ def scan_lengths(
         on_progress: called now and then with the number of samples done since the last call.
         pool: where the work is done.
         on_error: whether bad samples are an error or are left out.
-        journal: opened with `scan_key`; what it holds is not scanned again, and good samples are
-            added to it as they are scanned.
+        journal: of these annotations, opened with `scan_key`; what it holds is not scanned again,
+            and good samples are added to it as they are scanned.
 
     Raises:
         UserError: malformed lines or missing, unreadable or truncated images and recordings, of
@@ -146,12 +146,11 @@ def scan_lengths(
     return Scan(lengths=_lengths(good, annotations, model, tokenizer), skipped=tuple(bad))
 
 
-def scan_key(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Hash of all that the counts depend on, except for images and recordings themselves."""
+def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """Hash of all that the counts depend on beside the data."""
     given = (
         __version__,
-        _origin(annotations, model, tokenizer).model_dump_json(),
-        *(str(real_path(root)) for root in annotations.roots),
+        _origin("", model, tokenizer).model_dump_json(),
         model.language.max_positions,
     )
     return hashlib.sha256(json.dumps(given).encode()).hexdigest()
@@ -353,16 +352,16 @@ def _lengths(
         loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
         source=annotations.source[indices],
         source_names=annotations.sources,
-        origin=_origin(annotations, model, tokenizer),
+        origin=_origin(annotations.sha256, model, tokenizer),
         sample=indices if len(indices) < len(annotations) else None,
         image_sizes=None if model.images is None else good.image_sizes,
     )
 
 
-def _origin(annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
+def _origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:
     image_size, tokens_per_tile = tile_sizes(model)
     return LengthsOrigin(
-        data_sha256=annotations.sha256,
+        data_sha256=data_sha256,
         tokenizer_sha256=text_sha256(model, tokenizer),
         image_size=image_size,
         tokens_per_tile=tokens_per_tile,

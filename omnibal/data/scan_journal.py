@@ -1,7 +1,7 @@
 """Journal of a scan on disk, from which a scan that was killed resumes.
 
-It is a log under the key of all that the counts depend on. Its records: numbers of samples and of
-their images, samples, images.
+It is a log under the key of the settings that counts depend on. Its records hold samples by file: a
+file that changes costs the counts of its own samples alone, and a repeat costs nothing.
 """
 
 import struct
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from omnibal.base.record_log import RecordLog
-from omnibal.data.image_sizes import IMAGE, ImageSizes
+from omnibal.data.image_sizes import IMAGE, ImageSizes, numbers_of_runs
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
 _SQUARES = ("squared_image_tokens",)
@@ -48,11 +49,26 @@ class Counted:
         return len(self.rows)
 
 
+class Recorded(Protocol):
+    """Data whose samples are records of files, as `Annotations` are."""
+
+    keys: tuple[bytes, ...]
+    """A hash for every file, of all that its counts depend on but the settings."""
+    file: np.ndarray
+    """Index of every sample's file, integers [samples]."""
+    number: np.ndarray
+    """Number of every sample's record in its file, integers [samples]."""
+
+
 _TITLE = b"omnibal scan journal "
-_FORM = b"5 "
+_FORM = b"6 "
 """Version of what the records hold; a journal of another form is discarded."""
 _NAMED = "a journal of `omnibal lengths`, which keeps there what it has finished"
-_NUMBERS = struct.Struct("<II")
+_SUMS = (*_SQUARES, *_COUNTS)
+_STORED = np.dtype([("file", "<i4"), ("number", "<i8"), *COUNTED.descr[1:]])
+"""A scanned sample as it is stored: which of the record's files it is of, and its number there."""
+_NUMBERS = struct.Struct("<III")
+_KEY_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,13 +79,16 @@ class ScanJournal:
     """
 
     log: RecordLog
+    data: Recorded
     finished: Counted
     """Finished samples, ascending by index, each once."""
     discarded: bool
     """Whether an earlier scan of other data or with other settings was discarded."""
+    changed: int
+    """Samples whose counts are of no use, as their files have changed or are not named any more."""
 
     @classmethod
-    def open(cls, path: Path, key: str) -> "ScanJournal":
+    def open(cls, path: Path, key: str, data: Recorded) -> "ScanJournal":
         """Read what an earlier scan with this key finished, up to the first torn record.
 
         Raises:
@@ -77,8 +96,20 @@ class ScanJournal:
         """
         log = RecordLog(path, _TITLE, _FORM + key.encode())
         records, discarded = log.read(_NAMED)
-        log.begin(records)
-        return cls(log=log, finished=Counted.joined(list(map(_read, records))), discarded=discarded)
+        numbers = {key: number for number, key in enumerate(data.keys)}
+        parts = [_read(record, numbers, data) for record in records]
+        read = Counted.joined(parts)
+        log.begin(records if len(read) else [])
+        return cls(
+            log=log,
+            data=data,
+            finished=_every_repeat(read, data) if len(read) else read,
+            discarded=discarded or bool(records and not len(read)),
+            changed=sum(_NUMBERS.unpack_from(record)[1] for record in records)
+            - sum(map(len, parts))
+            if len(read)
+            else 0,
+        )
 
     @property
     def path(self) -> Path:
@@ -90,6 +121,11 @@ class ScanJournal:
         notes = []
         if self.discarded:
             notes.append(f"note: {self.path} is of other data or settings; the scan begins anew")
+        if self.changed:
+            notes.append(
+                f"note: {self.changed:,} samples in {self.path} are of files that have changed or "
+                "are not named any more"
+            )
         if len(self.finished):
             finished = f"{len(self.finished):,} of {samples:,}"
             notes.append(f"resumed: {finished} samples were already scanned")
@@ -97,27 +133,65 @@ class ScanJournal:
 
     def append(self, samples: Counted) -> None:
         """Add one record."""
-        self.log.append(_written(samples))
+        self.log.append(_written(samples, self.data))
 
     def remove(self) -> None:
         """Delete the file, of which nothing is needed any more."""
         self.log.remove()
 
 
-def _written(samples: Counted) -> bytes:
-    """A record, as it stands in the file."""
+def _read(record: memoryview, numbers: dict[bytes, int], data: Recorded) -> Counted:
+    """The samples of a record that are of the data's files, whose "index" is that of `_places`."""
+    files, samples, images = _NUMBERS.unpack_from(record)
+    parts = (
+        *(_NUMBERS.size, files * _KEY_BYTES, samples * _STORED.itemsize),
+        *(8 * samples, images * IMAGE.itemsize),
+    )
+    keys, stored, counts, shown = (record[a:b] for a, b in pairwise(np.cumsum(parts)))
+    rows = np.frombuffer(stored, _STORED)
+    sizes = ImageSizes(images=np.frombuffer(shown, IMAGE), counts=np.frombuffer(counts, "<i8"))
+    named = (bytes(keys[first:][:_KEY_BYTES]) for first in range(0, len(keys), _KEY_BYTES))
+    file = np.array([numbers.get(key, -1) for key in named], np.int64)[rows["file"]]
+    kept = np.flatnonzero(file >= 0)
+    read = np.empty(len(kept), COUNTED)
+    read["index"] = _places(data, file[kept], rows["number"][kept])
+    for name in _SUMS:
+        read[name] = rows[name][kept]
+    return Counted(rows=read, image_sizes=sizes.take(kept))
+
+
+def _every_repeat(read: Counted, data: Recorded) -> Counted:
+    """The samples of these records, whose "index" is that of `_places`, each with its repeats."""
+    places = _places(data, data.file, data.number)
+    order = np.argsort(places, kind="stable")
+    wanted = read.rows["index"]
+    first, stop = (np.searchsorted(places[order], wanted, side) for side in ("left", "right"))
+    repeats = stop - first
+    row = np.repeat(np.arange(len(read)), repeats)
+    rows = read.rows[row]
+    rows["index"] = order[numbers_of_runs(first, repeats)]
+    return Counted.joined([Counted(rows=rows, image_sizes=read.image_sizes.take(row))])
+
+
+def _places(data: Recorded, file: np.ndarray, number: np.ndarray) -> np.ndarray:
+    """One number for each record of each file, int64."""
+    return file.astype(np.int64) * (int(data.number.max()) + 1) + number
+
+
+def _written(samples: Counted, data: Recorded) -> bytes:
+    """A record, as it stands in the file: its files, samples, and images."""
     rows, sizes = samples.rows, samples.image_sizes
-    numbers = _NUMBERS.pack(len(rows), len(sizes.images))
-    return numbers + rows.tobytes() + sizes.counts.astype("<i8").tobytes() + sizes.images.tobytes()
-
-
-def _read(record: memoryview) -> Counted:
-    samples, images = _NUMBERS.unpack_from(record)
-    sizes = (_NUMBERS.size, samples * COUNTED.itemsize, 8 * samples, images * IMAGE.itemsize)
-    rows, counts, shown = (record[first:stop] for first, stop in pairwise(np.cumsum(sizes)))
-    return Counted(
-        rows=np.frombuffer(rows, COUNTED),
-        image_sizes=ImageSizes(
-            images=np.frombuffer(shown, IMAGE), counts=np.frombuffer(counts, "<i8")
-        ),
+    files, file = np.unique(data.file[rows["index"]], return_inverse=True)
+    stored = np.empty(len(rows), _STORED)
+    stored["file"], stored["number"] = file, data.number[rows["index"]]
+    for name in _SUMS:
+        stored[name] = rows[name]
+    return b"".join(
+        (
+            _NUMBERS.pack(len(files), len(rows), len(sizes.images)),
+            *(data.keys[each] for each in files),
+            stored.tobytes(),
+            sizes.counts.astype("<i8").tobytes(),
+            sizes.images.tobytes(),
+        )
     )

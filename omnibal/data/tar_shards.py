@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -26,6 +27,13 @@ import numpy as np
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath, named_from, version_of
+from omnibal.data.energon_index import (
+    META,
+    EnergonIndex,
+    ListedSamples,
+    energon_indexes,
+    stale,
+)
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.sample import Video
@@ -44,12 +52,13 @@ from omnibal.data.stored_files import (
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
-_ENERGON_META = ".nv-meta"
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 _TAR_BLOCK = 512  # bytes, by the format
 
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 """webdataset's `group_by_keys`."""
+Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list["_Member"]]]]
+"""Finds the samples of a shard: of its file and its path key and members of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,8 @@ class Shard:
     samples: int | None = None
     excluded: frozenset[str] = frozenset()
     """Keys of samples that are left out."""
+    listed: EnergonIndex | None = None
+    """Where Energon has found its samples; None where they are to be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +216,10 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
             f"{folder}: Energon finds no split {split!r} there ({type(error).__name__}: {error}); "
             "prepare the dataset with `energon prepare`, or correct the path or the split"
         ) from error
+    indexes = energon_indexes(folder, [shard.name for shard in meta.shards])
     return [
-        Shard(folder / shard.name, shard.count, _keys_of(shard.name, meta.sample_excludes))
-        for shard in meta.shards
+        Shard(folder / each.name, each.count, _keys_of(each.name, meta.sample_excludes), listed)
+        for each, listed in zip(meta.shards, indexes, strict=True)
     ]
 
 
@@ -218,11 +230,11 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
         yield folder.absolute()
         return
     with tempfile.TemporaryDirectory() as name:
-        local = Path(name) / _ENERGON_META
+        local = Path(name) / META
         local.mkdir()
         for each in _ENERGON_FILES:
-            if (folder / _ENERGON_META / each).is_file():
-                (local / each).write_bytes((folder / _ENERGON_META / each).read_bytes())
+            if (folder / META / each).is_file():
+                (local / each).write_bytes((folder / META / each).read_bytes())
         yield Path(name)
 
 
@@ -234,11 +246,13 @@ def index_shard(shard: Shard) -> RecordIndex:
         UserError: webdataset is missing, or the shard is missing, damaged, compressed, or not what
             is known of it.
     """
+    if shard.listed is not None:
+        return _index_shard(shard, partial(_listed, listed=shard.listed.of(shard.path)))
     try:
         from webdataset.tariterators import group_by_keys
     except ImportError as error:
         raise _missing("webdataset", error) from error
-    return _index_shard(shard, group_by_keys)
+    return _index_shard(shard, partial(_grouped, groups=group_by_keys))
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
@@ -263,7 +277,7 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
     return ShardSample(shard, members)
 
 
-def _index_shard(shard: Shard, groups: Groups) -> RecordIndex:
+def _index_shard(shard: Shard, found: Found) -> RecordIndex:
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
     try:
@@ -271,7 +285,7 @@ def _index_shard(shard: Shard, groups: Groups) -> RecordIndex:
             raise UserError(f"{path}: no such shard; correct the path in the meta, or fetch it")
         version = version_of(path)
         with path.open("rb") as file:
-            for key, members in _grouped(file, path, groups):
+            for key, members in found(file, path):
                 if key in keys:
                     raise tarfile.ReadError(f"files of {key} stand apart")
                 keys.add(key)
@@ -310,6 +324,47 @@ def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, 
     )
     for sample in groups(files):
         yield sample["__key__"], [part for part in sample.values() if isinstance(part, _Member)]
+
+
+def _listed(
+    file: BinaryIO, path: Path, listed: ListedSamples
+) -> Iterator[tuple[str, list[_Member]]]:
+    """Key and members of each sample as Energon has found them, if they are there.
+
+    Those of the first sample and the last are compared with the shard, and the header of every
+    record; a shard that ends elsewhere is another one too.
+    """
+    for number, sample in enumerate(listed.samples):
+        members = [
+            _Member(f"{sample.key}.{each.suffix}", sample.start, each.offset, each.size)
+            for each in sample.files
+        ]
+        if number in (0, len(listed.samples) - 1):
+            _compare(path, members)
+        for member in members:
+            if member.suffix == _RECORD:
+                _check_header(file, path, member)
+        yield sample.key, members
+    file.seek(listed.end)
+    if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+        raise stale(path, f"it does not end at byte {listed.end}")
+
+
+def _compare(shard: Path, members: list[_Member]) -> None:
+    """Refuse a sample whose members are not these."""
+    start = members[0].header
+    there = read_shard_sample(shard, start, members[-1].end - start).members
+    if [(m.name, m.offset, m.size) for m in there] != [(m.name, m.offset, m.size) for m in members]:
+        raise stale(shard, f"it has no {members[0].name} at byte {start}")
+
+
+def _check_header(file: BinaryIO, shard: Path, member: _Member) -> None:
+    """Refuse a member that has no header of its size before it; leaves the file where it begins."""
+    file.seek(member.offset - _TAR_BLOCK)
+    header = file.read(_TAR_BLOCK)  # by the format; tarfile's own reading takes a third of the time
+    size, magic = header[124:136].rstrip(b"\0 "), header[257:262]
+    if magic != b"ustar" or not size.isdigit() or int(size, 8) != member.size:
+        raise stale(shard, f"it has no {member.name} of {member.size} bytes at {member.offset}")
 
 
 def _members(file: BinaryIO) -> Iterator[_Member]:

@@ -30,7 +30,7 @@ from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.seen import seen_by_step
 from omnibal.steps.shares import shares_of
-from omnibal.steps.steps import steps_of
+from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
 """Kinds of the encoders that the trainer builds, by name."""
@@ -628,7 +628,7 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
     # An epoch's one step of another size may have half as many micro-batches more, and of every
     # level some that are not for all ranks. Ranks of a window have unequally many.
-    ranks, slots = plan.parallel.data, -(-3 * data.packs_per_step // (2 * plan.parallel.data))
+    ranks, slots = plan.parallel.data, most_slots(data.packs_per_step, plan.parallel.data)
     slots = slots + len(plan.levels) if data.window is None else data.micro_batches_per_step
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)

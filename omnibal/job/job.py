@@ -223,6 +223,14 @@ class JobSpec:
         """Neighbouring data-parallel ranks that run their micro-batches in lockstep."""
         return self.parallel.lockstep_ranks
 
+    @property
+    def rank_slowness(self) -> np.ndarray | None:
+        """Time of every data-parallel rank's slowest devices over that of others, by which packs
+        are dealt, [ranks]; None where none is slow, or ranks wait for each other within a step."""
+        slow = np.array(self.cost.slow_ranks)
+        waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
+        return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
+
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
         """Features of micro-batches with the exchange of divided weights that these do not hide;
         unchanged where ranks hold weights whole. Both [..., F]"""

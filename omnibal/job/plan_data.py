@@ -25,7 +25,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, ImagesEncoder
-from omnibal.model.levels import FillRule, Level, largest_caps
+from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import (
     Caps,
     check_limits,
@@ -198,6 +198,7 @@ class SampleData:
             sizes.data,
             self.levels,
             lockstep_ranks=job.lockstep_ranks,
+            slowness=job.rank_slowness if are_plain(self.levels) else None,
         )
         # Ranks that share all packs take them together; rules are of packs of one level.
         together = self.levels[0].context if len(self.levels) == 1 else 1

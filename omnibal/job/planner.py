@@ -46,6 +46,10 @@ _QUICK_EFFORT = 0.1
 """Effort of a search for stages beside one of several choices of rounds."""
 
 
+Dealt = tuple[ScheduledPacks, Lengths]
+"""Packs, dealt to ranks, and the lengths of all samples."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRequest:
     """A job and its data, and the method that divides the model over stages.
@@ -138,6 +142,8 @@ class PlanResult:
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths; None for a plan of shapes only."""
+    dealt: Dealt | None = None
+    """Packs as they were dealt, before every rank's were put in order; None if that is unknown."""
     search: SearchResult | None
     """Result of the joint search, with its proven bound; None for another method."""
     cost_source: CostSource = ANALYTIC
@@ -156,17 +162,18 @@ class PlanResult:
         return self.plan.shapes.micro_batches_per_step
 
 
-def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
+def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = None) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
 
     Args:
         effort: of the joint search, as in `search_stages`.
+        dealt: packs of the data, dealt for the job's sizes; None to make them.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
     """
     job = request.job
-    packs, lengths = request.data.schedule(job)
+    packs, lengths = dealt or request.data.schedule(job)
     levels = request.data.levels
     workload = job.workload(packs, lengths, levels)
     search: SearchResult | None
@@ -204,6 +211,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0) -> PlanResult:
     return PlanResult(
         plan=plan.model_copy(update={"prediction": prediction}),
         data=None if data is None else (packs, lengths),
+        dealt=(packs, lengths),
         search=search,
         cost_source=job.cost_source,
     )
@@ -229,7 +237,9 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
     )
 
 
-def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanResult:
+def make_ordered_plan(
+    request: PlanRequest, *, in_rounds: bool = True, dealt: Dealt | None = None
+) -> PlanResult:
     """Plan a job on its data, as `make_plan` does, with every rank's micro-batches of a step in the
     order that is found best on the planned stages (`omnibal.pipeline.slot_order`), and encoders
     that are data-parallel in rounds (`omnibal.pipeline.round_search`).
@@ -239,11 +249,12 @@ def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanRe
 
     Args:
         in_rounds: whether data-parallel encoders may run in rounds.
+        dealt: as of `make_plan`.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
     """
-    result = make_plan(request)
+    result = make_plan(request, dealt=dealt)
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
     packs, lengths = result.data

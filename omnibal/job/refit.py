@@ -45,8 +45,9 @@ _MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
 _TRIED_STAGES = 4
 """Stages of which each is tried as the next that differs: where one is slow, those that hold like
 units seem fast."""
-_LEAST_EVIDENCE = 5.0
-"""Gain in log-likelihood for which one more stage may differ: by less, chance alone does it."""
+_LEAST_EVIDENCE = 3.0
+"""Gain in log-likelihood for which one more stage may differ: chance alone does it by up to 1 in
+simulated runs, a slow stage whose units others hold too by 5 and more."""
 SLOW = 1.1
 """Factor from which on a device counts as slow: devices of one kind differ by a few percent."""
 
@@ -61,6 +62,8 @@ class Terms:
     """Time that it took, [n]."""
     stage: np.ndarray
     """Stage that ran it, [n]."""
+    dp_rank: np.ndarray
+    """Data-parallel rank that ran it, [n]."""
     names: tuple[tuple[str, str, str], ...]
     """Kind of unit, "forward" or "backward", and feature of every term, [c]."""
 
@@ -85,12 +88,11 @@ class StageFit:
     """What a stage was predicted to take, and took, in the passes that were measured."""
 
     predicted_ms: float
-    fitted_ms: float
     measured_ms: float
     slowness: float
-    """Slowness of its devices beside the fastest stage's."""
+    """Slowness of its slowest rank's devices beside the fastest stage's."""
     slow_ranks: dict[int, float]
-    """Data-parallel ranks that take longer than what is fitted, by at least `SLOW`."""
+    """Data-parallel ranks that take longer than others, by at least `SLOW`."""
 
     @property
     def factor(self) -> float:
@@ -149,9 +151,13 @@ def fit_run(
         step: steps of the run that were trained.
     """
     workload = workload.of_steps([record.step for record in records])
-    cost = job.cost_of_all(plan.pack_levels)
+    known = job.cost_of_all(plan.pack_levels)
+    # Which devices are slow may have changed since it was known.
+    cost = replace(known, slowness=(), slow_ranks=())
     terms = measured_terms(plan, cost, workload, records)
-    found = _fitted(terms, _groups(terms.names), plan.parallel.pipeline)
+    slow = _slow_ranks(plan, cost, workload, records)
+    alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
+    found = _fitted(alike, _groups(terms.names), plan.parallel.pipeline)
     factors, (slowness, common) = found.factors, _relative(found.slowness)
     refit = Refit(
         root_sha256=root_of(plan, job),
@@ -164,15 +170,12 @@ def fit_run(
     )
     source = job.cost_source
     whole = refit.after(source.refit) if isinstance(source, Refitted) else refit
-    slow_ranks = _slow_ranks(plan, refitted_job(job, whole), workload, records)
-    # A step waits for the pipeline with the slow device, so the stage counts as slow everywhere.
-    slowest = slowness * np.array([max(each.values(), default=1.0) for each in slow_ranks])
-    slowest, _ = _relative(slowest / slowest.min())
-    fitted_ms = terms.ms * factors * found.slowness[terms.stage, None]
+    fitted = refitted_job(job, whole).cost_of_all(plan.pack_levels)
+    slow = _slow_ranks(plan, fitted, workload, records)
     return RunFit(
-        refit=whole.model_copy(update={"slowness": _of_parts(plan, slowest)}),
+        refit=whole.model_copy(update={"slow_ranks": _of_ranks(plan, slow)}),
         kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
-        stages=_stage_fits(terms, fitted_ms, slowest, slow_ranks, len(records)),
+        stages=_stage_fits(plan, terms, known, slowness, slow, len(records)),
         step_ms=float(np.median([record.step_ms for record in records])),
         noise=found.noise,
     )
@@ -191,6 +194,14 @@ def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
     if slowness.max() < SLOW * least:
         return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
     return slowness / least, least
+
+
+def _of_ranks(plan: Plan, slow: np.ndarray) -> tuple[tuple[float, ...], ...]:
+    """Slowness of data-parallel ranks by part of the model, of that by stage; empty where none is
+    slow."""
+    each = [_of_parts(plan, of_rank) for of_rank in slow]
+    alike = (1.0,) * len(plan.stages)
+    return tuple(one or alike for one in each) if any(each) else ()
 
 
 def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
@@ -220,7 +231,7 @@ def measured_terms(
         for stage, parts in enumerate(plan.schedule.parts_of(len(plan.stages)))
         for part in parts
     }
-    found: list[tuple[np.ndarray, np.ndarray, int]] = []
+    found: list[tuple[np.ndarray, np.ndarray, int, int]] = []
     for record in records:
         passes = record.passes
         assert passes is not None, "records are of measured steps"
@@ -232,17 +243,20 @@ def measured_terms(
                     "than the plan: give the plan that the run was trained by"
                 )
             found += [
-                (of_row[kind, part, rows], np.array(each), part) for part, each in enumerate(times)
+                (of_row[kind, part, rows], np.array(each), stages[part], passes.dp_rank)
+                for part, each in enumerate(times)
             ]
-    ms = np.concatenate([terms for terms, _, _ in found])
-    measured_ms = np.concatenate([times for _, times, _ in found])
-    stage = np.concatenate([np.full(len(times), stages[part]) for _, times, part in found])
+    ms, measured_ms = (np.concatenate([each[index] for each in found]) for index in range(2))
+    stage, dp_rank = (
+        np.concatenate([np.full(len(each[1]), each[index]) for each in found]) for index in (2, 3)
+    )
     real = (ms.sum(axis=1) > 0) & (measured_ms > 0)
     used = ms.any(axis=0)
     return Terms(
         ms=ms[real][:, used],
         measured_ms=measured_ms[real],
         stage=stage[real],
+        dp_rank=dp_rank[real],
         names=tuple(names[index] for index in np.flatnonzero(used)),
     )
 
@@ -384,32 +398,30 @@ def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[i
 
 
 def _slow_ranks(
-    plan: Plan, fitted: JobSpec, workload: Workload, records: Sequence[StepRecord]
-) -> list[dict[int, float]]:
-    """Slow data-parallel ranks of every stage, and how much longer they take than is fitted.
+    plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
+) -> np.ndarray:
+    """How much longer data-parallel ranks take than others of their stage do, beside what is
+    predicted; 1 of those that are not slow. [ranks, stages]
 
     Times of ranks that wait for each other within passes do not tell which is slow.
     """
     parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
     if workload.runs_together or not all(one.ranks_ms for r in records for one in r.stages):
-        return [{} for _ in parts_of]
-    cost = fitted.cost_of_all(plan.pack_levels)
+        return np.ones((ranks, len(parts_of)))
     times = workload_times(cost, plan.stages_at_levels, workload)
     row_ms = times.forward_ms + times.backward_ms  # [rows, parts]
-    ratios = np.empty((len(records), len(parts_of), ranks))
+    ratios = np.empty((len(records), ranks, len(parts_of)))
     for index, record in enumerate(records):
         rows = workload.step == record.step
         for stage, parts in enumerate(parts_of):
             of_stage = row_ms[rows][:, parts].sum(axis=1)
             fitted_ms = np.bincount(workload.dp_rank[rows], of_stage, ranks)
             measured_ms = np.array(record.stages[stage].ranks_ms)
-            ratios[index, stage] = measured_ms / np.maximum(fitted_ms, 1e-9)
+            ratios[index, :, stage] = measured_ms / np.maximum(fitted_ms, 1e-9)
     ratio = np.median(ratios, axis=0)
-    ratio = ratio / np.median(ratio, axis=1, keepdims=True)
-    return [
-        {rank: float(each[rank]) for rank in np.flatnonzero(each >= SLOW).tolist()}
-        for each in ratio
-    ]
+    # Of two ranks, the faster is as others are.
+    ratio = ratio / np.quantile(ratio, 0.5, axis=0, method="lower")
+    return np.where(ratio >= SLOW, ratio, 1.0)
 
 
 def _by_unit(names: Sequence[tuple[str, str, str]], factors: np.ndarray) -> dict[str, UnitFactors]:
@@ -442,19 +454,36 @@ def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit
 
 
 def _stage_fits(
+    plan: Plan,
     terms: Terms,
-    fitted_ms: np.ndarray,
+    known: CostModel,
     slowness: np.ndarray,
-    slow_ranks: Sequence[dict[int, float]],
+    slow: np.ndarray,
     steps: int,
 ) -> tuple[StageFit, ...]:
+    """What stages took, by terms without slow devices, and the costs that the plan was made by."""
+    held = [parts[0] for parts in plan.schedule.parts_of(len(plan.stages))]
+    of_stages = known.slowness_of(len(plan.stages))[held]
+    of_ranks = known.slowness_of_ranks(plan.parallel.data, len(plan.stages))
+    factor = of_stages[terms.stage]
+    if of_ranks is not None:
+        factor = factor * of_ranks[:, held][terms.dp_rank, terms.stage]
+    # A step waits for the pipeline with the slow device.
+    slowest, _ = _relative(slowness * slow.max(axis=0) / (slowness * slow.max(axis=0)).min())
+    predicted_ms = terms.ms.sum(axis=1) * factor
+
+    def of_stage(ms: np.ndarray, stage: int) -> float:
+        return float(ms[terms.stage == stage].sum()) / steps
+
     return tuple(
         StageFit(
-            predicted_ms=float(terms.ms[terms.stage == stage].sum()) / steps,
-            fitted_ms=float(fitted_ms[terms.stage == stage].sum()) / steps,
-            measured_ms=float(terms.measured_ms[terms.stage == stage].sum()) / steps,
-            slowness=float(slow),
-            slow_ranks=ranks,
+            predicted_ms=of_stage(predicted_ms, stage),
+            measured_ms=of_stage(terms.measured_ms, stage),
+            slowness=float(slowest[stage]),
+            slow_ranks={
+                rank: float(slow[rank, stage])
+                for rank in np.flatnonzero(slow[:, stage] > 1).tolist()
+            },
         )
-        for stage, (slow, ranks) in enumerate(zip(slowness, slow_ranks, strict=True))
+        for stage in range(len(held))
     )

@@ -99,6 +99,8 @@ class PartProblem:
     units + 1]."""
     simulator: PartSimulator
     memories: Sequence[PartMemory]
+    known: Sequence[dict[bytes, int]]
+    """Least numbers of recomputed layers that were looked for, of every stage, by what it holds."""
 
     @classmethod
     def of(
@@ -130,6 +132,7 @@ class PartProblem:
             memories=PartMemory.of_stages(
                 cost, workload, schedule, stages, memory_cap_bytes, numbers
             ),
+            known=[{} for _ in range(stages)],
         )
 
     def tightened(self, shares: np.ndarray) -> "PartProblem":
@@ -139,7 +142,7 @@ class PartProblem:
             replace(memory, cap_bytes=memory.cap_bytes * min(share, 1.0))
             for memory, share in zip(self.memories, shares.tolist(), strict=True)
         ]
-        return replace(self, memories=memories)
+        return replace(self, memories=memories, known=[{} for _ in memories])
 
     @property
     def parts(self) -> int:
@@ -256,14 +259,10 @@ def _fitted(
     if not allowed.size:
         return chosen, recomputed, fits
     for stage, held in enumerate(problem.held):
-        runs = chosen[allowed][:, held]
-        content = np.column_stack([runs, orders[allowed, stage]])
-        _, first, same = np.unique(content, axis=0, return_index=True, return_inverse=True)
-        least, fit = problem.memories[stage].least(
-            _contents(problem, runs[first]), orders[allowed[first], stage]
-        )
-        number[allowed, stage] = least[same.ravel()]
-        fits[allowed] &= fit[same.ravel()]
+        content = np.column_stack([chosen[allowed][:, held], orders[allowed, stage]])
+        least = _least_numbers(problem, stage, content)
+        number[allowed, stage] = least
+        fits[allowed] &= least >= 0
     if problem.memories[0].ways.is_shared:
         number[:] = number.max(axis=1, keepdims=True)
     fitting = np.flatnonzero(fits)
@@ -273,6 +272,23 @@ def _fitted(
             contents, orders[fitting, stage], number[fitting, stage]
         )
     return chosen, recomputed, fits
+
+
+def _least_numbers(problem: PartProblem, stage: int, content: np.ndarray) -> np.ndarray:
+    """The least numbers with which a stage's contents fit, each looked for once; -1 where none
+    does. [n]
+
+    Args:
+        content: runs of the stage's chunks, and its order, [n, c + 1].
+    """
+    known, keys = problem.known[stage], [row.tobytes() for row in content]
+    new = {key: row for row, key in enumerate(keys) if key not in known}
+    if new:
+        looked_at = content[list(new.values())]
+        runs, order = looked_at[:, :-1], looked_at[:, -1]
+        least, fits = problem.memories[stage].least(_contents(problem, runs), order)
+        known.update(zip(new, np.where(fits, least, -1).tolist(), strict=True))
+    return np.array([known[key] for key in keys])
 
 
 def _contents(problem: PartProblem, runs: np.ndarray) -> Contents:

@@ -95,7 +95,18 @@ def workload_times(
         without_padding: whether the padding of packs to the longest is left out.
     """
     features = features_of(workload, cost, without_padding=without_padding)
-    return _times(cost, stages_at, features)
+    times = _times(cost, stages_at, features)
+    slow_ranks = cost.slowness_of_ranks(workload.data_parallel_size, times.forward_ms.shape[1])
+    if slow_ranks is None:
+        return times
+    slow = slow_ranks[workload.dp_rank]
+    return replace(
+        times,
+        forward_ms=times.forward_ms * slow,
+        backward_ms=times.backward_ms * slow,
+        weight_ms=times.weight_ms * slow,
+        recompute_ms=times.recompute_ms * slow,
+    )
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:

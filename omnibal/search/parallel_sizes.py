@@ -41,6 +41,7 @@ from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import BoundedTrials
 from omnibal.search.feasible import gib_text
+from omnibal.search.schedule_choice import check_may_run, may_run
 from omnibal.search.strategy import (
     Setting,
     Sizing,
@@ -248,7 +249,9 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         found = [each for each in found if _is_worth_a_try(each, cluster)]
     possible = [parallel for parallel in found if _is_possible(request, parallel)]
     if possible:
-        return possible
+        jobs = [request.job.sized(parallel) for parallel in possible]
+        check_may_run(jobs, request.schedule)
+        return [job.parallel for job in jobs if may_run(job, request.schedule)]
     if not found:
         raise UserError(
             f"{request.sizes.gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "

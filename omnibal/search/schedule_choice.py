@@ -5,12 +5,19 @@ known from it: its idle time, and what it recomputes. Where that is little, none
 others a quick search finds a step each, and the fastest is planned in full.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
-from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, searched_parts
+from omnibal.job.job import JobSpec
+from omnibal.job.planner import (
+    Dealt,
+    PlanRequest,
+    PlanResult,
+    make_ordered_plan,
+    searched_parts,
+)
 from omnibal.model.limits import words
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import (
@@ -19,6 +26,7 @@ from omnibal.pipeline.schedules import (
     Pass,
     PipelineSchedule,
 )
+from omnibal.pipeline.workload import Workload
 from omnibal.search.encoder_placement import relative_ms
 
 _TRIAL_EFFORT = 0.1
@@ -70,9 +78,9 @@ class ScheduleChoice:
         }
 
 
-def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineSchedule]:
-    """Schedules of these names besides 1F1B that a request's model and sizes have room for."""
-    stages, layers = request.job.parallel.pipeline, _layers(request)
+def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
+    """Schedules of these names besides 1F1B that a job's model and sizes have room for."""
+    stages, layers = job.parallel.pipeline, _layers(job)
     every = [
         PipelineSchedule(name="zb-h1"),
         PipelineSchedule(name="zb-v", chunks=2),
@@ -82,9 +90,9 @@ def schedules_of(names: Collection[str], request: PlanRequest) -> list[PipelineS
     return [each for each in has_room if stages > 1]
 
 
-def _layers(request: PlanRequest) -> int:
+def _layers(job: JobSpec) -> int:
     """Layers of what the pipeline holds of the model."""
-    model = request.job.pipeline_model
+    model = job.pipeline_model
     return model.language.layers + sum(each.layers for each in model.encoders.values())
 
 
@@ -98,14 +106,21 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: in
         return "only the joint search cuts a model for it"
     job = request.job
     if job.trainer.name is not None:
-        # Its ranks have equally many micro-batches, so that what is in lockstep stays so.
         stages = job.parallel.pipeline
         return job.trainer.schedule_obstacle(schedule.name, stages, micro_batches)
-    if job.lockstep_ranks > 1:
-        return "ranks that share out experts or divide weights run 1f1b in lockstep"
     is_shared = any(level.context > 1 for level in request.data.levels)
     if is_shared and not schedule.rule(2, schedule.chunks, 1).is_prefix_closed:
         return "ranks that share packs may have different numbers of them"
+    return _obstacle_of_job(job, schedule)
+
+
+def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
+    """Why a job cannot run in a schedule, whatever its data; None if nothing is known."""
+    if job.trainer.name is not None:
+        # Its ranks have equally many micro-batches, so that what is in lockstep stays so.
+        return None
+    if job.lockstep_ranks > 1:
+        return "ranks that share out experts or divide weights run 1f1b in lockstep"
     if Pass.BACKWARD_WEIGHT not in schedule.passes:
         return None
     if job.parallel.sharded > 1:
@@ -113,6 +128,35 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: in
     if job.precision == "fp8":
         return "products in FP8 give gradients of weights with every whole backward"
     return None
+
+
+def may_run(job: JobSpec, name: str) -> bool:
+    """Whether a job's model, sizes and precision allow a schedule of this name."""
+    if name == ONE_FORWARD_ONE_BACKWARD.name:
+        return True
+    return any(_obstacle_of_job(job, each) is None for each in schedules_of({name}, job))
+
+
+def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
+    """Refuse a schedule that none of some jobs, one at least, may run, before anything is searched.
+
+    Raises:
+        UserError: none may.
+    """
+    if not any(may_run(job, name) for job in jobs):
+        job = max(jobs, key=lambda each: (each.parallel.pipeline, _layers(each)))
+        whys = (_obstacle_of_job(job, each) for each in schedules_of({name}, job))
+        raise _cannot_be(job, name, [why for why in whys if why])
+
+
+def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
+    """The error of a schedule that a job cannot run, for these reasons, or as it has no room."""
+    few = (
+        "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
+        f"{job.parallel.pipeline} with {_layers(job)} layers together"
+    )
+    why = words(list(dict.fromkeys(whys))) if whys else few
+    return UserError(f"--schedule {name} cannot be: {why}; give --schedule 1f1b")
 
 
 def with_best_schedule(
@@ -133,7 +177,8 @@ def with_best_schedule(
         free = {}
     steps_ms = {usual: before.step_ms}
     choice = ScheduleChoice(steps_ms=steps_ms, refused=refused)
-    quick = _quick_steps_ms(free)
+    dealt = planned.dealt or request.data.schedule(request.job)
+    quick = _quick_steps_ms(free, dealt)
     if not quick or planned.search is None:
         return planned, choice
     # On the scale of the plan: a quick step is of some steps of the run.
@@ -143,7 +188,7 @@ def with_best_schedule(
     if quick[best] >= planned.search.step_ms:
         return planned, choice
     try:
-        result = make_ordered_plan(free[best])
+        result = make_ordered_plan(free[best], dealt=dealt)
     except DoesNotFit:
         return planned, choice
     after = _prediction(result)
@@ -165,19 +210,13 @@ def in_schedule(
     found = dict(_possible(request, planned, {name}))
     free = {each: again for each, again in found.items() if not isinstance(again, str)}
     if not free:
-        whys = list(dict.fromkeys(why for why in found.values() if isinstance(why, str)))
-        stages = request.job.parallel.pipeline
-        few = (
-            "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
-            f"{stages} with {_layers(request)} layers together"
-        )
-        raise UserError(
-            f"--schedule {name} cannot be: {words(whys) if whys else few}; give --schedule 1f1b"
-        )
-    quick = _quick_steps_ms(free) if len(free) > 1 else {}
+        whys = [why for why in found.values() if isinstance(why, str)]
+        raise _cannot_be(request.job, name, whys)
+    dealt = planned.dealt or request.data.schedule(request.job)
+    quick = _quick_steps_ms(free, dealt) if len(free) > 1 else {}
     best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
     try:
-        result = make_ordered_plan(free[best])
+        result = make_ordered_plan(free[best], dealt=dealt)
     except DoesNotFit as error:
         # What would fit in 1F1B is no advice: this job does.
         raise UserError(str(error)) from error
@@ -198,30 +237,31 @@ def _possible(
     if planned.plan.beside is not None:
         # Rounds are laid into the idle time of a schedule.
         job = replace(job, beside=planned.plan.beside.model_copy(update={"rounds": ()}))
-    for schedule in schedules_of(names, request):
+    for schedule in schedules_of(names, request.job):
         why = obstacle(request, schedule, planned.micro_batches)
         yield schedule, why or replace(request, job=job, schedule=schedule)
 
 
 def _quick_steps_ms(
-    requests: Mapping[PipelineSchedule, PlanRequest],
+    requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
 ) -> dict[PipelineSchedule, float]:
     """Steps of those that fit, by a quick search, in as many processes as are of use."""
-    tasks = list(requests.items())
-    if not tasks:
+    if not requests:
         return {}
+    # Requests differ in their schedule alone.
+    first = next(iter(requests.values()))
+    workload = first.job.workload(*dealt, first.data.levels)
+    tasks = [(request, workload) for request in requests.values()]
     found = dict(map_unordered(_quick_step_ms, tasks, min(usable_cores(), len(tasks))))
-    return {each: ms for each, _ in tasks if (ms := found[each]) is not None}
+    return {each: ms for each in requests if (ms := found[each]) is not None}
 
 
-def _quick_step_ms(
-    task: tuple[PipelineSchedule, PlanRequest],
-) -> tuple[PipelineSchedule, float | None]:
-    schedule, request = task
+def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule, float | None]:
+    request, workload = task
     try:
-        return schedule, searched_parts(request, request.workload(), _TRIAL_EFFORT).step_ms
+        return request.schedule, searched_parts(request, workload, _TRIAL_EFFORT).step_ms
     except DoesNotFit:
-        return schedule, None
+        return request.schedule, None
 
 
 def _may_gain(prediction: Prediction) -> float:

@@ -19,6 +19,7 @@ from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Bound, BoundedTrials, Need, try_all
 from omnibal.search.feasible import least_state_gib, need_vs_budget_gib
@@ -82,6 +83,8 @@ class StrategyRequest(Comparison):
     """Caps of every strategy; None to choose them too."""
     given: StreamData | SampleData | None = None
     """Data whose steps are given, which every strategy trains as they are."""
+    schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
+    """Schedule that sizes must have room for; they are compared in 1F1B."""
 
     def drawn(self, share: int = 1) -> Self:
         """Draw samples to evaluate on; of data whose steps are given, all or the first windows."""

@@ -24,7 +24,7 @@ from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.media import pack_apart
 from omnibal.packing.packing import pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
-from omnibal.steps.deal import deal_apart, deal_in_lockstep
+from omnibal.steps.deal import deal_apart, deal_by_speed, deal_in_lockstep
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import RowRequest, deal_rows, match_rows
@@ -282,6 +282,7 @@ def deal_steps(
     dp: int,
     levels: Sequence[Level],
     lockstep_ranks: int = 1,
+    slowness: np.ndarray | None = None,
 ) -> ScheduledPacks:
     """Deal the packs of every step out to `dp` data-parallel ranks.
 
@@ -295,6 +296,8 @@ def deal_steps(
 
     Args:
         lockstep_ranks: neighbouring ranks that run every slot together, as they share out experts.
+        slowness: of ranks of which some are slower than others and get fewer packs
+            (`omnibal.steps.deal.deal_by_speed`), [dp]; None of packs of levels, and in lockstep.
 
     Raises:
         UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
@@ -309,6 +312,7 @@ def deal_steps(
         )
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
+    usual = int(np.median(np.bincount(steps.step)))
     if not are_plain(levels):
         for rows in _steps_of_equal_contexts(steps.step, context):
             places = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
@@ -316,7 +320,9 @@ def deal_steps(
     else:
         # Nearly all steps are of equal size.
         for rows in _steps_of_equal_size(steps.step):
-            if lockstep_ranks == 1:
+            if slowness is not None and rows.shape[1] > dp:
+                by_rank = deal_by_speed(rows, weight, slowness, most_slots(usual, dp))
+            elif lockstep_ranks == 1:
                 by_rank = deal_apart(rows, items, weight, dp)
             else:
                 by_rank = deal_in_lockstep(rows, items, weight, dp, lockstep_ranks)
@@ -335,6 +341,12 @@ def deal_steps(
         tokens=packs.sums(lengths.tokens).astype(np.int32),
         level=level[order],
     )
+
+
+def most_slots(packs_per_step: int, dp: int) -> int:
+    """Most packs that a rank may have of a step: half as many more than its share, as there are in
+    an epoch's one step of another size."""
+    return -(-3 * packs_per_step // (2 * dp))
 
 
 def _steps_of_equal_size(step: np.ndarray) -> list[np.ndarray]:

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from cli_cases import failure
 
-pytest.importorskip("ray")
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,6 +19,7 @@ def scan_arguments(digits: Path, output: Path) -> tuple[object, ...]:
     return digits / "train/meta.json", *tokenizer, "--model", "internvl-digits", "-o", output
 
 
+@needs_ray
 def test_kills_lose_and_double_nothing():
     """Prevents a scan of hours from ending with a node, or from counting a sample twice or not at
     all where its task was worked on again."""

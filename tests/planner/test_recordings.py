@@ -349,19 +349,19 @@ def test_lengths_are_of_clips_of_one_size(meta, tokenizer, tmp_path):
     for change in ({"frames": 80}, {"positions_per_token": 2}):
         with pytest.raises(UserError, match=r"of 40 frames and 5 tokens, but .* has clips of"):
             model_of_lengths(OMNI.with_tower("audio", **change), again)
-        other = scan_key(annotations, OMNI.with_tower("audio", **change), tokenizer)
-        assert other != scan_key(annotations, OMNI, tokenizer)
+        other = scan_key(OMNI.with_tower("audio", **change), tokenizer)
+        assert other != scan_key(OMNI, tokenizer)
     assert lengths.origin is not None
     deaf = lengths.origin.model_copy(update={"clips": None})
     assert "clips" not in deaf.model_dump_json()
     assert type(deaf).model_validate_json(deaf.model_dump_json()) == deaf
 
 
-def test_a_journal_of_another_form_is_discarded(tmp_path):
+def test_a_journal_of_another_form_is_discarded(tmp_path, meta):
     """Prevents the records of an earlier version from being read as other counts."""
     path = tmp_path / "journal"
     path.write_bytes(b"omnibal scan journal 1 key\n" + bytes(range(200)))
-    journal = ScanJournal.open(path, "key")
+    journal = ScanJournal.open(path, "key", Annotations.open(meta))
     assert journal.discarded and not len(journal.finished)
 
 

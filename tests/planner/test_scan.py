@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_a_model_with_items_that_no_scan_counts_is_refused(tmp_path, tokenizer):
 
 
 def open_journal(annotations: Annotations, tokenizer, folder: Path) -> ScanJournal:
-    return ScanJournal.open(folder / "journal", scan_key(annotations, MODEL, tokenizer))
+    return ScanJournal.open(folder / "journal", scan_key(MODEL, tokenizer), annotations)
 
 
 def count_opened(monkeypatch) -> list[Path]:
@@ -160,7 +161,7 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
         scan_lengths(annotations, model, tokenizer, lambda _: None)
     kept = scan_lengths(annotations, model, tokenizer, lambda _: None, on_error="skip").lengths
     assert kept.sample.tolist() == np.flatnonzero(free.tokens <= most).tolist()
-    assert scan_key(annotations, model, tokenizer) != scan_key(annotations, MODEL, tokenizer)
+    assert scan_key(model, tokenizer) != scan_key(MODEL, tokenizer)
 
 
 def test_text_is_refused_by_its_own_template_alone(tmp_path, tokenizer):
@@ -466,6 +467,11 @@ def rows_of(*indices: int) -> Counted:
     return Counted(rows=rows, image_sizes=sizes_of(shown))
 
 
+def recorded(count: int, key: bytes = bytes(32)) -> SimpleNamespace:
+    """Data of one file with so many records."""
+    return SimpleNamespace(keys=(key,), file=np.zeros(count, int), number=np.arange(count))
+
+
 def listed(counted: Counted) -> tuple:
     sizes = counted.image_sizes
     return counted.rows.tolist(), sizes.counts.tolist(), sizes.images.tolist()
@@ -474,7 +480,7 @@ def listed(counted: Counted) -> tuple:
 def test_a_torn_journal_holds_what_was_whole(tmp_path):
     """Prevents half a record, or what the disk holds behind it, from being read as counts."""
     path = tmp_path / "journal"
-    journal = ScanJournal.open(path, "key")
+    journal = ScanJournal.open(path, "key", recorded(10))
     assert not path.exists()
     ends = []
     for rows in (rows_of(4, 5), rows_of(0, 1, 2), rows_of(9)):
@@ -491,12 +497,12 @@ def test_a_torn_journal_holds_what_was_whole(tmp_path):
         pairs = zip(damage, content, strict=False)
         same = next((k for k, (one, other) in enumerate(pairs) if one != other), len(damage))
         kept = [end for end in ends if end <= same]
-        journal = ScanJournal.open(path, "key")
+        journal = ScanJournal.open(path, "key", recorded(10))
         expected = [[], [4, 5], [0, 1, 2, 4, 5], [0, 1, 2, 4, 5, 9]][len(kept)]
         assert listed(journal.finished) == listed(rows_of(*expected))
         assert not journal.discarded
         journal.append(rows_of(7))
-        again = ScanJournal.open(path, "key")
+        again = ScanJournal.open(path, "key", recorded(10))
         assert listed(again.finished) == listed(rows_of(*sorted([*expected, 7])))
     again.remove()
     assert not path.exists()
@@ -504,20 +510,50 @@ def test_a_torn_journal_holds_what_was_whole(tmp_path):
 
 def test_a_journal_of_other_settings_is_thrown_away(tmp_path):
     """Prevents counts of other data or another tiling from being mixed in."""
-    path = tmp_path / "journal"
-    ScanJournal.open(path, "a" * 64).append(rows_of(1))
-    journal = ScanJournal.open(path, "b" * 64)
-    assert len(journal.finished) == 0
-    assert journal.notes(9) == [f"note: {path} is of other data or settings; the scan begins anew"]
-    journal.append(rows_of(2))
-    assert ScanJournal.open(path, "b" * 64).finished.rows["index"].tolist() == [2]
+    path, before = tmp_path / "journal", recorded(9)
+    for key, data in (("a" * 64, recorded(9, b"b" * 32)), ("b" * 64, before)):
+        ScanJournal.open(path, "a" * 64, before).append(rows_of(1))
+        journal = ScanJournal.open(path, key, data)
+        assert len(journal.finished) == 0
+        assert journal.notes(9) == [
+            f"note: {path} is of other data or settings; the scan begins anew"
+        ]
+        journal.append(rows_of(2))
+        assert ScanJournal.open(path, key, data).finished.rows["index"].tolist() == [2]
+
+
+def test_a_journal_is_of_files_wherever_they_stand(tmp_path):
+    """Prevents the counts of a thousand files from being lost with one that has changed, and of
+    repeats from being made again; and one file's counts from being taken for another's."""
+    path, keys = tmp_path / "journal", [bytes([k]) * 32 for k in range(4)]
+    before = SimpleNamespace(
+        keys=tuple(keys[:3]), file=np.repeat([0, 1, 2], 3), number=np.tile([0, 1, 2], 3)
+    )
+    journal = ScanJournal.open(path, "key", before)
+    journal.append(rows_of(1, 4, 5))
+    journal.append(rows_of(6, 8))
+    # The third file is now first, and twice; the second is another one; one more has come.
+    after = SimpleNamespace(
+        keys=(keys[2], keys[3], keys[0]),
+        file=np.array([0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 2]),
+        number=np.array([0, 1, 2, 0, 1, 2, 4, 5, 0, 1, 2]),
+    )
+    again = ScanJournal.open(path, "key", after)
+    assert again.finished.rows["index"].tolist() == [0, 2, 3, 5, 9]
+    expected = rows_of(6, 8, 6, 8, 1)
+    expected.rows["index"] = again.finished.rows["index"]
+    assert listed(again.finished) == listed(expected)
+    assert again.notes(11) == [
+        f"note: 2 samples in {path} are of files that have changed or are not named any more",
+        "resumed: 5 of 11 samples were already scanned",
+    ]
 
 
 def test_a_foreign_file_is_no_journal(tmp_path):
     """Prevents a file of the user's from being deleted for its name."""
     (tmp_path / "journal").write_text("my notes")
     with pytest.raises(UserError, match="is not a journal of `omnibal lengths`"):
-        ScanJournal.open(tmp_path / "journal", "key")
+        ScanJournal.open(tmp_path / "journal", "key", recorded(1))
     assert (tmp_path / "journal").read_text() == "my notes"
 
 
@@ -525,26 +561,26 @@ def test_the_key_follows_all_that_counts_depend_on(digits, tokenizer, tmp_path):
     """Prevents resuming with what was scanned of other images or for another model."""
     meta = json.loads((digits / "train/meta.json").read_text())
 
-    def key(model: ModelConfig = MODEL, **changes) -> str:
+    def key(model: ModelConfig = MODEL, **changes) -> tuple[str, tuple[bytes, ...]]:
         entries = {
             name: entry | {"annotation": str(digits / "train" / entry["annotation"])} | changes
             for name, entry in meta.items()
         }
         (tmp_path / "meta.json").write_text(json.dumps(entries))
-        return scan_key(Annotations.open(tmp_path / "meta.json"), model, tokenizer)
+        return scan_key(model, tokenizer), Annotations.open(tmp_path / "meta.json").keys
 
     one_tile = MODEL.vision.tiling.model_copy(update={"max_dynamic_patch": 1})
     keys = [
         key(),
         key(root="elsewhere"),
-        key(repeat_time=2),
+        key(max_dynamic_patch=2),
         key(MODEL.with_tower("vision", tiling=one_tile)),
         key(MODEL.with_tower("vision", image_size=16)),
         key(MODEL.model_copy(update={"chat_template": "internlm2-chat"})),
         key(MODEL.model_copy(update={"system_message": "Read."})),
     ]
     assert len(set(keys)) == len(keys)
-    assert key() == keys[0]
+    assert key() == keys[0] == key(repeat_time=2)
 
 
 @dataclass(frozen=True)
@@ -684,7 +720,7 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
     assert command.returncode == 128 + signal.SIGINT
     assert errors.splitlines()[-1] == "interrupted: run the same command again to resume"
     assert "Traceback" not in errors
-    finished = len(ScanJournal.open(partial, scan_key(annotations, MODEL, tokenizer)).finished)
+    finished = len(ScanJournal.open(partial, scan_key(MODEL, tokenizer), annotations).finished)
     assert 2 * SAMPLES_PER_TASK <= finished < len(annotations)
     command = start_command(tmp_path / "data", digits, output)
     printed, errors = command.communicate()

@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from omnibal import Free, Goal, Planned, plan, training_job
+from omnibal import Free, Goal, Planned, plan, planning, training_job
 from omnibal.base.errors import UserError
 from omnibal.job.job import JobSpec
 from omnibal.model.limits import Caps
@@ -73,6 +73,39 @@ def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
     )
     assert every.result.plan.schedule.name != "1f1b"
     assert every.prediction.step_ms < one.prediction.step_ms
+
+
+def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
+    """Prevents: a refusal because the best sizes in 1F1B have one stage, where others have more."""
+    data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
+    free = Free(sizes=FreeSizes(gpus=2), schedule="interleaved")
+    made = plan(Goal(job=job(runs_all=True), data=data, free=free))
+    assert made.result.plan.schedule.name == "interleaved"
+    assert made.result.plan.parallel.pipeline == 2
+    usual = plan(Goal(job=job(runs_all=True), data=data, free=Free(sizes=FreeSizes(gpus=2))))
+    assert usual.result.plan.parallel.pipeline == 1
+
+
+def test_a_schedule_without_room_is_refused_before_any_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prevents: minutes of a search in 1F1B before a line that the sizes alone decide."""
+
+    def searched(*_: object, **__: object) -> None:
+        raise AssertionError("a plan was searched for")
+
+    monkeypatch.setattr(planning, "make_ordered_plan", searched)
+    monkeypatch.setattr(planning, "search_with_levels", searched)
+    many = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=32))
+    with pytest.raises(UserError, match="here are 32 with 52 layers together"):
+        plan(Goal(job=many, data=DATA, free=Free(schedule="interleaved")))
+    sizes = FreeSizes(gpus=32, pipeline=32)
+    with pytest.raises(UserError, match="here are 32 with 52 layers together"):
+        data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
+        plan(Goal(job=many, data=data, free=Free(sizes=sizes, schedule="interleaved")))
+    in_fp8 = replace(job(runs_all=True), precision="fp8")
+    with pytest.raises(UserError, match="products in FP8"):
+        plan(Goal(job=in_fp8, data=DATA, free=Free(schedule="zb-h1")))
 
 
 def test_what_a_schedule_cannot_have_is_said_in_one_line() -> None:

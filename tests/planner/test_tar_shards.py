@@ -3,6 +3,8 @@
 import io
 import json
 import pickle
+import sqlite3
+import struct
 import subprocess
 import sys
 import tarfile
@@ -18,7 +20,9 @@ from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool
 from omnibal.data.annotations import Annotations
+from omnibal.data.energon_index import energon_indexes
 from omnibal.data.scan import scan_lengths
+from omnibal.data.tar_shards import Shard, index_shard
 from omnibal.model.config import load_model
 
 webdataset = pytest.importorskip("webdataset")
@@ -329,6 +333,7 @@ sys.modules["webdataset"] = None
 sys.modules["megatron.energon"] = None
 from pathlib import Path
 from omnibal.data.annotations import Annotations
+from omnibal.data.energon_index import energon_indexes
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool
 for meta in sys.argv[1:]:
@@ -357,6 +362,7 @@ import pickle, sys
 sys.modules["torch"] = sys.modules["megatron"] = None
 from pathlib import Path
 from omnibal.data.annotations import Annotations
+from omnibal.data.energon_index import energon_indexes
 annotations = Annotations.open(Path(sys.argv[1]))
 Path(sys.argv[2]).write_bytes(pickle.dumps(annotations.take(annotations.source + 3)))
 """
@@ -434,3 +440,86 @@ def test_the_same_samples_as_energon_reads(written, tmp_path):
     (tmp_path / "energon.json").write_text('{"a": {"energon": "pictures"}}')
     with pytest.raises(UserError, match="prepare the dataset with `energon prepare`"):
         Annotations.open(tmp_path / "energon.json")
+
+
+def write_energon_index(folder: Path, names: list[str]) -> None:
+    """What `energon prepare` 7.4.1 writes, in its tables and order, as far as it is read."""
+    (folder / ".nv-meta").mkdir()
+    counts, samples, parts = {}, [], []
+    for number, name in enumerate(names):
+        starts: dict[str, int] = {}
+        with tarfile.open(folder / name) as tar:
+            for entry in tar:
+                key, _, part = entry.name.partition(".")
+                starts.setdefault(key, entry.offset)
+                parts.append((number, len(starts) - 1, part, entry.offset_data, entry.size))
+            ends = [*list(starts.values())[1:], tar.offset]
+        counts[name] = len(starts)
+        samples += [
+            (number, key, index, start, end - start)
+            for index, ((key, start), end) in enumerate(zip(starts.items(), ends, strict=True))
+        ]
+        offsets = [*starts.values(), ends[-1]]
+        (folder / name).with_suffix(".tar.idx").write_bytes(
+            struct.pack(f"<{len(offsets)}Q", *offsets)
+        )
+    (folder / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": counts}))
+    with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
+        of_sample = "tar_file_id, sample_key, sample_index, byte_offset, byte_size"
+        database.execute(f"CREATE TABLE samples ({of_sample})")
+        database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
+        of_part = "tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size"
+        database.execute(f"CREATE TABLE sample_parts ({of_part})")
+        database.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+
+
+@pytest.fixture
+def prepared(written, tmp_path) -> list[Shard]:
+    """The written shards with an index of Energon's, of which the last shard comes first."""
+    for path in written[0].glob("*.tar"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    names = [f"train-{number:03}.tar" for number in (2, 0, 1)]
+    write_energon_index(tmp_path, names)
+    indexes = energon_indexes(tmp_path, sorted(names))
+    return [
+        Shard(tmp_path / name, listed=index)
+        for name, index in zip(sorted(names), indexes, strict=True)
+    ]
+
+
+def test_energons_index_is_as_good_as_the_shard(prepared):
+    """Prevents other samples, or other data to a plan, than those of the shard that is read."""
+    for shard in prepared:
+        assert shard.listed is not None
+        found, expected = index_shard(shard), index_shard(replace(shard, listed=None))
+        assert found.digest == expected.digest
+        assert found.start.tolist() == expected.start.tolist()
+        assert found.size.tolist() == expected.size.tolist()
+    folder = prepared[0].path.parent
+    (folder / "train-001.tar.idx").unlink()
+    names = [shard.path.name for shard in prepared]
+    assert [each is not None for each in energon_indexes(folder, names)] == [True, False, True]
+    with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
+        database.execute("DROP TABLE sample_parts")  # which earlier versions do not have
+    assert energon_indexes(folder, names) == [None] * 3
+
+
+def test_a_stale_index_of_energons_is_refused(prepared):
+    """Prevents lengths by the places of an earlier shard, be it as long and of as many samples."""
+    first, second, third = prepared
+    content = bytearray(first.path.read_bytes())
+    with tarfile.open(first.path) as tar:
+        records = [entry for entry in tar if entry.name.endswith(".json")]
+    # A record in the middle with one byte less, whatever follows it.
+    header = records[4].offset_data - 512
+    content[header + 124 : header + 136] = b"%011o\0" % (records[4].size - 1)
+    first.path.write_bytes(content)
+    second.path.write_bytes(third.path.read_bytes())
+    third.path.write_bytes(third.path.read_bytes()[:-10240] + bytes(512) * 40)
+    offsets = third.path.with_suffix(".tar.idx")
+    offsets.write_bytes(offsets.read_bytes()[8:])
+    for shard in prepared:
+        with pytest.raises(
+            UserError, match=r"Energon's index says of it .*`energon prepare` again"
+        ):
+            index_shard(shard)

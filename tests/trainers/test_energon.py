@@ -35,6 +35,9 @@ from planned import (
     write_shards,
 )
 
+from omnibal.data.energon_index import energon_indexes
+from omnibal.data.tar_shards import Shard, index_shard
+
 SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
 TARGET = "megatron-lm"
 
@@ -200,3 +203,18 @@ def test_energon_deals_loongforges_tar_as_planned(shards, tmp_path, ranks, worke
         expected = made.of_rank(rank)
         read = [pack.said for pack, _ in zip(get_savable_loader(dataset), expected, strict=False)]
         assert read == expected
+
+
+def test_where_energon_has_found_samples(shards):
+    """Prevents its index from being read otherwise than it writes it."""
+    names = sorted(path.name for path in shards.parent.glob("*.tar"))
+    indexes = energon_indexes(shards.parent, names)
+    assert len(names) == SHARDS
+    for name, index in zip(names, indexes, strict=True):
+        assert index is not None
+        found = index_shard(Shard(shards.parent / name, listed=index))
+        starts: dict[str, int] = {}
+        with tarfile.open(shards.parent / name) as tar:
+            for entry in tar:
+                starts.setdefault(entry.name.partition(".")[0], entry.offset)
+        assert found.start.tolist() == list(starts.values())

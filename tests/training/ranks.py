@@ -1,8 +1,10 @@
 """Run a function on every rank of a forked world and collect what each returns."""
 
+import faulthandler
 import logging
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -39,9 +41,15 @@ def run_ranks(
             process.start()
         _wait(processes)
         hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        # The others only lost their connection to a rank that a signal has ended.
+        signals = [
+            f"rank {rank} was ended by {signal.Signals(-process.exitcode).name}"
+            for rank, process in enumerate(processes)
+            if process.exitcode is not None and process.exitcode < 0
+        ]
         for process in processes:
             process.kill()
-        failures = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+        failures = signals + [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
         assert not failures, "\n".join(failures)
         assert not hanging, f"ranks {hanging} did not end within {_TIMEOUT_S} s"
         return [
@@ -106,6 +114,7 @@ def _rank(
     work: Callable[..., Any],
     arguments: tuple,
 ) -> None:
+    faulthandler.enable()  # says where a crash was, where this test's errors are captured
     launch = Launch(rank=rank, world_size=parallel.world_size, local_rank=rank)
     try:
         links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")

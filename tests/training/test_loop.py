@@ -106,7 +106,7 @@ def run_loop(
     options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     training = TrainingLoop(
         trainer, iter([data]), options, writer, RunHealth(max_skipped),
-        sinks if links.rank == 0 else (), stop_requested,
+        list(sinks) if links.rank == 0 else [], stop_requested,
     )  # fmt: skip
     with contextlib.redirect_stdout(printed):
         show_log(links.rank)

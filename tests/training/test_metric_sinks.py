@@ -27,7 +27,8 @@ def test_step_values_are_the_records():
 
 
 def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
-    """Prevents: a project that stays empty. The library itself is stood in for."""
+    """Prevents: a project that stays empty, or has a run for every start. The library itself is
+    stood in for."""
     logged, started = [], []
     run = SimpleNamespace(log=lambda values, step: logged.append((step, values)), finish=list)
     library = SimpleNamespace(init=lambda **options: (started.append(options), run)[1])
@@ -35,7 +36,10 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
     sink = WandbSink("project", "name", tmp_path)
     sink.write(7, step_values(RECORD))
     sink.close()
-    assert started[0]["project"] == "project"
+    WandbSink("project", "name", tmp_path)
+    first, again = started
+    assert first["project"] == "project"
+    assert again["id"] == first["id"] and again["resume"] == "allow"
     assert logged == [(7, step_values(RECORD))]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,17 +108,17 @@ class TrainingLoop:
     Args:
         health: told of every step.
         portions: the data, one portion after the other, each when its first step comes.
-        sinks: reported to on the writing rank; empty on others.
+        sinks: reported to on the writing rank, empty on others; one that fails is taken out.
         stop_requested: asked after every step whether this rank was told to stop.
     """
 
     def __init__(
         self, trainer: Trainer, portions: Iterator[RunData], options: RunOptions,
-        writer: CheckpointWriter, health: RunHealth, sinks: Sequence[MetricsSink],
+        writer: CheckpointWriter, health: RunHealth, sinks: list[MetricsSink],
         stop_requested: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._trainer, self._portions, self._options = trainer, portions, options
-        self._writer, self._health, self._sinks = writer, health, list(sinks)
+        self._writer, self._health, self._sinks = writer, health, sinks
         self._stop_requested = stop_requested
         self._is_writer = dist.get_rank() == 0
         self._data = next(portions)
@@ -126,7 +126,7 @@ class TrainingLoop:
     def run(self, first_step: int) -> RunOutcome:
         """Train from `first_step` to the options' end, or until any rank is asked to stop.
 
-        A checkpoint is saved at the end. The sinks are closed.
+        A checkpoint is saved at the end.
 
         Raises:
             UserError: a sample cannot be read, too many steps in a row were skipped, or too many
@@ -153,8 +153,6 @@ class TrainingLoop:
                 self._write(record, RUN_FILE, step_values(record), line)
             self._save_and_validate(step, stopped)
         tracer.close()
-        for sink in self._sinks:
-            sink.close()
         return RunOutcome(step, self._health.skipped_steps, stopped)
 
     def _train(self, step: int) -> StepResult:

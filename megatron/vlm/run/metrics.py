@@ -1,11 +1,15 @@
 """Optional outputs of a run's metrics besides `run.jsonl`: TensorBoard and Weights & Biases."""
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
 from omnibal.job.runlog import StepRecord, ValidationRecord
+
+_WANDB_ID_FILE = "wandb_id.txt"
 
 
 class MetricsSink(Protocol):
@@ -54,6 +58,9 @@ class TensorBoardSink:
 class WandbSink:
     """A run of a Weights & Biases project; where it goes is set by that library's own settings.
 
+    Its id is kept in `directory`, so that a run that is started again goes on in it. Steps that are
+    trained again are not written twice: the library leaves out those that it has.
+
     Raises:
         UserError: the library is not installed.
     """
@@ -66,7 +73,12 @@ class WandbSink:
                 f"--wandb-project {project}: Weights & Biases is not installed; pip install wandb, "
                 "or leave the option out"
             ) from error
-        self._run = wandb.init(project=project, name=name, dir=str(directory), resume="allow")
+        kept = directory / _WANDB_ID_FILE
+        if not kept.exists():
+            with atomic(kept) as temporary:
+                temporary.write_text(secrets.token_hex(4))
+        where = {"id": kept.read_text(), "dir": str(directory)}
+        self._run = wandb.init(project=project, name=name, resume="allow", **where)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log all values in one call."""

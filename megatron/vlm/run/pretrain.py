@@ -3,7 +3,7 @@
 import gc
 import json
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -295,6 +295,7 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     is asked for; collective over all ranks."""
     trainer = _built(run, links)
     done = _load(run, trainer)
+    sinks = _open_run(run, done.steps) if run.launch.rank == 0 else []
     with StopSignal() as stop:
         while True:
             anew = planned_anew(run, done.steps) if _is_due(run, done.steps) else None
@@ -304,9 +305,14 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
                 gc.collect()
                 run, trainer = anew, _built(anew, links)
                 _load(run, trainer)
-            done = train_plan(run, trainer, done, stop)
+                if run.launch.rank == 0:
+                    _write_info(run, done.steps)
+            done = train_plan(run, trainer, done, stop, sinks)
             if done.stopped or done.steps >= run.last_step:
-                return run, trainer, done
+                break
+    for sink in sinks:
+        sink.close()
+    return run, trainer, done
 
 
 def _is_due(run: Run, steps: int) -> bool:
@@ -350,8 +356,14 @@ def _told_of_planning(run: Run, steps: int) -> tuple[str | None, str]:
     )
 
 
-def train_plan(run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal) -> RunOutcome:
-    """Train from what is done to the next step after which the run is planned anew, or the end."""
+def train_plan(
+    run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal, sinks: list[MetricsSink]
+) -> RunOutcome:
+    """Train from what is done to the next step after which the run is planned anew, or the end.
+
+    Args:
+        sinks: reported to; those that fail are left out of it.
+    """
     arguments, evaluation = run.arguments, run.arguments.evaluation
     first_step, last_step = done.steps, run.last_step
     if first_step >= last_step:
@@ -365,7 +377,6 @@ def train_plan(run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal) -
     pauses = [step for step in arguments.checkpoints.replan_at if first_step < step < last_step]
     pause_step = min([*pauses, last_step])
     validation = _validation(run, trainer)
-    sinks = _open_run(run, first_step)
     writer = CheckpointWriter(
         arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _options(run, trainer),
@@ -507,14 +518,15 @@ def _check_traced_steps(steps: range, last_step: int) -> None:
         )
 
 
-def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
-    """Prepare the run's directory for its first step, on the writing rank.
+def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
+    """Prepare the run's directory for its first step, and open what is reported to besides; on the
+    writing rank.
 
     Log entries of steps that are not in the checkpoint are removed.
     """
-    if run.launch.rank != 0:
-        return ()
     arguments, reports = run.arguments, run.arguments.reports
+    if first_step >= run.last_step:
+        return []
     _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
     if reports.tensorboard_dir is not None:
@@ -526,16 +538,21 @@ def _open_run(run: Run, first_step: int) -> Sequence[MetricsSink]:
     drop_records(arguments.save / RUN_FILE, first_logged)
     # A validation counts the steps before it.
     drop_records(arguments.save / VALIDATION_FILE, first_logged + 1)
-    digest = plan_sha256(run.plan)
+    _write_info(run, first_logged)
+    return sinks
+
+
+def _write_info(run: Run, first_step: int) -> None:
+    """Say in the run's directory of which plan its log is, from this step on at the latest."""
+    save, digest = run.arguments.save, plan_sha256(run.plan)
     info = RunInfo(
         model=run.plan.model.name,
         packs_sha256=run.data.packs_sha256,
-        provider=arguments.provider,
+        provider=run.arguments.provider,
         plan_sha256=digest,
-        since_step=min(_since_step(arguments.save, digest, first_step), first_logged),
+        since_step=min(_since_step(save, digest, first_step), first_step),
     )
-    write_run_info(info, arguments.save)
-    return sinks
+    write_run_info(info, save)
 
 
 def _since_step(save: Path, digest: str, first_step: int) -> int:

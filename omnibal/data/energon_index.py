@@ -1,0 +1,120 @@
+"""Where Energon has found the samples of its shards: what `energon prepare` writes beside them.
+
+    NAME.tar.idx            first byte of every sample and the end of the last one, each a uint64
+    .nv-meta/index.sqlite   the key of every sample, and name, place and size of each of its files
+
+Read in Energon 7.4.1: flavors/webdataset/itar.py, indexing.py and prepare.py. Earlier ones list no
+files of samples.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from omnibal.base.errors import UserError
+from omnibal.base.remote_path import RemotePath
+
+META = ".nv-meta"
+_INFO, _DATABASE = ".info.json", "index.sqlite"
+_FILES = (
+    "SELECT s.sample_key, s.byte_offset, p.part_name, p.content_byte_offset, p.content_byte_size "
+    "FROM samples s JOIN sample_parts p USING (tar_file_id, sample_index) WHERE tar_file_id = ? "
+    "ORDER BY sample_index, p.content_byte_offset"
+)
+
+
+class ListedFile(NamedTuple):
+    """A file of a sample: what follows the key and its dot, and its bytes in the shard."""
+
+    suffix: str
+    offset: int
+    size: int
+
+
+class ListedSample(NamedTuple):
+    """A sample, by its key, the first byte of its first tar header, and its files."""
+
+    key: str
+    start: int
+    files: list[ListedFile]
+
+
+class ListedSamples(NamedTuple):
+    """The samples of a shard in their order, and where the last tar entry ends."""
+
+    samples: list[ListedSample]
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class EnergonIndex:
+    """What Energon knows of the samples of one shard."""
+
+    database: Path
+    number: int
+    """Number of the shard in the dataset."""
+
+    def of(self, shard: Path) -> ListedSamples:
+        """The samples of the shard, unchecked.
+
+        Raises:
+            UserError: the two files do not agree, or cannot be read.
+        """
+        offsets = shard.with_suffix(".tar.idx")
+        try:
+            borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
+            found = list(self._listed())
+        except (OSError, ValueError, sqlite3.Error) as error:
+            raise UserError(
+                f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
+                "again"
+            ) from error
+        if not borders or borders[:-1] != [sample.start for sample in found]:
+            raise stale(shard, "its .tar.idx has samples at other places than index.sqlite")
+        return ListedSamples(found, borders[-1])
+
+    def _listed(self) -> Iterator[ListedSample]:
+        # Nobody writes to it, and locks are slow or missing in network file systems.
+        name = f"{self.database.absolute().as_uri()}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(name, uri=True)) as database:
+            rows = database.execute(_FILES, (self.number,))
+            for (key, start), files in groupby(rows, key=lambda row: row[:2]):
+                yield ListedSample(key, start, [ListedFile(*row[2:]) for row in files])
+
+
+def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
+    """What Energon knows of each of these shards; None where it lists no files, or far away.
+
+    A remote shard is read in blocks, so that what lies between records is read anyway.
+    """
+    nothing: list[EnergonIndex | None] = [None] * len(shards)
+    database = folder / META / _DATABASE
+    if isinstance(folder, RemotePath) or not database.is_file():
+        return nothing
+    try:
+        counts = json.loads((folder / META / _INFO).read_text())["shard_counts"]
+        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as read:
+            read.execute(f"{_FILES} LIMIT 1", (0,))
+    except (OSError, ValueError, KeyError, sqlite3.Error):  # as earlier versions have it
+        return nothing
+    numbers = {name: number for number, name in enumerate(counts)}
+    return [
+        EnergonIndex(database, numbers[name])
+        if name in numbers and (folder / name).with_suffix(".tar.idx").is_file()
+        else None
+        for name in shards
+    ]
+
+
+def stale(shard: Path, why: str) -> UserError:
+    """The error of a shard that is not as Energon's index has it."""
+    return UserError(
+        f"{shard}: is not what Energon's index says of it ({why}); run `energon prepare` again"
+    )

@@ -1,0 +1,54 @@
+"""Packs dealt to ranks of which some are slower than others."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from omnibal.steps.deal import deal_by_speed
+
+
+def done_at(dealt: np.ndarray, load: np.ndarray, slowness: np.ndarray) -> float:
+    """When the last rank is done, given its packs [dp, slots]."""
+    loads = [load[packs[packs >= 0]].sum() for packs in dealt]
+    return float((loads * slowness).max())
+
+
+def best(load: np.ndarray, slowness: np.ndarray, most: int) -> float:
+    """The same of the best of all deals."""
+    ranks = len(slowness)
+    found = np.inf
+    for dealt in itertools.product(range(ranks), repeat=len(load)):
+        counts = np.bincount(dealt, minlength=ranks)
+        if counts.min() and counts.max() <= most:
+            found = min(found, (np.bincount(dealt, load, ranks) * slowness).max())
+    return found
+
+
+def test_slow_ranks_are_done_with_the_others():
+    """Prevents: ranks that wait for a slow one though it has fewer packs; against all deals."""
+    rng = np.random.default_rng(0)
+    over = []
+    for _ in range(60):
+        ranks = int(rng.integers(2, 4))
+        size = int(rng.integers(ranks + 1, 9))
+        load, slowness = rng.uniform(1, 4, size), np.ones(ranks)
+        slowness[rng.integers(ranks)] = rng.uniform(1.1, 2.5)
+        most = -(-3 * size // (2 * ranks))
+        [dealt] = deal_by_speed(np.arange(size)[None], load, slowness, most)
+        assert sorted(dealt[dealt >= 0].tolist()) == list(range(size))
+        assert (dealt[:, 0] >= 0).all() and dealt.shape[1] <= most
+        over.append(done_at(dealt, load, slowness) / best(load, slowness, most))
+    assert np.mean(over) < 1.01 and max(over) < 1.15
+
+
+def test_many_ranks_share_what_a_slow_one_leaves():
+    """Prevents: one rank that takes all that a slow one of many leaves; against ranks that could
+    share packs."""
+    rng = np.random.default_rng(1)
+    rows = np.arange(20 * 128).reshape(20, 128)
+    load, slowness = rng.uniform(1, 2, rows.size), np.ones(16)
+    slowness[3] = 1.5
+    for step, dealt in zip(rows, deal_by_speed(rows, load, slowness, 12), strict=True):
+        least = load[step].sum() / (1 / slowness).sum()
+        assert done_at(dealt, load, slowness) == pytest.approx(least, rel=0.02)

@@ -1,0 +1,80 @@
+"""Training from object storage: the run of local files, through a cache, also after a kill."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import launcher
+from end_to_end_cases import (
+    MODEL,
+    losses,
+    pair_succeeds,
+    plan_of,
+    rank_environments,
+    training,
+    wait_for_steps,
+)
+from s3_cases import Server, needs_s3, started_s3
+
+DATA = "s3://data/meta.json"
+
+
+@pytest.fixture(scope="module")
+def server(digits, tmp_path_factory):
+    with started_s3(tmp_path_factory.mktemp("moto")) as server:
+        server.put_folder(digits / "train")
+        yield server
+
+
+def starts(server: Server, command: list[object]):
+    environments = [each | server.environment for each in rank_environments(2)]
+    return launcher().start(tuple(command), environments)
+
+
+def succeed(server: Server, command: list[object]) -> None:
+    with starts(server, command) as started:
+        ended = started.ended
+    assert not any(one.returncode for one in ended), "".join(one.stderr for one in ended)
+
+
+@needs_s3
+def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp_path):
+    """Prevents: other losses than those of a disk, a cache that grows past its size or is not read
+    again, and a kill from which a run with remote data cannot go on."""
+    again, index = tmp_path / "again.parquet", tmp_path / "index"
+    scan = (
+        "-m", "omnibal", "lengths", DATA, *MODEL, "--tokenizer-model", digits / "tokenizer.model",
+        "-o", again, "--data-index", index, "--processes", "1",
+    )  # fmt: skip
+    scanned = launcher().run(*scan, **server.environment)
+    assert scanned.returncode == 0, scanned.stderr
+    assert again.read_bytes() == lengths.read_bytes()
+    plan = plan_of(again, tmp_path / "plan", "--pp", "2", "--epochs", "2")
+    whole = tmp_path / "whole"
+    pair_succeeds(*training(plan, digits, whole))
+
+    def command(save: Path, cache: str, *more: object) -> list[object]:
+        words = training(plan, digits, save, *more)
+        words[words.index("--data") + 1] = DATA
+        return [*words, "--data-index", index, "--data-cache", tmp_path / cache]
+
+    killed, second, most_bytes = tmp_path / "killed", tmp_path / "second", 60_000
+    with starts(server, command(killed, "large", "--save-interval", "1")) as ranks:
+        wait_for_steps(killed, 2)
+        deadline = time.monotonic() + 60
+        while not (killed / "iter_0000001").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for pid in ranks.pids:
+            os.kill(pid, signal.SIGKILL)
+    assert len(losses(killed)) < len(losses(whole))
+    small = ("--data-cache-gib", most_bytes / 2**30)  # all images are twice that
+    succeed(server, command(killed, "small", *small, "--load", killed))
+    assert losses(killed) == losses(whole)
+    held = sum(path.stat().st_size for path in (tmp_path / "small").glob("??/*"))
+    assert most_bytes / 2 < held <= most_bytes
+    before = server.reads_of(".png")
+    succeed(server, command(second, "large", "--train-iters", "2"))
+    assert losses(second) == losses(whole)[:2]
+    assert server.reads_of(".png") == before > 40
