@@ -180,7 +180,6 @@ def _planned_in_portions(
         goal.data,
         lengths=lengths,
         epochs=settings.epochs,
-        types=settings.types,
         portion_samples=len(lengths),
     )
     (listener or Silence()).note(

@@ -275,10 +275,20 @@ def make_ordered_plan(
 
 
 def in_best_order(
-    plan: Plan, job: JobSpec, levels: Sequence[Level], packs: ScheduledPacks, lengths: Lengths
+    plan: Plan,
+    job: JobSpec,
+    levels: Sequence[Level],
+    packs: ScheduledPacks,
+    lengths: Lengths,
+    *,
+    effort: float = 1.0,
 ) -> ScheduledPacks:
     """The packs with every rank's micro-batches of a step in the order that is found best on the
-    planned stages; as they are where ranks wait for each other within a step."""
+    planned stages; as they are where ranks wait for each other within a step.
+
+    Args:
+        effort: of the search, relative to the usual one.
+    """
     workload = job.workload(packs, lengths, levels)
     if workload.runs_together:
         return packs
@@ -288,6 +298,7 @@ def in_best_order(
         workload,
         job.memory_cap_gib * GIB,
         plan.schedule,
+        effort=effort,
     )
     return in_slots(packs, slot)
 
