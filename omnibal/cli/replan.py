@@ -7,7 +7,7 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
-from omnibal.base.outputs import check_folder
+from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import ConsoleListener, print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.model.parallel import MAX_DEVICES
@@ -46,16 +46,32 @@ def replan(
     if gpus is not None and nodes is not None:
         raise UserError("--gpus and --nodes were given, which say the same: leave one out")
     if nodes is not None:
-        gpus = nodes * files.plan.cluster.gpus_per_node
+        gpus = _gpus_of(nodes, files.plan.cluster.gpus_per_node)
     if run is None and gpus is None:
         raise UserError(
             "neither a run nor a number of devices was given, so nothing is new: give --run, "
             "--gpus or --nodes"
         )
     check_folder("-o", output, [directory])
+    check_outside("-o", output, [directory])
     log = None if run is None else RunLog.of_directory(run)
     planned = replan_run(files, log, gpus, after, ConsoleListener())
     save_plan(planned.result, output)
     tables = [] if planned.fit is None else [misprediction_table(planned.fit)]
     summary = replan_summary(planned) | {"plan": str(output)}
     print_result(as_json, summary, *tables, replan_facts(planned), f"plan: {output}")
+
+
+def _gpus_of(nodes: int, gpus_per_node: int) -> int:
+    """Devices of so many nodes.
+
+    Raises:
+        UserError: they are more than a job can have.
+    """
+    gpus = nodes * gpus_per_node
+    if gpus > MAX_DEVICES:
+        raise UserError(
+            f"--nodes {nodes:,} of {gpus_per_node} GPUs each are {gpus:,} devices, and a job has "
+            f"{MAX_DEVICES:,} at most: give fewer nodes"
+        )
+    return gpus

@@ -128,7 +128,8 @@ def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
             "the run was trained by another plan, or its log is an earlier version's: give the "
-            "plan that it was started with, or that it went on with after it was planned anew"
+            "plan that it was trained by last, which is the newest in its folder `plans` where it "
+            "was planned anew, and else the one that it was started with"
         )
     first = info.since_step + _WARM_UP
     timed = [one for one in records if one.passes is not None and one.step >= first]

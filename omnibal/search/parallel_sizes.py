@@ -462,10 +462,12 @@ def _unusable(trials: StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
     if not trials.least_ms:
         fewest = min(sizing.parallel.data for sizing in sizings)
         samples = min(request.samples_per_step, len(request.lengths))
+        is_given = request.given is not None
+        remedy = "" if is_given else "a larger --samples-per-step, smaller caps or "
         return UserError(
             f"a step of {samples:,} samples has {_most_packs(trials)} packs, "
             f"and {request.sizes.gpus} GPUs have at least {fewest:,} data-parallel ranks, of which "
-            "each must have one: give a larger --samples-per-step, smaller caps or fewer GPUs"
+            f"each must have one: give {remedy}fewer GPUs"
         )
     (sizing, caps), need_gib = min(trials.need_gib.items(), key=lambda each: each[1])
     cap_gib = request.job.memory_cap_gib

@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from cli_cases import PLAN, failure, run
 from plan_cases import MODEL, example_lengths, job_spec, origin_of
 
 from omnibal.base.errors import UserError
@@ -20,7 +21,7 @@ from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan
 from omnibal.job.runlog import PassTimes, RunInfo, RunLog, StageRecord, StepRecord
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import MAX_DEVICES, Parallel
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.replanning import replan
@@ -199,7 +200,7 @@ def test_a_run_of_another_plan_is_refused(tmp_path):
     result = planned(job)
     log = logged(result, job.cost, job)
     files = opened(result, tmp_path / "plan")
-    with pytest.raises(UserError, match="trained by another plan"):
+    with pytest.raises(UserError, match="trained by last, which is the newest in its folder"):
         replan(files, replace(log, info=log.info.model_copy(update={"plan_sha256": "x"})))
     with pytest.raises(UserError, match="passes of 3 steps"):
         replan(files, replace(log, records=log.records[:5]))
@@ -215,3 +216,17 @@ def test_fewer_devices_keep_the_steps(tmp_path):
     other = replan(opened(result, tmp_path / "plan"), None, gpus=3)
     assert other.plan.parallel.world_size == 3
     assert other.plan.data.steps_sha256 == result.plan.data.steps_sha256
+    with pytest.raises(UserError, match="each must have one: give fewer GPUs"):
+        replan(opened(result, tmp_path / "plan"), None, gpus=100_000)
+
+
+def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
+    """Prevents: a traceback for more nodes than a job can have, and a plan that is written into
+    the one that is read, which then holds what is no part of a plan."""
+    run(PLAN, "-o", tmp_path / "plan")
+    capsys.readouterr()
+    anew = ("replan", tmp_path / "plan", "-o")
+    told = failure(capsys, *anew, tmp_path / "new", "--nodes", MAX_DEVICES)
+    assert "a job has 1,000,000 at most: give fewer nodes" in told
+    told = failure(capsys, *anew, tmp_path / "plan" / "new", "--gpus", 4)
+    assert "which this command reads" in told
