@@ -1,11 +1,13 @@
 """A hundred million samples packed in portions: packs above the bound, time and peak memory.
 
-    python benchmarks/scale.py [--samples 1000000] [--tiles 9 --tokens 4096] [--folder DIR]
+    python benchmarks/scale.py [--samples 1000000] [--tiles 9 --tokens 4096] [--folder DIR] [--plan]
 
 Makes lengths like those of InternVL's mixture, deals them to portions, packs every portion into
 steps of 64 ranks by predicted time, writes all, proves how few packs all samples need together, and
-reads one portion as a rank of the trainer does. Each of these is a process of its own, whose peak
-memory is what the system says at its end; times are seconds of computing on one core.
+reads one portion as a rank of the trainer does. With --plan, `omnibal plan` and `omnibal check` do
+all this as a user runs them, for InternVL2.5-26B on 64 GPUs, and a rank opens that plan. Each of
+these is a process of its own, whose peak memory is what the system says at its end; times are
+seconds of computing on one core.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from pathlib import Path
 
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.families.named import named_model
+from omnibal.job.check import open_plan, open_portion
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import LENGTHS_FILE, portion_folder, portion_packs_file
 from omnibal.job.plan_data import SampleData
@@ -30,7 +33,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks, read_packs
-from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.pack_settings import PORTION_SAMPLES, PackSettings
 from omnibal.steps.portions import PortionedSamples, PortionPlace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,7 +44,8 @@ _MOST_ABOVE = 0.005
 """Share of packs above the bound that is still good."""
 _MOST_SECONDS, _MOST_GIB = 600, 16.0
 """Limits of packing a hundred million samples."""
-_LENGTHS = "all.parquet"
+_LENGTHS, _PLAN = "all.parquet", "plan"
+_LAYOUT = "--model internvl2.5-26b --cluster h100-80g --tp 4 --pp 4 --dp 4".split()
 
 
 def scheduled(
@@ -57,7 +61,7 @@ def scheduled(
     return data.schedule(job)[0]
 
 
-def pack(folder: Path, caps: Caps) -> str:
+def pack(folder: Path, caps: Caps, portion_samples: int) -> str:
     """Pack the lengths of a folder in portions, and say how well."""
     job = JobSpec(
         model=named_model("internvl-chat-1.5-6b-20b"),
@@ -65,13 +69,15 @@ def pack(folder: Path, caps: Caps) -> str:
         parallel=Parallel(pipeline=1, data=_RANKS),
         precision="bf16",
     )
-    samples = PortionedSamples.of(read_lengths([folder / _LENGTHS]), PackSettings())
+    settings = PackSettings(portion_samples=portion_samples)
+    samples = PortionedSamples.of(read_lengths([folder / _LENGTHS]), settings)
     if samples is None:
         raise SystemExit("give more --samples than a portion has")
     schedule = partial(scheduled, samples=samples, job=job, caps=caps)
     portions = write_portions(samples, schedule, folder)
     packed = time.process_time()
-    packs, least = sum(each.packs for each in portions), fewest_packs(samples, caps)
+    packs = sum(each.packs for each in portions)
+    least = fewest_packs(samples, caps, packs)
     proven = time.process_time() - packed
     gap = packs / least - 1
     verdict = "ok" if gap <= _MOST_ABOVE else "MISSES"
@@ -95,6 +101,39 @@ def read(folder: Path) -> str:
     )
 
 
+def opened(folder: Path) -> str:
+    """Open a plan as a rank does that goes on in its last portion, and say what that takes."""
+    before = peak_gib()
+    files = open_plan(folder / _PLAN, to_train=True)
+    assert files.plan.data is not None, "it was planned with lengths"
+    _, packs, _ = open_portion(files, files.plan.data.steps - 1)
+    return (
+        f"  a rank opens the plan, and its last portion of {len(packs):,} packs, in "
+        f"{time.process_time():.1f} s, {peak_gib() - before:.2f} GiB at most"
+    )
+
+
+def commands(given: argparse.Namespace, folder: Path) -> list[list[str]]:
+    """The commands that plan the samples of a folder and check the plan."""
+    limits = ["--max-tiles", str(given.tiles), "--max-tokens", str(given.tokens)]
+    portions = ["--portion-samples", str(given.portion_samples)]
+    data = ["--lengths", str(folder / _LENGTHS), *limits, *portions]
+    plan = ["plan", *_LAYOUT, *data, "-o", str(folder / _PLAN)]
+    return [plan, ["check", str(folder / _PLAN)]]
+
+
+def measured(command: list[str]) -> str:
+    """Run an `omnibal` command, and say what it takes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "omnibal", *command], stdout=subprocess.DEVNULL, env=_one_core()
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"omnibal {command[0]} failed")
+    seconds = used.ru_utime + used.ru_stime
+    return f"  omnibal {command[0]}: {seconds:.0f} s, peak {used.ru_maxrss / 2**20:.2f} GiB"
+
+
 def peak_gib() -> float:
     """Most memory that this process has had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -106,26 +145,43 @@ def main() -> None:
     parser.add_argument("--tiles", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--folder", type=Path, help="where to write; removed at the end")
-    parser.add_argument("--task", choices=("make", "pack", "read"), help=argparse.SUPPRESS)
+    parser.add_argument("--portion-samples", type=int, default=PORTION_SAMPLES)
+    parser.add_argument("--plan", action="store_true", help="plan, check and open a plan instead")
+    tasks = ("make", "pack", "read", "open")
+    parser.add_argument("--task", choices=tasks, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.task is None:
-        _run_each(given.folder)
+        _run_each(given)
     elif given.task == "make":
         write_lengths(make_lengths("internvl", given.samples, 0), given.folder / _LENGTHS)
     elif given.task == "pack":
-        print(pack(given.folder, Caps.of(tiles=given.tiles, tokens=given.tokens)))
+        caps = Caps.of(tiles=given.tiles, tokens=given.tokens)
+        print(pack(given.folder, caps, given.portion_samples))
     else:
-        print(read(given.folder))
+        print((read if given.task == "read" else opened)(given.folder))
 
 
-def _run_each(parent: Path | None) -> None:
+def _one_core() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _run_each(given: argparse.Namespace) -> None:
     """Run every task in a process of its own, with the arguments of this one."""
-    folder = Path(tempfile.mkdtemp(prefix="scale-", dir=parent))
-    one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    folder = Path(tempfile.mkdtemp(prefix="scale-", dir=given.folder))
+
+    def run(task: str) -> None:
+        command = [sys.executable, *sys.argv, "--folder", str(folder), "--task", task]
+        subprocess.run(command, check=True, env=_one_core())
+
     try:
-        for task in ("make", "pack", "read"):
-            command = [sys.executable, *sys.argv, "--folder", str(folder), "--task", task]
-            subprocess.run(command, check=True, env=os.environ | one_core)
+        run("make")
+        if not given.plan:
+            run("pack")
+            run("read")
+            return
+        for command in commands(given, folder):
+            print(measured(command), flush=True)
+        run("open")
     finally:
         shutil.rmtree(folder)
 

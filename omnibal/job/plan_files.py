@@ -46,6 +46,10 @@ from omnibal.steps.portions import FIRST_PORTION, PortionedSamples, PortionPlace
 from omnibal.steps.seen import milestones, seen_by_step
 from omnibal.steps.steps import steps_of
 
+_LATER_EFFORT = 0.5
+"""Effort of the search for the order of micro-batches in portions after the first: with half of the
+changes it finds nine tenths of the gain, and takes no longer than the packing."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanFiles:
@@ -208,7 +212,7 @@ def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) ->
         )
         packs, _ = data.schedule(job)
         if is_ordered:
-            packs = in_best_order(plan, job, levels, packs, lengths)
+            packs = in_best_order(plan, job, levels, packs, lengths, effort=_LATER_EFFORT)
         name = f"portion {place.number} of epoch {place.epoch}"
         check_memory(plan, job, packs, lengths, name)
         return packs
@@ -216,7 +220,8 @@ def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) ->
     portions = write_portions(samples, schedule, directory)
     data = DataPlan.joined(plan.data, portions, samples.epochs)
     if isinstance(samples, PortionedSamples) and are_plain(levels):
-        least = fewest_packs(samples, plan.data.caps)
+        found = sum(portion.packs for portion in portions[: samples.count])
+        least = fewest_packs(samples, plan.data.caps, found)
         data = data.model_copy(update={"fewest_packs": least})
     hashes = SettingsHashes.of(plan.model, data)
     return plan.model_copy(update={"data": data, "settings_sha256": hashes})

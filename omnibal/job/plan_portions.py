@@ -107,12 +107,16 @@ def write_portions(
     return tuple(written)
 
 
-def fewest_packs(samples: PortionedSamples, caps: Caps) -> int:
-    """Prove how many packs all samples together need at least, whatever portions they are in."""
+def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
+    """Prove how many packs all samples together need at least, whatever portions they are in.
+
+    Args:
+        found: packs that they are in.
+    """
     counted = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
     )
-    return bound_of_counts(SizeCounts.joined(counted), caps)
+    return bound_of_counts(SizeCounts.joined(counted), caps, found=found)
 
 
 def read_portion(data: DataPlan, index: int, directory: Path) -> Data:

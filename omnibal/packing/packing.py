@@ -41,11 +41,10 @@ def pack_samples(
         UserError: a sample is larger than a cap.
     """
     # Here, as it imports scipy, for which a command that only names a method should not wait.
-    from omnibal.packing.balanced import MAX_TYPES, pack_balanced
+    from omnibal.packing.balanced import pack_balanced
 
     match method:
         case PackingMethod.BALANCED:
-            most = MAX_TYPES if most_types is None else most_types
-            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most)
+            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most_types)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)

@@ -48,6 +48,8 @@ def ordered_slots(
     workload: Workload,
     memory_cap_bytes: float,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    *,
+    effort: float = 1.0,
 ) -> np.ndarray:
     """The slot of every row of a workload in which steps are as short as is found. int32 [rows]
 
@@ -59,8 +61,10 @@ def ordered_slots(
             at each level; of one level, `[stages]`.
         workload: of ranks that wait for each other only at a step's end (not `runs_together`).
         memory_cap_bytes: of one device, which the slots as they are keep to.
+        effort: of the search, relative to the usual one.
     """
-    slot = searched_slots(workload_times(cost, stages_at, workload), workload, schedule)
+    times = workload_times(cost, stages_at, workload)
+    slot = searched_slots(times, workload, schedule, effort=effort)
 
     def too_full(steps: np.ndarray) -> list[int]:
         """The steps, among some, in which a stage would need more than the cap."""
@@ -93,6 +97,8 @@ def searched_slots(
     times: StageTimes,
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    *,
+    effort: float = 1.0,
 ) -> np.ndarray:
     """The slot of every row of a workload whose ranks wait for each other only at a step's end, by
     the times of its micro-batches. int32 [rows]
@@ -100,7 +106,7 @@ def searched_slots(
     ranks, slot = workload.data_parallel_size, workload.slot.copy()
     _, step = np.unique(workload.step, return_inverse=True)
     operations = len(schedule.passes) * times.forward_ms.size
-    changes = int(min(_MOST_WORK // max(operations, 1), _MOST_CHANGES))
+    changes = int(min(effort * _MOST_WORK // max(operations, 1), _MOST_CHANGES))
     alone, at_once = replace(times, waits_ms=None), max(_ROWS_AT_ONCE // ranks, 1)
     for begin in range(0, int(step[-1]) + 1, at_once):
         held = slice(*np.searchsorted(step, [begin, begin + at_once]))

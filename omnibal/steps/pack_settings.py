@@ -22,7 +22,5 @@ class PackSettings:
     """First steps of the first epoch, made of packs of the shortest level alone."""
     fill: FillRule = FillRule.COST
     """Rule for the short samples that fill the room of long packs, where there are levels."""
-    types: int | None = None
-    """Sizes that `balanced` tells samples apart by; None for as many as it does by itself."""
     portion_samples: int = PORTION_SAMPLES
     """Samples that are packed together, of more (`omnibal.steps.portions`)."""

@@ -14,9 +14,6 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.steps.pack_settings import PackSettings
 
-PORTION_TYPES = 60
-"""Sizes that samples of portions are told apart by: a third of the usual ones, which takes half of
-the time for 0.01 % more packs where samples are millions."""
 _PLACE_TYPE = np.uint16
 _DEAL = 1  # its key beside the seed: epochs have keys of their own
 _DEALT_AT_ONCE = 1 << 22
@@ -89,9 +86,7 @@ class PortionedSamples:
     def settings_of(self, place: PortionPlace) -> PackSettings:
         """Settings by which a portion is packed: one epoch of it, with draws of its own."""
         if place == FIRST_PORTION:
-            return replace(self.settings, epochs=1, types=PORTION_TYPES)
+            return replace(self.settings, epochs=1)
         key = [self.settings.seed, place.epoch, place.number]
         (drawn,) = np.random.SeedSequence(key).generate_state(1)
-        return replace(
-            self.settings, epochs=1, types=PORTION_TYPES, seed=int(drawn), curriculum_steps=0
-        )
+        return replace(self.settings, epochs=1, seed=int(drawn), curriculum_steps=0)

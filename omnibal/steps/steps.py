@@ -19,7 +19,6 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level, are_plain, largest_caps
 from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
-from omnibal.packing.balanced import MAX_TYPES
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.media import pack_apart
@@ -88,7 +87,7 @@ def pack_epochs(
     may_fill: np.ndarray | None = None,
     *,
     rules: PackRules = ANY_PACKS,
-    most_types: int = MAX_TYPES,
+    most_types: int | None = None,
 ) -> list[Packs]:
     """Packs of every epoch, each drawn anew from (seed, epoch).
 
@@ -97,7 +96,7 @@ def pack_epochs(
         may_fill: which samples may go into packs of a longer level, bool [levels, samples]
             (`omnibal.packing.by_level`); None for all.
         rules: what packs may be, where each is one rank's and all have the same limits.
-        most_types: as `pack_samples` has it, where there is one level and the settings do not say.
+        most_types: as `pack_samples` has it, where there is one level.
     """
     thorough = settings.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
@@ -116,7 +115,7 @@ def pack_epochs(
         caps=caps,
         method=settings.packing,
         thorough=thorough,
-        most_types=settings.types or most_types,
+        most_types=most_types,
     )
     return [_pack_by_rules(lengths, rules, partial(pack, seed=seed)) for seed in seeds]
 

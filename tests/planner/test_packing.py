@@ -13,10 +13,13 @@ from scipy.optimize import linprog
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.model.limits import Caps
+from omnibal.packing import balanced
+from omnibal.packing.balanced import pack_balanced
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.isf import pack_isf
-from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
+from omnibal.packing.pack_bound import bound_of_counts, naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.size_counts import SizeCounts
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
 
@@ -158,6 +161,37 @@ def test_balanced_is_near_the_bound(name):
     assert_valid(packs, lengths, caps)
     assert len(packs) <= 1.006 * packs_lower_bound(lengths, caps) + 1
     assert len(packs) < len(pack_samples(lengths, caps, PackingMethod.ISF, 0))
+
+
+def unlike(count: int) -> Lengths:
+    """Sizes whose tiles say nothing about their tokens."""
+    rng = np.random.default_rng(0)
+    tiles = np.clip(rng.lognormal(np.log(3), 0.8, count).round(), 0, 12)
+    tokens = np.clip(rng.lognormal(np.log(1000), 1, count), 8, 4096)
+    return make_lengths(np.stack([tiles, tokens], axis=1).astype(int).tolist())
+
+
+def test_a_gap_to_packs_at_hand_is_narrowed():
+    """Prevents: a proven bound percents below what is needed, where tiles say nothing about tokens;
+    it may not be above packs that there are."""
+    lengths, caps = unlike(1500), Caps.of(tiles=12, tokens=4096)
+    packs = len(pack_samples(lengths, caps, PackingMethod.BALANCED, 0, thorough=False))
+    counted = SizeCounts.of(lengths.sizes(caps.names))
+    usual, finer = bound_of_counts(counted, caps), bound_of_counts(counted, caps, found=packs)
+    assert 1.005 * usual < finer <= packs
+
+
+def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
+    """Prevents: a percent more packs of large data than need be; at a tenth of the size, against
+    what the usual types give."""
+    lengths, caps = unlike(6000), Caps.of(tiles=12, tokens=4096)
+    for name, types in (("MAX_TYPES", 20), ("_FINE_TYPES", 100), ("_SAMPLES_PER_FINE_TYPE", 60)):
+        monkeypatch.setattr(balanced, name, types)
+    monkeypatch.setattr(balanced, "_best_fit_where_fewer", lambda packs, *_: packs)
+    finer = pack_balanced(lengths, caps, 0, thorough=False)
+    usual = pack_balanced(lengths, caps, 0, thorough=False, most_types=20)
+    assert_valid(finer, lengths, caps)
+    assert len(finer) < 0.995 * len(usual)
 
 
 @pytest.mark.parametrize("name", ["charts", "ocr"])
