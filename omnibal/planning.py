@@ -26,6 +26,8 @@ from omnibal.job.planner import (
     PlanResult,
     in_portions,
     make_ordered_plan,
+    make_plan,
+    ordered_plan,
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import FillRule, Level, are_plain
@@ -341,7 +343,9 @@ class _Search:
         reasons = {each: _cause(error) for each, error in refused.items()}
         sharding = ShardingChoice.of_plans(best, predicted, reasons)
         request, chosen = planned[best]
-        result, schedule = self._scheduled(chosen.result, request)
+        result, schedule = self._scheduled(
+            chosen.result, request, is_ordered=not self._is_ordered_last
+        )
         return replace(chosen, result=result, sharding=sharding, schedule=schedule)
 
     def _sharded_jobs(self) -> list[JobSpec]:
@@ -401,19 +405,32 @@ class _Search:
         return request, Planned(result=result, placement=choice, sharding=sharding)
 
     def _scheduled(
-        self, result: PlanResult, request: PlanRequest
+        self, result: PlanResult, request: PlanRequest, *, is_ordered: bool = True
     ) -> tuple[PlanResult, ScheduleChoice]:
-        """The plan in the schedule that is asked for, or in the fastest that the trainer runs."""
+        """The plan in the schedule that is asked for, or in the fastest that the trainer runs.
+
+        Args:
+            is_ordered: as of `with_best_schedule`.
+        """
         name, names = self.goal.free.schedule, self._schedules
         if request.data.levels != result.plan.pack_levels:
-            return result, ScheduleChoice()  # packs of an earlier plan, which had to be shared
+            # Packs of an earlier plan, which had to be shared.
+            return result if is_ordered else ordered_plan(request, result), ScheduleChoice()
         if name is not None and names:
             with self.listener.status(f"cutting the model for schedule {name}"):
-                return in_schedule(request, result, name)
+                return in_schedule(request, result, name, is_ordered=is_ordered)
         if not names:
             return result, ScheduleChoice()
         with self.listener.status("trying other schedules"):
-            return with_best_schedule(request, result, names)
+            return with_best_schedule(request, result, names, is_ordered=is_ordered)
+
+    @property
+    def _is_ordered_last(self) -> bool:
+        """Whether micro-batches are put in order once the schedule is chosen: where plans at given
+        sizes differ in nothing else."""
+        free = self.goal.free
+        is_alone = free.placements == (EncoderPlacement.PIPELINE,) and len(self.goal.shardings) == 1
+        return bool(self._schedules) and is_alone and free.sizes is None
 
     @property
     def _schedules(self) -> frozenset[str]:
@@ -726,7 +743,7 @@ class _Search:
     def _make_plan(self, request: PlanRequest) -> PlanResult:
         """Make the plan, or raise an error that says what would fit."""
         try:
-            return make_ordered_plan(request)
+            return make_plan(request) if self._is_ordered_last else make_ordered_plan(request)
         except DoesNotFit as error:
             shared = _shared(request)
             if shared is None:

@@ -24,6 +24,9 @@ _RETRIES = (
 )
 _POLL_S = 1.0  # until cores are counted again, as nodes come and go
 _CONNECT_S = 10.0  # within which a cluster's port must answer; Ray itself tries for minutes
+_HEAD_S = 20.0  # that a head may take to start again; Ray ends its processes after 60 s, silently
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How gRPC, which Ray's ports speak, begins: HTTP/2, with settings of which none is given."""
 
 
 @contextmanager
@@ -58,21 +61,49 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse a host and port where nobody answers."""
+    """Refuse a host and port where nobody answers, or something else than Ray."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
         return  # one of Ray's words, such as auto
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as answering:
+            answering.sendall(_GREETING)
+            answering.settimeout(_CONNECT_S)
+            is_text = answering.recv(1) > b" "  # as of a dashboard; HTTP/2 and TLS begin otherwise
+    except TimeoutError:
+        is_text = False
     except (OSError, OverflowError) as error:
         raise _unreachable(address, str(error)) from error
+    if is_text:
+        raise _unreachable(address, "what answers there is a dashboard, or not Ray")
+
+
+def _wait_for_head(address: str) -> None:
+    """Return when the cluster's head answers.
+
+    Raises:
+        UserError: it does not for too long.
+    """
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + _HEAD_S
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the head of the Ray cluster, {address}, is gone ({error}); start the cluster "
+                    "again, then run the same command with its address to resume"
+                ) from error
+        time.sleep(_POLL_S)
 
 
 def _unreachable(address: str | None, why: str) -> UserError:
     where = "a Ray cluster" if address is None else f"--address {address}: the Ray cluster"
     return UserError(
-        f"{where} cannot be reached ({why}); start one with `ray start --head`, and give the "
-        "address that it prints"
+        f"{where} cannot be reached ({why}); start one with `ray start --head`, give the address "
+        "that it prints, and have the token that it asks for in RAY_AUTH_TOKEN or ~/.ray/auth_token"
     )
 
 
@@ -129,6 +160,7 @@ class _Room:
 
     def tasks(self) -> int:
         if time.monotonic() - self.counted >= _POLL_S:
+            _wait_for_head(self.ray.get_runtime_context().gcs_address)
             self.counted = time.monotonic()
             self.cores = max(1, int(self.ray.cluster_resources().get("CPU", 0)))
         return _PER_CORE * self.cores

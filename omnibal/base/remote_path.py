@@ -13,7 +13,7 @@ import stat
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
+_URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # in which one slash is lost
 _BLOCK_BYTES = 1 << 21  # time to ask and time to receive are about the same at 100 MB/s and 20 ms
 _BLOCKS_IN_MEMORY = 8  # of a process: what is read next mostly stands where the last was
 _KNOWN_FILES, _REMEMBERED_S = 4096, 60
@@ -163,6 +164,27 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
         return Path(name)
     scheme, _, place = str(folder / name).partition("://")  # where .. is no folder's name
     return location(f"{scheme}://{posixpath.normpath(place)}", cache)
+
+
+def check_local(options: Mapping[str, Any]) -> None:
+    """Refuse options that were given a URL and take a path, which would be one of a folder s3:.
+
+    Args:
+        options: their values, of any kind, by their names without dashes.
+
+    Raises:
+        UserError: one was.
+    """
+    for name, value in options.items():
+        for path in value if isinstance(value, list) else [value]:
+            if not isinstance(path, Path) or isinstance(path, RemotePath):
+                continue
+            if url := _URL_AS_PATH.fullmatch(str(path)):
+                raise UserError(
+                    f"{name.replace('_', '-')} {url[1]}://{url[2]}: is a URL, by which only data "
+                    "is read (DATA of `omnibal lengths`, --data and --eval-data of "
+                    "pretrain_vlm.py); give a local path, or copy it to one"
+                )
 
 
 def versions_of(paths: Sequence[Path]) -> list[str]:

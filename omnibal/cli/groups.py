@@ -6,11 +6,14 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
 
+from omnibal.base.remote_path import check_local
+
 
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every group of options among a command's parameters by the group's fields.
 
-    Typer reads the list of all options; the command gets its groups with values.
+    Typer reads the list of all options; the command gets its groups with values, none of which is
+    a URL where a path must be.
 
     Example:
         >>> @dataclass
@@ -34,6 +37,7 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        check_local(given)
         filled = {
             name: group(**{one.name: given.pop(one.name) for one in fields(group)})
             for name, group in groups.items()

@@ -237,24 +237,27 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
     )
 
 
-def make_ordered_plan(
-    request: PlanRequest, *, in_rounds: bool = True, dealt: Dealt | None = None
-) -> PlanResult:
-    """Plan a job on its data, as `make_plan` does, with every rank's micro-batches of a step in the
-    order that is found best on the planned stages (`omnibal.pipeline.slot_order`), and encoders
-    that are data-parallel in rounds (`omnibal.pipeline.round_search`).
+def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanResult:
+    """Plan a job on its data, as `make_plan` does, in the order of `ordered_plan`.
+
+    Raises:
+        UserError: a sample exceeds the caps, or no partition fits into memory.
+    """
+    return ordered_plan(request, make_plan(request), in_rounds=in_rounds)
+
+
+def ordered_plan(request: PlanRequest, result: PlanResult, *, in_rounds: bool = True) -> PlanResult:
+    """The plan of a request with every rank's micro-batches of a step in the order that is found
+    best on the planned stages (`omnibal.pipeline.slot_order`), and encoders that are data-parallel
+    in rounds (`omnibal.pipeline.round_search`).
 
     Plans for other trainers and of given methods keep the order in which packs were dealt, and so
     do ranks that wait for each other within a step.
 
     Args:
+        result: of `make_plan`.
         in_rounds: whether data-parallel encoders may run in rounds.
-        dealt: as of `make_plan`.
-
-    Raises:
-        UserError: a sample exceeds the caps, or no partition fits into memory.
     """
-    result = make_plan(request, dealt=dealt)
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
     packs, lengths = result.data

@@ -14,6 +14,7 @@ What is proven is little: a step lasts as long as the work of all stages, evenly
 first forwards and last backwards that every stage must wait for.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -52,6 +53,9 @@ _COMBINED = 6
 """Best moves of a round that are tried together."""
 _KICKS = 3
 """Random moves from the best cuts after which they are improved again."""
+_IN_VAIN = 10
+"""Times in a row that the best cuts are improved again in vain, after which the search ends: of
+pipelines of 2 to 4 stages and 4 to 16 parts, none was improved after more."""
 _MOST_TIGHTENED = 4
 """Times that the search is repeated with less memory where all passes need more than those that
 were looked at."""
@@ -64,7 +68,7 @@ class Effort:
     """Work of a search, after which it ends."""
 
     share: float = 1.0
-    """Share of the operations that are usually simulated."""
+    """Share of what is usually done: of operations that are simulated, and of random moves."""
     most_cuts: float = np.inf
     """Ways to cut the model that are looked at: of short steps, most of the time goes there."""
 
@@ -187,7 +191,10 @@ def search_parts(
     best, simulated = None, 0
     for _ in range(_MOST_TIGHTENED):
         search = _Search(
-            problem=problem, work_left=effort.share * _MAX_WORK, most_cuts=effort.most_cuts
+            problem=problem,
+            work_left=effort.share * _MAX_WORK,
+            most_cuts=effort.most_cuts,
+            most_in_vain=math.ceil(effort.share * _IN_VAIN),
         )
         search.run(best)
         simulated += search.simulated
@@ -304,6 +311,7 @@ class _Search:
     problem: PartProblem
     work_left: float
     most_cuts: float
+    most_in_vain: int
     best: Candidate | None = None
     best_ms: float = np.inf
     simulated: int = 0
@@ -313,15 +321,16 @@ class _Search:
 
     def run(self, known: Candidate | None = None) -> None:
         """Improve from several cuts, or from a good one that is known, then from random moves of
-        the best, until the work is done."""
+        the best, until the work is done or these are in vain."""
         for start in self._starts() if known is None else [known]:
             self._improve(start)
-        rng = np.random.default_rng(0)
-        while self.best is not None and self.goes_on:
-            before = len(self.found_ms)
+        rng, in_vain = np.random.default_rng(0), 0
+        while self.best is not None and self.goes_on and in_vain < self.most_in_vain:
+            before, best_ms = len(self.found_ms), self.best_ms
             self._improve(self._kicked(rng, self.best))
             if len(self.found_ms) == before:
                 break
+            in_vain = 0 if self.best_ms < best_ms else in_vain + 1
 
     @property
     def goes_on(self) -> bool:

@@ -49,17 +49,19 @@ def timeline_figure(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Le
         + (f", its share of a pack of {context} ranks" if context > 1 else "")
         for slot, context, counts in zip(own.slot, own.context, features, strict=True)
     ]
+    chunks = plan.schedule.chunks
+    of_chunks = f", {chunks} chunks a stage" if chunks > 1 else ""
     return Figure(
         title=f"Step {step:,} as simulated",
         svg=draw(timeline, tips, encoding),
         caption="The step of median load on the first data-parallel rank: "
-        f"{len(own)} micro-batches under {timeline.schedule.name}. Rest the pointer on a block "
-        "for its pack.",
+        f"{len(own)} micro-batches under {timeline.schedule.name}{of_chunks}. Rest the pointer on "
+        "a block for its pack.",
         legend=(
             ("forward", "forward"),
             *((kind.label, _LEGEND[kind]) for kind in plan.schedule.passes[1:]),
-            *([("forward later", "later chunks")] if plan.schedule.chunks > 1 else []),
-            *([("encoder", "encoders beside")] if encoding else []),
+            *([("forward later", "later chunks")] if chunks > 1 else []),
+            *([("encoder", "data-parallel encoders")] if encoding else []),
             ("wait", "waiting"),
         ),
         wide=True,

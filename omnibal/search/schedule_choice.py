@@ -15,7 +15,8 @@ from omnibal.job.planner import (
     Dealt,
     PlanRequest,
     PlanResult,
-    make_ordered_plan,
+    make_plan,
+    ordered_plan,
     searched_parts,
 )
 from omnibal.model.limits import words
@@ -42,8 +43,8 @@ class ScheduleChoice:
 
     chosen: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Steps of schedules that were looked at, of 1F1B and the chosen one as planned, of others as
-    a quick search has them."""
+    """Steps of schedules that were looked at, of the chosen one as planned, of 1F1B as planned or
+    as if the order of its micro-batches gained as much, of others as a quick search has them."""
     idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
     """Idle share of the step of schedules that were planned."""
     refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
@@ -160,13 +161,15 @@ def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
 
 
 def with_best_schedule(
-    request: PlanRequest, planned: PlanResult, names: Collection[str]
+    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
 ) -> tuple[PlanResult, ScheduleChoice]:
     """The plan in the fastest schedule, and what it was chosen from.
 
     Args:
         planned: the plan in 1F1B.
         names: schedules to choose from.
+        is_ordered: whether its micro-batches are in their best order (`ordered_plan`), and encoders
+            in rounds; else plans are compared as dealt, and the fastest is put in order.
     """
     usual = ONE_FORWARD_ONE_BACKWARD
     before = _prediction(planned)
@@ -175,34 +178,43 @@ def with_best_schedule(
     refused = {each: why for each, why in tried.items() if isinstance(why, str)}
     if planned.search is None or _may_gain(before) < LEAST_GAIN * before.step_ms:
         free = {}
-    steps_ms = {usual: before.step_ms}
-    choice = ScheduleChoice(steps_ms=steps_ms, refused=refused)
+    choice = ScheduleChoice(steps_ms={usual: before.step_ms}, refused=refused)
+
+    def in_usual(choice: ScheduleChoice) -> tuple[PlanResult, ScheduleChoice]:
+        return (planned, choice) if is_ordered else _ordered(request, planned, choice)
+
     dealt = planned.dealt or request.data.schedule(request.job)
     quick = _quick_steps_ms(free, dealt)
     if not quick or planned.search is None:
-        return planned, choice
+        return in_usual(choice)
     # On the scale of the plan: a quick step is of some steps of the run.
     scale = before.step_ms / planned.search.step_ms
-    steps_ms |= {each: ms * scale for each, ms in quick.items()}
+    quick_ms = {each: ms * scale for each, ms in quick.items()}
+    choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
     best = min(quick, key=lambda each: quick[each])
     if quick[best] >= planned.search.step_ms:
-        return planned, choice
+        return in_usual(choice)
     try:
-        result = make_ordered_plan(free[best], dealt=dealt)
+        result = make_plan(free[best], dealt=dealt)
     except DoesNotFit:
-        return planned, choice
+        return in_usual(choice)
+    result = ordered_plan(free[best], result) if is_ordered else result
     after = _prediction(result)
-    steps_ms[best] = after.step_ms
+    choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
     if relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
-        return planned, choice
+        return in_usual(choice)
     idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
-    return result, replace(choice, chosen=best, idle=idle)
+    choice = replace(choice, chosen=best, idle=idle)
+    return (result, choice) if is_ordered else _ordered(free[best], result, choice)
 
 
 def in_schedule(
-    request: PlanRequest, planned: PlanResult, name: str
+    request: PlanRequest, planned: PlanResult, name: str, *, is_ordered: bool
 ) -> tuple[PlanResult, ScheduleChoice]:
     """The plan in a schedule of this name, which is the fastest of it by a quick search.
+
+    Args:
+        planned, is_ordered: as of `with_best_schedule`.
 
     Raises:
         UserError: the job cannot run in it, or does not fit.
@@ -216,17 +228,30 @@ def in_schedule(
     quick = _quick_steps_ms(free, dealt) if len(free) > 1 else {}
     best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
     try:
-        result = make_ordered_plan(free[best], dealt=dealt)
+        result = make_plan(free[best], dealt=dealt)
     except DoesNotFit as error:
         # What would fit in 1F1B is no advice: this job does.
         raise UserError(str(error)) from error
+    result = ordered_plan(free[best], result) if is_ordered else result
     plans = {ONE_FORWARD_ONE_BACKWARD: _prediction(planned), best: _prediction(result)}
     choice = ScheduleChoice(
         chosen=best,
         steps_ms={each: prediction.step_ms for each, prediction in plans.items()},
         idle={each: prediction.bubble_fraction for each, prediction in plans.items()},
     )
-    return result, choice
+    return (result, choice) if is_ordered else _ordered(free[best], result, choice)
+
+
+def _ordered(
+    request: PlanRequest, result: PlanResult, choice: ScheduleChoice
+) -> tuple[PlanResult, ScheduleChoice]:
+    """The chosen plan with its micro-batches in order, and steps of others as if theirs gained as
+    much by it."""
+    ordered = ordered_plan(request, result)
+    now, dealt = _prediction(ordered), _prediction(result)
+    steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}
+    idle = choice.idle and {**choice.idle, choice.chosen: now.bubble_fraction}
+    return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
 
 
 def _possible(

@@ -1,9 +1,11 @@
 """The cache of remote blocks: bounded, never half written, whoever shares it and is killed."""
 
+import errno
 import fcntl
 import hashlib
 import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -91,6 +93,26 @@ def test_what_is_damaged_is_fetched_again(tmp_path):
     path.write_bytes(b"half")
     assert cache.block("a", BLOCK, lambda: content_of("a")) == content_of("a") == path.read_bytes()
     assert BlockCache.open(tmp_path / "new", 1) == cache
+
+
+def test_a_disk_that_fails_costs_time_alone(tmp_path, monkeypatch):
+    """Prevents a full disk, or a folder that somebody removes, from ending a run, and half a block
+    from being read later."""
+    cache = BlockCache.open(tmp_path / "cache", 1)
+    assert cache.block("a", BLOCK, lambda: content_of("a")) == content_of("a")
+    with monkeypatch.context() as full:
+
+        def fill(path: Path, content: bytes) -> None:
+            with path.open("wb") as file:
+                file.write(content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        full.setattr(Path, "write_bytes", fill)
+        assert cache.block("b", BLOCK, lambda: content_of("b")) == content_of("b")
+    assert len(list((tmp_path / "cache").glob("??/*"))) == 1
+    shutil.rmtree(tmp_path / "cache")
+    for name in ("a", "b"):
+        assert cache.block(name, BLOCK, lambda name=name: content_of(name)) == content_of(name)
 
 
 def test_a_folder_of_other_files_is_refused(tmp_path):

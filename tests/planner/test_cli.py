@@ -50,8 +50,8 @@ STAGE_KEYS = (
 FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
     "--max-pixels --processes --engine --address --data-index --on-error --json",
-    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --mixture --model "
-    "--limit --cluster --bound --output -o --picture --json",
+    "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --mixture "
+    "--model --limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
     "--lora-rank --lora-alpha --lora-targets --lora-part --lora-rslora "
     "--limit --network-gb-per-s --samples-per-step --rule --packing --precision "

@@ -10,10 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import fsspec
 import pytest
+from cli_cases import failure
 from fsspec.implementations.memory import MemoryFileSystem
 from s3_cases import Server, needs_s3, started_s3
 from shard_cases import make_samples, write_lines, write_shards
@@ -227,7 +229,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 @needs_s3
 def test_a_bucket_is_scanned_as_a_folder(made, digits, server, tmp_path):
-    """Prevents what fsspec's memory does not show of a real storage, such as names of buckets."""
+    """Prevents what fsspec's memory does not show of a real storage, such as names of buckets, and
+    other lengths of lines and shards by URLs that a Ray cluster reads."""
     folder = made[0].parent
     server.put_folder(folder)
     metas = {}
@@ -239,11 +242,12 @@ def test_a_bucket_is_scanned_as_a_folder(made, digits, server, tmp_path):
         metas[where] = tmp_path / f"{len(metas)}.json"
         metas[where].write_text(json.dumps(sources))
     outputs = []
-    for meta in metas.values():
+    engine = ("--engine", "ray") if find_spec("ray") else ("--processes", 1)
+    for meta, where in zip(metas.values(), (("--processes", 1), engine), strict=True):
         outputs.append(meta.with_suffix(".parquet"))
         done = command(
             meta, "--tokenizer-model", digits / "tokenizer.model", "-o", outputs[-1],
-            "--processes", 1, **server.environment,
+            *where, **server.environment,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
@@ -272,3 +276,19 @@ def test_versions_follow_content_and_time(tmp_path):
     path.write_bytes(b"12")
     os.utime(path, (1, 1))
     assert len({before, touched, *versions_of([path])}) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        ("lengths a.json --model internvl-digits -o s3://b/l.parquet", "output s3://b/l.parquet"),
+        ("pack s3://b/l.parquet --dp 1 --max-tokens 9", "lengths s3://b/l.parquet"),
+        ("check s3://b/plan", "directory s3://b/plan"),
+        ("export plan --to out --data s3://b/meta.json", "data s3://b/meta.json"),
+    ],
+)
+def test_what_takes_no_url_says_so(capsys, tmp_path, monkeypatch, command, option):
+    """Prevents results in a local folder named s3:, and errors about paths that nobody gave."""
+    monkeypatch.chdir(tmp_path)
+    assert f"error: {option}: is a URL, by which only data is read" in failure(capsys, command)
+    assert not list(tmp_path.iterdir())

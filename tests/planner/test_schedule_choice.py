@@ -4,18 +4,25 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from plan_cases import MODEL, example_lengths, origin_of, request
 
 from omnibal import Free, Goal, Planned, plan, planning, training_job
 from omnibal.base.errors import UserError
+from omnibal.job import plan_data
 from omnibal.job.job import JobSpec
+from omnibal.job.planner import PlanRequest, PlanResult, make_ordered_plan, ordered_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search import schedule_choice
 from omnibal.search.conflicts import Feature
-from omnibal.search.goal import ShapesAlone
+from omnibal.search.goal import Samples, ShapesAlone
+from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
+from omnibal.steps.steps import pack_epochs
 
 ONE_ALONE = OWN.model_copy(update={"schedules": frozenset({"1f1b"})})
 DATA = ShapesAlone(caps=Caps.of(tokens=4096, tiles=8), micro_batches=4)
@@ -73,6 +80,32 @@ def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
     )
     assert every.result.plan.schedule.name != "1f1b"
     assert every.prediction.step_ms < one.prediction.step_ms
+
+
+def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents: packs that stay as dealt in the schedule that is taken, or are made anew for it,
+    and orders that are searched for in plans that are not taken."""
+    asked = request(lengths=example_lengths(origin_of(MODEL)), packing=PackingMethod.BALANCED)
+    samples = Samples(lengths=asked.data.lengths, caps=asked.data.caps, epochs=2, micro_batches=4)
+    free = Free(levels=LevelRule(count=1), schedule=None)
+    ordered, packed = list[PlanRequest](), list[object]()
+
+    def noted(request: PlanRequest, result: PlanResult) -> PlanResult:
+        ordered.append(request)
+        return ordered_plan(request, result)
+
+    def packs_noted(*given: object, **named: object) -> object:
+        packed.append(given)
+        return pack_epochs(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(schedule_choice, "ordered_plan", noted)
+    monkeypatch.setattr(plan_data, "pack_epochs", packs_noted)
+    made = plan(Goal(job=asked.job, data=samples, free=free))
+    assert made.schedule.chosen.name != "1f1b"
+    assert len(ordered) == len(packed) == 1
+    expected = make_ordered_plan(replace(asked, schedule=made.schedule.chosen))
+    assert made.result.plan == expected.plan
+    assert made.schedule.steps_ms[made.schedule.chosen] == made.prediction.step_ms
 
 
 def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:

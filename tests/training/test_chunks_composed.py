@@ -22,6 +22,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer
+from omnibal.model.adapters import AdapterConfig
 
 PLAIN = MODELS["300M-like"]
 SOME = {"vision": (1,), "language": (0,)}
@@ -79,6 +80,29 @@ def test_tied_head_equals_one_process(monkeypatch, plan):
     run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
     ranks = run(plan, STEPS)
     assert_same_training(ranks, plan.parallel.tensor, alone("tied", plan.frozen))
+
+
+ADAPTERS = AdapterConfig(rank=4, alpha=8, parts=("language",))
+IN_TWO_PARTS = {
+    "adapters": plan_of(2, 4, 6, name="zb-v", recompute=SOME, **IN_PARTS),
+    "adapters-in-turn": plan_of(2, 4, 6, recompute=SOME, **IN_PARTS),
+    "adapters-in-one-part": plan_of(2, 5, 6, name="zb-v", data=2),
+    "tied": plan_of(2, 5, 6, model=TIED, name="zb-v", recompute=SOME, **IN_PARTS),
+    "frozen": plan_of(2, 4, 6, name="zb-v", frozen=("vision",), recompute=SOME, **IN_PARTS),
+}
+
+
+@pytest.mark.parametrize("name", IN_TWO_PARTS)
+def test_chunks_with_backwards_in_two_parts_equal_one_process(name):
+    """Prevents: products for weights that are left out, doubled or summed over the wrong ranks
+    where a stage has adapters, both ends of a tied matrix or frozen parts in several chunks."""
+    plan = IN_TWO_PARTS[name]
+    adapters = ADAPTERS if name.startswith("adapters") else None
+    model = TIED if name == "tied" else PLAIN
+    changes = {"adapters": adapters, "frozen": plan.frozen}
+    [reference] = run(toy_plan(model, stages_of(model)).model_copy(update=changes), STEPS)
+    ranks = run(plan.model_copy(update={"adapters": adapters}), STEPS)
+    assert_same_training(ranks, plan.parallel.tensor, reference)
 
 
 def test_experts_equal_one_process():

@@ -15,7 +15,7 @@ from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
-from omnibal.base.remote_path import location
+from omnibal.base.remote_path import check_local, location
 from omnibal.data.data_index import DataIndex
 from omnibal.model.config import Provider
 
@@ -210,6 +210,7 @@ def parse_arguments() -> Arguments:
     _add_reports(parser.add_argument_group("reports"))
     _add_evaluation(parser.add_argument_group("validation, and evaluation by greedy answers"))
     given = parser.parse_args()
+    check_local(vars(given))
     _check_together(given)
     check_provider(given.provider)
     return Arguments(plan=given.plan, run=None if given.dry_run else _run_arguments(given))
