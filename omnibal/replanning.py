@@ -20,6 +20,7 @@ from omnibal.job.refit import RunFit, fit_run, measured_records, refitted_job, r
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.planning import plan as plan_goal
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.strategy import FreeSizes
@@ -147,11 +148,18 @@ def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -
     )
 
 
-def _goal(files: PlanFiles, job: JobSpec, sizes: FreeSizes | None = None) -> Goal:
-    """The goal of the plan's steps on the job, in the plan's schedule and placement."""
+def _goal(
+    files: PlanFiles,
+    job: JobSpec,
+    sizes: FreeSizes | None = None,
+    schedule: ScheduleName | None = None,
+) -> Goal:
+    """The goal of the plan's steps on the job, in the plan's placement, and in its schedule unless
+    another is given."""
     plan = files.plan
     data = Earlier(plan=plan, data=files.data, directory=files.directory)
-    free = Free(sizes=sizes, placements=(job.placement,), schedule=plan.schedule.name)
+    schedule = schedule or plan.schedule.name
+    free = Free(sizes=sizes, placements=(job.placement,), schedule=schedule)
     # How encoders run beside the pipeline is searched for with the stages.
     return Goal(job=replace(job, beside=None), data=data, free=free)
 
@@ -167,7 +175,14 @@ def _at_other_sizes(
                 return plan_goal(_goal(files, job.sized(parallel)), listener).result
             except UserError:  # other sizes are left, of which what is wrong is told
                 continue
-    return plan_goal(_goal(files, job, FreeSizes(gpus=gpus)), listener).result
+    sizes, usual = FreeSizes(gpus=gpus), ONE_FORWARD_ONE_BACKWARD.name
+    try:
+        return plan_goal(_goal(files, job, sizes), listener).result
+    except UserError:
+        if files.plan.schedule.name == usual:
+            raise
+    # So few devices may have no room for its chunks, and a run goes on in any schedule.
+    return plan_goal(_goal(files, job, sizes, usual), listener).result
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:

@@ -55,7 +55,9 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     except (Exception, SystemExit) as error:
         raise _unreachable(address, str(error) or type(error).__name__) from error
     try:
-        yield _RayPool(ray)
+        # Through a client's server the head is not to be seen; the server's end is noticed.
+        through_client = (address or "").startswith("ray://")
+        yield _RayPool(ray, None if through_client else ray.get_runtime_context().gcs_address)
     finally:
         ray.shutdown()
 
@@ -111,6 +113,8 @@ def _unreachable(address: str | None, why: str) -> UserError:
 class _RayPool:
     ray: Any
     """The module, of a process that has joined a cluster."""
+    head: str | None
+    """Host and port of the cluster's head; None where this process has no connection to it."""
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
@@ -119,7 +123,7 @@ class _RayPool:
         # Stored once, and read once by each process that works: it may hold a whole tokenizer.
         handed = ray.put(work)
         run = ray.remote(max_retries=_RETRIES, num_cpus=1)(_work_on)
-        room, under_way = _Room(ray), set[Any]()
+        room, under_way = _Room(ray, self.head), set[Any]()
         try:
             while True:
                 for task in _first(left, room.tasks() - len(under_way)):
@@ -154,13 +158,15 @@ class _Room:
     """How many tasks a cluster should have at a time."""
 
     ray: Any
+    head: str | None
     counted: float = -_POLL_S
     """When its cores were counted, in seconds."""
     cores: int = field(default=1)
 
     def tasks(self) -> int:
         if time.monotonic() - self.counted >= _POLL_S:
-            _wait_for_head(self.ray.get_runtime_context().gcs_address)
+            if self.head is not None:
+                _wait_for_head(self.head)
             self.counted = time.monotonic()
             self.cores = max(1, int(self.ray.cluster_resources().get("CPU", 0)))
         return _PER_CORE * self.cores

@@ -27,9 +27,10 @@ from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
 from omnibal.base.frozen import Frozen
 from omnibal.base.remote_path import RemotePath, changed, location, named_from, versions_of
-from omnibal.data.data_index import DataFile, DataIndex
+from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.naming import Naming
+from omnibal.data.parquet_rows import Row, RowPlace, is_rows, read_row
 from omnibal.data.record_files import RecordIndex, holds_records, is_array
 from omnibal.data.records import Media, read_record
 from omnibal.data.sample import Sample, Video
@@ -373,17 +374,23 @@ class Annotations:
         """Read one record, unchecked.
 
         Raises:
-            UserError: its file cannot be read, or its shard has no record for it.
+            UserError: its file cannot be read, its shard has no record for it, or it is a row with
+                images or recordings inside.
         """
         in_shard = self._sources[self.source[index]].in_shards
         try:
-            content, _, name = self._content(index)
+            content, media, name = self._content(index)
         except OSError as error:
             raise UserError(
                 f"{self.where(index)} cannot be read ({error}); restore the file"
             ) from error
         except InvalidRecordError as error:
             raise UserError(f"{self.where(index)} {error}") from None
+        if isinstance(media, Row) and media.holds_files:
+            raise UserError(
+                f"{self.where(index)} has images or recordings inside, and other trainers' files "
+                "name them; write them as files, or as tar shards, and scan these"
+            )
         return StoredRecord(content, name, in_shard)
 
     def _content(self, index: int) -> tuple[bytes, Media, str]:
@@ -397,9 +404,14 @@ class Annotations:
         if source.in_shards:
             sample = read_shard_sample(path, start, size)
             return sample.record(), sample, sample.key
+        media, name = _Folder(source.root, self._cache), str(places.number[index] + 1)
+        if is_rows(path):
+            version = places.versions[places.file[index]]
+            row = read_row(RowPlace(path, version, start), media)
+            return row.record(), row, name
         with path.open("rb") as file:
             file.seek(start)
-            return file.read(size), _Folder(source.root, self._cache), str(places.number[index] + 1)
+            return file.read(size), media, name
 
 
 def _read_meta(path: Path) -> dict[str, _SourceMeta]:
@@ -433,24 +445,30 @@ def _open_source(
     if entry.in_file is not None:
         annotation = named_from(folder, entry.in_file, cache)
         try:
-            array = is_array(annotation)
-            indexes = index.of([DataFile(annotation, "array" if array else "lines")])
+            rows, array = is_rows(annotation), is_array(annotation)
+            holds: Holds = "rows" if rows else "array" if array else "lines"
+            indexes = index.of([DataFile(annotation, holds)])
         except OSError as error:
             raise UserError(
                 f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
                 "path, or let this user read it"
             ) from error
         root = named_from(folder, entry.root or "", cache)
-        unit = "sample" if array else "line"
+        unit = "row" if rows else "sample" if array else "line"
     else:
         shards = _shards(entry, folder, cache)
-        indexes = index.of([DataFile(shard.path, "shard", shard) for shard in shards])
-        root, unit = shards[0].path.parent, "sample"
+        rows = all(is_rows(shard.path) for shard in shards)
+        files = [
+            DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
+            for shard in shards
+        ]
+        indexes = index.of(files)
+        root, unit = shards[0].path.parent, "row" if rows else "sample"
     source = _Source(
         name=name,
         root=root,
         unit=unit,
-        in_shards=entry.in_file is None,
+        in_shards=entry.in_file is None and not rows,
         naming=entry.naming,
         augment=entry.data_augment,
         max_dynamic_patch=entry.max_dynamic_patch,
@@ -475,7 +493,7 @@ def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
 
 def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
     """Hash of what the records say; of shards, however samples are spread over them."""
-    if not in_shards:
+    if not in_shards and len(indexes) == 1:
         return indexes[0].digest.hex()
     return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
 

@@ -19,6 +19,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.record_log import RecordLog
 from omnibal.base.remote_path import versions_of
 from omnibal.base.worker_pool import LocalPool, Pool
+from omnibal.data.parquet_rows import index_rows
 from omnibal.data.record_files import RecordIndex, index_array, index_lines
 from omnibal.data.tar_shards import Shard, index_shard
 
@@ -30,12 +31,16 @@ _NAMED = "an index of `omnibal lengths`, which keeps there where samples are"
 _SIZES = struct.Struct("<IQ")
 
 
+Holds = Literal["lines", "array", "rows", "shard"]
+"""How a file holds records."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataFile:
     """A file that holds records, and how."""
 
     path: Path
-    holds: Literal["lines", "array", "shard"]
+    holds: Holds
     shard: Shard | None = None
     """What is known of a shard."""
 
@@ -43,7 +48,8 @@ class DataFile:
         """Read all of it to find its records; raises UserError."""
         if self.shard is not None:
             return index_shard(self.shard)
-        return index_array(self.path) if self.holds == "array" else index_lines(self.path)
+        found = {"lines": index_lines, "array": index_array, "rows": index_rows}
+        return found[self.holds](self.path)
 
     def key(self, version: str) -> bytes:
         """A hash of all that an index depends on: which file it is, and what is known of it."""

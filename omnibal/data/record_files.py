@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordIndex:
-    """The bytes of every record of one file; int64 [records]."""
+    """The bytes of every record of one file, or the rows of a Parquet file; int64 [records]."""
 
     path: Path
     version: str
@@ -56,7 +56,7 @@ def holds_records(path: Path) -> bool:
     Raises:
         UserError: it is compressed.
     """
-    if path.suffix.lower() == ".jsonl" or is_array(path):
+    if path.suffix.lower() in (".jsonl", ".parquet") or is_array(path):
         return True
     with path.open("rb") as file:
         if file.read(len(_GZIP)) == _GZIP:

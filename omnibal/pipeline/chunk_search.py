@@ -55,7 +55,7 @@ _KICKS = 3
 """Random moves from the best cuts after which they are improved again."""
 _IN_VAIN = 10
 """Times in a row that the best cuts are improved again in vain, after which the search ends: of
-pipelines of 2 to 4 stages and 4 to 16 parts, none was improved after more."""
+six searches on 2 and 4 stages none found more after so many."""
 _MOST_TIGHTENED = 4
 """Times that the search is repeated with less memory where all passes need more than those that
 were looked at."""

@@ -22,6 +22,7 @@ from omnibal.job.runlog import PassTimes, RunInfo, RunLog, StageRecord, StepReco
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import MAX_DEVICES, Parallel
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.replanning import replan
@@ -42,10 +43,10 @@ def spoiled(unit: str, factor: float, slowness: tuple[float, ...] = ()) -> Refit
     return Refitted(ANALYTIC, refit)
 
 
-def planned(job: JobSpec) -> PlanResult:
+def planned(job: JobSpec, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD) -> PlanResult:
     level = Level(caps=Caps.of(tiles=8, tokens=512))
     data = SampleData(lengths=LENGTHS, levels=(level,), packs_per_step=8 * job.parallel.data)
-    return make_ordered_plan(PlanRequest(job=job, data=data))
+    return make_ordered_plan(PlanRequest(job=job, data=data, schedule=schedule))
 
 
 @cache
@@ -230,3 +231,12 @@ def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
     assert "a job has 1,000,000 at most: give fewer nodes" in told
     told = failure(capsys, *anew, tmp_path / "plan" / "new", "--gpus", 4)
     assert "which this command reads" in told
+
+
+def test_devices_without_room_for_a_schedule_go_on_in_another(tmp_path):
+    """Prevents: an elastic run that ends, as one device is left and its plan had chunks."""
+    result = planned(deep_job(), PipelineSchedule(name="interleaved", chunks=2))
+    assert len(result.plan.stages) == 8
+    anew = replan(opened(result, tmp_path / "plan"), None, gpus=1)
+    assert (anew.plan.schedule.name, len(anew.plan.stages)) == ("1f1b", 1)
+    assert anew.plan.data.steps_sha256 == result.plan.data.steps_sha256

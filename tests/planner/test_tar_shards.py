@@ -511,8 +511,8 @@ def test_a_stale_index_of_energons_is_refused(prepared):
     with tarfile.open(first.path) as tar:
         records = [entry for entry in tar if entry.name.endswith(".json")]
     # A record in the middle with one byte less, whatever follows it.
-    header = records[4].offset_data - 512
-    content[header + 124 : header + 136] = b"%011o\0" % (records[4].size - 1)
+    header, records[4].size = records[4].offset_data - 512, records[4].size - 1
+    content[header : header + 512] = records[4].tobuf(tarfile.USTAR_FORMAT)
     first.path.write_bytes(content)
     second.path.write_bytes(third.path.read_bytes())
     third.path.write_bytes(third.path.read_bytes()[:-10240] + bytes(512) * 40)

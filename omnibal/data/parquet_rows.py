@@ -1,0 +1,245 @@
+"""Samples that are rows of a Parquet file, as datasets of the Hugging Face hub are.
+
+A row is the record that its columns make. Its images and recordings are named, as in any record, or
+inside: bytes, or `{"bytes", "path"}`, one or a list of them, in the column `image` or `images` and
+`audio` or `audios`.
+
+Parquet is read a row group at a time, so that samples in the order of the file cost little, and one
+at random costs its whole group.
+"""
+
+import hashlib
+import io
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from omnibal.base.errors import UserError
+from omnibal.base.remote_path import version_of
+from omnibal.data.record_files import RecordIndex
+from omnibal.data.records import InvalidRecordError, Media
+from omnibal.data.sample import Video
+from omnibal.data.stored_files import AudioFile, ImageFile
+
+_IMAGES, _RECORDINGS = ("image", "images"), ("audio", "audios")
+_CHUNK_BYTES = 1 << 24
+_GROUPS = 2  # kept: samples that are read in order cross from one to the next
+_FILES = 256  # whose row groups' places are kept
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """A row of a file at a version."""
+
+    path: Path
+    version: str
+    """What changes whenever the file does."""
+    number: int
+    """Number of the row, from 0."""
+
+    def values(self) -> dict[str, Any]:
+        """All columns of the row, without those that have no value.
+
+        Raises:
+            UserError: the file is broken, or shorter than it was.
+            OSError: it cannot be read.
+        """
+        try:
+            first = _first_rows(self.path, self.version)
+            group = int(np.searchsorted(first, self.number, side="right")) - 1
+            rows = _group(self.path, self.version, group)
+            (row,) = rows.slice(self.number - int(first[group]), 1).to_pylist()
+        except (pa.ArrowException, ValueError, IndexError) as error:
+            raise _broken(self.path, error) from error
+        return {name: value for name, value in row.items() if value is not None}
+
+    def held(self, columns: tuple[str, ...]) -> list[bytes]:
+        """The contents of the files inside these columns."""
+        return [c for name, value in self.values().items() if name in columns for c in _held(value)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowImage(ImageFile):
+    """An image inside a row."""
+
+    place: RowPlace
+    index: int
+
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file; raises OSError and UserError."""
+        return io.BytesIO(self.place.held(_IMAGES)[self.index])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRecording(AudioFile):
+    """A recording inside a row."""
+
+    place: RowPlace
+    index: int
+
+    def open(self) -> BinaryIO:
+        """Open the bytes as a file; raises OSError and UserError."""
+        return io.BytesIO(self.place.held(_RECORDINGS)[self.index])
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row's record, and the images and recordings that it holds or names."""
+
+    place: RowPlace
+    values: dict[str, Any]
+    folder: Media
+    """Where what it names is."""
+
+    @property
+    def holds_files(self) -> bool:
+        """Whether images or recordings are inside."""
+        return any(_holds(value) for name, value in self.values.items() if _is_of_files(name))
+
+    def record(self) -> bytes:
+        """The JSON of all columns but for files inside, and for bytes of which nothing is known."""
+        shown = {
+            name: _plain(value)
+            for name, value in self.values.items()
+            if not isinstance(value, bytes) and not (_is_of_files(name) and _holds(value))
+        }
+        try:
+            return json.dumps(shown, default=str).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidRecordError(f"cannot be a record ({error})") from error
+
+    def image(self, name: str) -> ImageFile:
+        return self.folder.image(name)
+
+    def video(self, name: str) -> Video:
+        return self.folder.video(name)
+
+    def unnamed(self) -> tuple[ImageFile, ...]:
+        """The images inside, in their order."""
+        where = self.place.path
+        return tuple(
+            RowImage(path=where, name=self._name(_IMAGES, index), place=self.place, index=index)
+            for index in range(len(self.place.held(_IMAGES)))
+        )
+
+    def unnamed_videos(self) -> tuple[Video, ...]:
+        return ()
+
+    def recording(self, name: str) -> AudioFile:
+        return self.folder.recording(name)
+
+    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
+        """The recordings inside, in their order."""
+        where = self.place.path
+        return tuple(
+            RowRecording(
+                path=where, name=self._name(_RECORDINGS, index), place=self.place, index=index
+            )
+            for index in range(len(self.place.held(_RECORDINGS)))
+        )
+
+    def _name(self, columns: tuple[str, ...], index: int) -> str:
+        return f"row {self.place.number + 1}, {columns[0]} {index + 1}"
+
+
+def is_rows(path: Path) -> bool:
+    """Whether a file's records are rows of Parquet, by its name."""
+    return path.suffix.lower() == ".parquet"
+
+
+def index_rows(path: Path) -> RecordIndex:
+    """Number every row and hash the file; `start` is the row's number, and `size` 1.
+
+    Raises:
+        UserError: there is no such file, it is no Parquet, or without rows.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: no such Parquet file; correct the path in the meta")
+    version = version_of(path)
+    try:
+        rows = int(_first_rows(path, version)[-1])
+    except (pa.ArrowException, ValueError) as error:
+        raise _broken(path, error) from error
+    if not rows:
+        raise UserError(f"{path}: has no row; it must hold at least one sample")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    ones = np.ones(rows, np.int64)
+    return RecordIndex(path, version, np.arange(rows), ones, digest.digest())
+
+
+def read_row(place: RowPlace, folder: Media) -> Row:
+    """Read a row.
+
+    Args:
+        folder: where what it names is.
+
+    Raises:
+        UserError: the file is broken.
+        OSError: it cannot be read.
+    """
+    return Row(place, place.values(), folder)
+
+
+@lru_cache(maxsize=_FILES)
+def _first_rows(path: Path, version: str) -> np.ndarray:
+    """First row of every row group, and the number of all rows; int64."""
+    with path.open("rb") as file:
+        found = pq.ParquetFile(file).metadata
+    rows = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
+    return np.cumsum([0, *rows], dtype=np.int64)
+
+
+@lru_cache(maxsize=_GROUPS)
+def _group(path: Path, version: str, group: int) -> pa.Table:
+    # Processes that read are many already, and a fork has none of the threads.
+    with path.open("rb") as file:
+        return pq.ParquetFile(file).read_row_group(group, use_threads=False)
+
+
+def _is_of_files(column: str) -> bool:
+    return column in _IMAGES + _RECORDINGS
+
+
+def _held(value: Any) -> list[bytes]:
+    """The contents inside a column's value: of one file, or a list of them."""
+    parts = value if isinstance(value, list) else [value]
+    contents = (part.get("bytes") if isinstance(part, dict) else part for part in parts)
+    return [content for content in contents if isinstance(content, bytes)]
+
+
+def _holds(value: Any) -> bool:
+    """Whether files are inside a column's value.
+
+    Raises:
+        InvalidRecordError: some are, and others are named.
+    """
+    held = len(_held(value))
+    if held and held != len(value if isinstance(value, list) else [value]):
+        raise InvalidRecordError("has some of its files inside, and names others; it must do one")
+    return bool(held)
+
+
+def _plain(value: Any) -> Any:
+    """A value without the keys that have none, which Arrow adds to each of a list of structs.
+
+    A file of the hub's that is not inside is known by its path.
+    """
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    given = {name: _plain(each) for name, each in value.items() if each is not None}
+    return given["path"] if value.keys() == {"bytes", "path"} and "path" in given else given
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path}: cannot be read as Parquet ({error}); restore the file")
