@@ -78,6 +78,11 @@ def replan(
             "the plan is of shapes only or for another trainer, and what is planned anew is a run "
             "of pretrain_vlm.py: give the plan that it was started with"
         )
+    if after is not None and after > plan.data.steps:
+        raise UserError(
+            f"{after} steps were given as trained, and the plan has {plan.data.steps}; give those "
+            "of the checkpoint that the run goes on from"
+        )
     fit = None if run is None else _fit(files, run, after)
     job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
     if gpus not in (None, plan.parallel.world_size):

@@ -96,7 +96,9 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
             )
     if weighted.any():
         most = math.inf if mixture.most_epochs is None else mixture.most_epochs
-        seen[weighted] = _shared(left, weight[weighted], np.floor(most * available[weighted]))
+        seen[weighted] = _shared(
+            left, weight[weighted], np.floor(most * available[weighted] + 1e-9)
+        )
     if not seen.any():
         raise UserError("the mixture has no sample; give a source a weight, or epochs above 0")
     return seen.astype(np.int64)

@@ -100,9 +100,13 @@ def plan_again(
         return None
     plan = read_plan(considered)
     taken = run / _FOLDER / f"step_{step:07d}_gpus_{plan.parallel.world_size}"
+    replaced = taken.with_name(f"replaced_{taken.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if taken.exists():  # made before for a start that came to nothing
-        shutil.rmtree(taken)
+        # A kill must not leave a part of it under a name that the next start reads.
+        taken.rename(replaced)
     considered.rename(taken)
+    shutil.rmtree(replaced, ignore_errors=True)
     return taken, summary
 
 

@@ -295,7 +295,8 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     is asked for; collective over all ranks."""
     trainer = _built(run, links)
     done = _load(run, trainer)
-    sinks = _open_run(run, done.steps) if run.launch.rank == 0 else []
+    sinks: list[MetricsSink] = []
+    is_first = True
     with StopSignal() as stop:
         while True:
             anew = planned_anew(run, done.steps) if _is_due(run, done.steps) else None
@@ -305,11 +306,10 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
                 gc.collect()
                 run, trainer = anew, _built(anew, links)
                 _load(run, trainer)
-                if run.launch.rank == 0:
-                    _write_info(run, done.steps)
-            done = train_plan(run, trainer, done, stop, sinks)
+            done = train_plan(run, trainer, done, stop, sinks, is_first=is_first)
             if done.stopped or done.steps >= run.last_step:
                 break
+            is_first = False
     for sink in sinks:
         sink.close()
     return run, trainer, done
@@ -357,12 +357,20 @@ def _told_of_planning(run: Run, steps: int) -> tuple[str | None, str]:
 
 
 def train_plan(
-    run: Run, trainer: Trainer, done: RunOutcome, stop: StopSignal, sinks: list[MetricsSink]
+    run: Run,
+    trainer: Trainer,
+    done: RunOutcome,
+    stop: StopSignal,
+    sinks: list[MetricsSink],
+    *,
+    is_first: bool,
 ) -> RunOutcome:
     """Train from what is done to the next step after which the run is planned anew, or the end.
 
     Args:
         sinks: reported to; those that fail are left out of it.
+        is_first: whether nothing was trained since the start, so that the run's directory is to be
+            prepared, and the sinks to be opened.
     """
     arguments, evaluation = run.arguments, run.arguments.evaluation
     first_step, last_step = done.steps, run.last_step
@@ -377,6 +385,10 @@ def train_plan(
     pauses = [step for step in arguments.checkpoints.replan_at if first_step < step < last_step]
     pause_step = min([*pauses, last_step])
     validation = _validation(run, trainer)
+    if run.launch.rank == 0 and is_first:
+        sinks += _open_run(run, first_step)
+    elif run.launch.rank == 0:
+        _write_info(run, first_step)
     writer = CheckpointWriter(
         arguments.save, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _options(run, trainer),
@@ -525,8 +537,6 @@ def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
     Log entries of steps that are not in the checkpoint are removed.
     """
     arguments, reports = run.arguments, run.arguments.reports
-    if first_step >= run.last_step:
-        return []
     _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
     if reports.tensorboard_dir is not None:
