@@ -95,13 +95,17 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
                 "epochs than that"
             )
     if weighted.any():
-        most = math.inf if mixture.most_epochs is None else mixture.most_epochs
-        seen[weighted] = _shared(
-            left, weight[weighted], np.floor(most * available[weighted] + 1e-9)
-        )
+        seen[weighted] = _shared(left, weight[weighted], _most_seen(mixture, available[weighted]))
     if not seen.any():
         raise UserError("the mixture has no sample; give a source a weight, or epochs above 0")
     return seen.astype(np.int64)
+
+
+def _most_seen(mixture: Mixture, available: np.ndarray) -> np.ndarray:
+    """Most samples that are seen of weighted sources with so many, in whole numbers; infinite where
+    nothing limits them."""
+    most = math.inf if mixture.most_epochs is None else mixture.most_epochs
+    return np.floor(most * available + 1e-9)  # 0.29 x 100 is 28.999...
 
 
 def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> list[str]:
@@ -117,7 +121,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
     rules = [mixture.sources[name] for name in names]
     if most is not None:
-        full = seen == np.floor(most * available)
+        full = seen == _most_seen(mixture, available)
         cut = [
             name
             for name, rule, is_full in zip(names, rules, full, strict=True)

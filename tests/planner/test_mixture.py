@@ -278,3 +278,17 @@ def test_plans_without_a_mixture_say_nothing_of_one(tmp_path):
         standalone_mode=False,
     )  # fmt: skip
     assert "mixture" not in json.loads((tmp_path / "plan" / "plan.json").read_text())["data"]
+
+
+def test_a_limit_is_rounded_once():
+    """Prevents: a sample that is lost to 0.29 x 100 = 28.999..., or a note that does not know of
+    it."""
+    given = mixture(
+        samples=1000,
+        most_epochs=0.29,
+        web={"weight": 1},
+        books={"epochs": 0},
+        ocr={"epochs": 0},
+    )
+    assert samples_of_sources(given, NAMES, AVAILABLE).tolist() == [29, 0, 0]
+    assert "limits web" in shortfalls(given, NAMES, AVAILABLE)[0]
