@@ -25,12 +25,10 @@ import math
 import os
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +40,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from forked_ranks import fork_launched
 from megatron.core import parallel_state
 from rich.console import Console
 from rich.table import Table
@@ -353,39 +352,10 @@ class Runs:
 
 
 def _ranks_succeed(case: Case, words: Sequence[str], output: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    count, pids = case.parallel.world_size, []
-    for rank in range(count):
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-        given = {name: str(value) for name, value in ranks.items()}
-        pid = os.fork()
-        if not pid:
-            _become(case, words, given | {"MASTER_ADDR": "127.0.0.1"}, output)
-        pids.append(pid)
+    pids = fork_launched(partial(be_rank, case, words), case.parallel.world_size, output)
     codes = [os.waitpid(pid, 0)[1] for pid in pids]
     if any(codes):
         raise SystemExit(f"a rank of {case.name} failed: {output.read_text()}")
-
-
-def _become(case: Case, words: Sequence[str], environment: Mapping[str, str], output: Path) -> None:
-    code = 1
-    try:
-        os.environ.update(environment)
-        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        be_rank(case, words)
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,15 +23,14 @@ import random
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
+from forked_ranks import fork_launched
 
 import megatron.vlm.run.pretrain  # noqa: F401  # before ranks are forked, which then start at once
 from omnibal.job.plan import PACKS_FILE
@@ -73,18 +73,7 @@ class Ranks:
     """The processes of one start."""
 
     def __init__(self, words: list[str], count: int, output: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.output = output
-        self.pids = []
-        for rank in range(count):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-            given = {name: str(value) for name, value in ranks.items()}
-            pid = os.fork()
-            if not pid:
-                _become(words, given | {"MASTER_ADDR": "127.0.0.1"}, output)
-            self.pids.append(pid)
+        self.pids = fork_launched(partial(_train, words), count, output)
         self.ended: dict[int, int] = {}
 
     def running(self) -> list[int]:
@@ -115,25 +104,10 @@ class Ranks:
         return True
 
 
-def _become(words: list[str], environment: dict[str, str], output: Path) -> None:
-    """Be a rank, and end as it does."""
-    code = 1
-    try:
-        os.environ.update(environment)
-        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def _train(words: list[str]) -> None:
+    """Run a program as its command does."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
