@@ -95,28 +95,26 @@ def workload_times(
         without_padding: whether the padding of packs to the longest is left out.
     """
     features = features_of(workload, cost, without_padding=without_padding)
-    times = _times(cost, stages_at, features)
-    slow_ranks = cost.slowness_of_ranks(workload.data_parallel_size, times.forward_ms.shape[1])
-    if slow_ranks is None:
-        return times
-    slow = slow_ranks[workload.dp_rank]
-    return replace(
-        times,
-        forward_ms=times.forward_ms * slow,
-        backward_ms=times.backward_ms * slow,
-        weight_ms=times.weight_ms * slow,
-        recompute_ms=times.recompute_ms * slow,
-    )
+    parts = len(stages_at[0])
+    slowness = cost.slowness_of(parts)
+    slow_ranks = cost.slowness_of_ranks(workload.data_parallel_size, parts)
+    if slow_ranks is not None:
+        slowness = slowness * slow_ranks[workload.dp_rank]
+    return _times(cost, stages_at, features, slowness)
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
     """Times of packs of one level with `features` [packs, features] on the given stages."""
-    return _times(cost, [stages], features)
+    return _times(cost, [stages], features, cost.slowness_of(len(stages)))
 
 
 def _times(
-    cost: CostModel, stages_at: Sequence[Sequence[Stage]], features: np.ndarray
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    features: np.ndarray,
+    slowness: np.ndarray,
 ) -> StageTimes:
+    """Times of packs, whose stages are so many times as slow, [stages] or [packs, stages]."""
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
     features, waits_ms = _without_waits(cost, features)
     held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
@@ -127,7 +125,6 @@ def _times(
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)
-    slowness = cost.slowness_of(len(held))
     recompute_ms = features @ _recompute(cost, stages_at).T * slowness
     return StageTimes(
         forward_ms=features @ (held @ forward).T * slowness,
