@@ -171,41 +171,49 @@ def with_best_schedule(
         is_ordered: whether its micro-batches are in their best order (`ordered_plan`), and encoders
             in rounds; else plans are compared as dealt, and the fastest is put in order.
     """
-    usual = ONE_FORWARD_ONE_BACKWARD
+    fastest, result, choice = _fastest(request, planned, names, is_ordered=is_ordered)
+    return (result, choice) if is_ordered else _ordered(fastest, result, choice)
+
+
+def _fastest(
+    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
+) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
+    """Request and plan of the fastest schedule, and what it was chosen from.
+
+    Args:
+        planned, names: as of `with_best_schedule`.
+        is_ordered: whether micro-batches of all plans are in their best order, or as dealt.
+    """
+    usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = _prediction(planned)
     tried = dict(_possible(request, planned, names))
     free = {each: again for each, again in tried.items() if not isinstance(again, str)}
     refused = {each: why for each, why in tried.items() if isinstance(why, str)}
-    if planned.search is None or _may_gain(before) < LEAST_GAIN * before.step_ms:
-        free = {}
     choice = ScheduleChoice(steps_ms={usual: before.step_ms}, refused=refused)
-
-    def in_usual(choice: ScheduleChoice) -> tuple[PlanResult, ScheduleChoice]:
-        return (planned, choice) if is_ordered else _ordered(request, planned, choice)
-
+    if not free or search is None or _may_gain(before) < LEAST_GAIN * before.step_ms:
+        return request, planned, choice
     dealt = planned.dealt or request.data.schedule(request.job)
     quick = _quick_steps_ms(free, dealt)
-    if not quick or planned.search is None:
-        return in_usual(choice)
+    if not quick:
+        return request, planned, choice
     # On the scale of the plan: a quick step is of some steps of the run.
-    scale = before.step_ms / planned.search.step_ms
+    scale = before.step_ms / search.step_ms
     quick_ms = {each: ms * scale for each, ms in quick.items()}
     choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
     best = min(quick, key=lambda each: quick[each])
-    if quick[best] >= planned.search.step_ms:
-        return in_usual(choice)
+    if quick[best] >= search.step_ms:
+        return request, planned, choice
     try:
         result = make_plan(free[best], dealt=dealt)
     except DoesNotFit:
-        return in_usual(choice)
+        return request, planned, choice
     result = ordered_plan(free[best], result) if is_ordered else result
     after = _prediction(result)
     choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
     if relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
-        return in_usual(choice)
+        return request, planned, choice
     idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
-    choice = replace(choice, chosen=best, idle=idle)
-    return (result, choice) if is_ordered else _ordered(free[best], result, choice)
+    return free[best], result, replace(choice, chosen=best, idle=idle)
 
 
 def in_schedule(
@@ -270,9 +278,11 @@ def _possible(
 def _quick_steps_ms(
     requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
 ) -> dict[PipelineSchedule, float]:
-    """Steps of those that fit, by a quick search, in as many processes as are of use."""
-    if not requests:
-        return {}
+    """Steps of those that fit, by a quick search, in as many processes as are of use.
+
+    Args:
+        requests: one at least.
+    """
     # Requests differ in their schedule alone.
     first = next(iter(requests.values()))
     workload = first.job.workload(*dealt, first.data.levels)
