@@ -68,7 +68,7 @@ def _check_reachable(address: str) -> None:
     if not colon or not port.isdecimal():
         return  # one of Ray's words, such as auto
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S) as answering:
+        with _connected(host, port) as answering:
             answering.sendall(_GREETING)
             answering.settimeout(_CONNECT_S)
             is_text = answering.recv(1) > b" "  # as of a dashboard; HTTP/2 and TLS begin otherwise
@@ -78,6 +78,10 @@ def _check_reachable(address: str) -> None:
         raise _unreachable(address, str(error)) from error
     if is_text:
         raise _unreachable(address, "what answers there is a dashboard, or not Ray")
+
+
+def _connected(host: str, port: str) -> socket.socket:
+    return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
 
 
 def _wait_for_head(address: str) -> None:
@@ -90,7 +94,7 @@ def _wait_for_head(address: str) -> None:
     deadline = time.monotonic() + _HEAD_S
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+            _connected(host, port).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:

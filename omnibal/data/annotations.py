@@ -49,6 +49,8 @@ from omnibal.data.tar_shards import (
     webdataset_shards,
 )
 
+_UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "shard": "sample"}
+"""Nouns for a record in messages, by how its file holds it."""
 _MOST_REPEATS = 10_000  # more is a slip of the pen, and would fill the memory with indices
 
 
@@ -445,16 +447,14 @@ def _open_source(
     if entry.in_file is not None:
         annotation = named_from(folder, entry.in_file, cache)
         try:
-            rows, array = is_rows(annotation), is_array(annotation)
-            holds: Holds = "rows" if rows else "array" if array else "lines"
-            indexes = index.of([DataFile(annotation, holds)])
+            files = [DataFile(annotation, _holds(annotation))]
+            indexes = index.of(files)
         except OSError as error:
             raise UserError(
                 f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
                 "path, or let this user read it"
             ) from error
         root = named_from(folder, entry.root or "", cache)
-        unit = "row" if rows else "sample" if array else "line"
     else:
         shards = _shards(entry, folder, cache)
         rows = all(is_rows(shard.path) for shard in shards)
@@ -463,17 +463,24 @@ def _open_source(
             for shard in shards
         ]
         indexes = index.of(files)
-        root, unit = shards[0].path.parent, "row" if rows else "sample"
+        root = shards[0].path.parent
     source = _Source(
         name=name,
         root=root,
-        unit=unit,
-        in_shards=entry.in_file is None and not rows,
+        unit=_UNITS[files[0].holds],
+        in_shards=files[0].holds == "shard",
         naming=entry.naming,
         augment=entry.data_augment,
         max_dynamic_patch=entry.max_dynamic_patch,
     )
     return source, indexes
+
+
+def _holds(annotation: Path) -> Holds:
+    """How an annotation file holds records; raises OSError."""
+    if is_rows(annotation):
+        return "rows"
+    return "array" if is_array(annotation) else "lines"
 
 
 def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:

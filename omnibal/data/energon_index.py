@@ -81,12 +81,16 @@ class EnergonIndex:
         return ListedSamples(found, borders[-1])
 
     def _listed(self) -> Iterator[ListedSample]:
-        # Nobody writes to it, and locks are slow or missing in network file systems.
-        name = f"{self.database.absolute().as_uri()}?mode=ro&immutable=1"
-        with closing(sqlite3.connect(name, uri=True)) as database:
+        with _opened(self.database) as database:
             rows = database.execute(_FILES, (self.number,))
             for (key, start), files in groupby(rows, key=lambda row: row[:2]):
                 yield ListedSample(key, start, [ListedFile(*row[2:]) for row in files])
+
+
+def _opened(database: Path) -> closing[sqlite3.Connection]:
+    # Nobody writes to it, and locks are slow or missing in network file systems.
+    name = f"{database.absolute().as_uri()}?mode=ro&immutable=1"
+    return closing(sqlite3.connect(name, uri=True))
 
 
 def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
@@ -100,8 +104,8 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
         return nothing
     try:
         counts = json.loads((folder / META / _INFO).read_text())["shard_counts"]
-        with closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)) as read:
-            read.execute(f"{_FILES} LIMIT 1", (0,))
+        with _opened(database) as opened:
+            opened.execute(f"{_FILES} LIMIT 1", (0,))
     except (OSError, ValueError, KeyError, sqlite3.Error):  # as earlier versions have it
         return nothing
     numbers = {name: number for number, name in enumerate(counts)}

@@ -59,33 +59,43 @@ class RowPlace:
             raise _broken(self.path, error) from error
         return {name: value for name, value in row.items() if value is not None}
 
-    def held(self, columns: tuple[str, ...]) -> list[bytes]:
-        """The contents of the files inside these columns."""
-        return [c for name, value in self.values().items() if name in columns for c in _held(value)]
+
+@dataclass(frozen=True, slots=True)
+class HeldContent:
+    """A file inside a row, of those in some columns."""
+
+    place: RowPlace
+    columns: tuple[str, ...]
+    index: int
+
+    def __str__(self) -> str:
+        return f"row {self.place.number + 1}, {self.columns[0]} {self.index + 1}"
+
+    def open(self) -> BinaryIO:
+        """Read the row, and open the bytes as a file; raises OSError and UserError."""
+        return io.BytesIO(_contents(self.place.values(), self.columns)[self.index])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowImage(ImageFile):
     """An image inside a row."""
 
-    place: RowPlace
-    index: int
+    held: HeldContent
 
     def open(self) -> BinaryIO:
         """Open the bytes as a file; raises OSError and UserError."""
-        return io.BytesIO(self.place.held(_IMAGES)[self.index])
+        return self.held.open()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRecording(AudioFile):
     """A recording inside a row."""
 
-    place: RowPlace
-    index: int
+    held: HeldContent
 
     def open(self) -> BinaryIO:
         """Open the bytes as a file; raises OSError and UserError."""
-        return io.BytesIO(self.place.held(_RECORDINGS)[self.index])
+        return self.held.open()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +132,8 @@ class Row:
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         """The images inside, in their order."""
-        where = self.place.path
-        return tuple(
-            RowImage(path=where, name=self._name(_IMAGES, index), place=self.place, index=index)
-            for index in range(len(self.place.held(_IMAGES)))
-        )
+        path = self.place.path
+        return tuple(RowImage(path, str(held), held=held) for held in self._held(_IMAGES))
 
     def unnamed_videos(self) -> tuple[Video, ...]:
         return ()
@@ -136,16 +143,12 @@ class Row:
 
     def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         """The recordings inside, in their order."""
-        where = self.place.path
-        return tuple(
-            RowRecording(
-                path=where, name=self._name(_RECORDINGS, index), place=self.place, index=index
-            )
-            for index in range(len(self.place.held(_RECORDINGS)))
-        )
+        path = self.place.path
+        return tuple(RowRecording(path, str(held), held=held) for held in self._held(_RECORDINGS))
 
-    def _name(self, columns: tuple[str, ...], index: int) -> str:
-        return f"row {self.place.number + 1}, {columns[0]} {index + 1}"
+    def _held(self, columns: tuple[str, ...]) -> list[HeldContent]:
+        contents = _contents(self.values, columns)
+        return [HeldContent(self.place, columns, index) for index in range(len(contents))]
 
 
 def is_rows(path: Path) -> bool:
@@ -207,6 +210,11 @@ def _group(path: Path, version: str, group: int) -> pa.Table:
 
 def _is_of_files(column: str) -> bool:
     return column in _IMAGES + _RECORDINGS
+
+
+def _contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:
+    """The contents of the files inside these columns of a row."""
+    return [held for name, value in values.items() if name in columns for held in _held(value)]
 
 
 def _held(value: Any) -> list[bytes]:
