@@ -39,13 +39,11 @@ from ablation_variants import (
     WIDE_MODEL_FILE,
     AblationJob,
     Variant,
-    described,
     full_steps,
     make_variant,
     real_lengths,
 )
 from numpy.typing import ArrayLike
-from quality import digits_lengths, make_digits_dataset
 from rich import box
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
@@ -58,7 +56,10 @@ from omnibal.base.files import atomic, read_json_model, write_json_model
 from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, Profile, read_profile
+from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
+from omnibal.data.scan import scan_lengths
+from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.plan import plan_sha256
 from omnibal.job.replay import (
     ReplayInfo,
@@ -74,6 +75,11 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
+
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
+from paper import described  # noqa: E402
+
+from tools.make_digits_dataset import main as make_digits_dataset  # noqa: E402
 
 STEP_BAR, MEMORY_BAR, PREDICTION_BAR = 0.05, 0.03, 0.10
 USUAL_STEPS = 24
@@ -270,11 +276,14 @@ def prepared_digits(work: Path) -> TrainingData:
     """The digits dataset, made and scanned unless it is there."""
     digits = work / "digits"
     make_digits_dataset(["--output", str(digits)])
-    return TrainingData(
-        meta=digits / "train" / "meta.json",
-        tokenizer=digits / "tokenizer.model",
-        lengths=digits_lengths(digits),
+    meta, tokenizer = digits / "train" / "meta.json", digits / "tokenizer.model"
+    scanned = scan_lengths(
+        Annotations.open(meta),
+        load_model("internvl-digits"),
+        open_tokenizer(tokenizer),
+        lambda done: None,
     )
+    return TrainingData(meta=meta, tokenizer=tokenizer, lengths=scanned.lengths)
 
 
 def first_profile(layout: Layout, work: Path) -> Profile:

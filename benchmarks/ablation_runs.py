@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from ablation_padding import padded_to_longest
 from ablation_variants import Variant
 
 from megatron.vlm.backend import current_device, has_cuda
@@ -62,6 +61,7 @@ PAIR = 2
 WARM_UP = 4
 """Micro-batches before a step that counts: after the others' turns the first ones find the caches
 cold, as they are in no run of one plan."""
+PADDING_TOKEN = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,6 +110,32 @@ class TrainingData:
     tokenizer: Path
     lengths: Lengths
     """As they were scanned, without padding."""
+
+
+def padded_to_longest(batch: MicroBatch) -> MicroBatch:
+    """The same samples, each of them followed by padding up to the length of the longest.
+
+    Padding is computed like any token and changes nothing: attention is causal within a sample, and
+    no padding carries loss.
+    """
+    sizes = torch.tensor(batch.segment_tokens)
+    longest = max(batch.segment_tokens)
+    moved_S = torch.arange(len(sizes)) * longest - (sizes.cumsum(0) - sizes)
+    places_S = torch.arange(int(sizes.sum())) + moved_S.repeat_interleave(sizes)
+    tokens = len(sizes) * longest
+    moved: dict[str, torch.Tensor] = {}
+    if batch.token_ids_S is not None:
+        ids_S = batch.token_ids_S
+        padded_S = ids_S.new_full((tokens,), PADDING_TOKEN)
+        moved["token_ids_S"] = padded_S.index_copy(0, places_S.to(ids_S.device), ids_S)
+    for name, positions in (
+        ("image_positions_M", batch.image_positions_M),
+        ("loss_positions_L", batch.loss_positions_L),
+        ("answer_positions_A", batch.answer_positions_A),
+    ):
+        if positions is not None:
+            moved[name] = places_S.to(positions.device)[positions]
+    return replace(batch, tokens=tokens, segment_tokens=(longest,) * len(sizes), **moved)
 
 
 class _PaddedDataset(torch.utils.data.Dataset):

@@ -1,37 +1,27 @@
 """The OmniBal paper's ablation (arXiv 2407.20761, Table 7): five plans of the same samples.
 
-    python benchmarks/ablation_variants.py [--profile profile.json]
-    python benchmarks/ablation_variants.py --model internvl-chat-1.5-6b-20b --cluster a100-80g \
-        --tp 2 --dp 4 --samples-per-step 512 --max-tiles 9 --max-tokens 4096 --precision bf16
-
 From what is usual to everything balanced, one step at a time. All train the same samples, about as
 many in a step; the first two in the same random order. A plan is made from measured costs where
 there is a profile, and can be trained where its lengths are a scan of data.
-
-Prints what is predicted of each, on the lengths of the two published files, scaled to the model.
 """
 
-import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from omnibal.cost.model import CostModel, UnitCost, pack_features
-from omnibal.cost.profile import Measured, read_profile
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan
 from omnibal.job.plan_data import SampleData, describe_data, model_of_lengths
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster, load_model
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
@@ -40,7 +30,6 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
-from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -48,9 +37,7 @@ from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
-from paper import described  # noqa: E402
-
+sys.path.insert(0, str(REPOSITORY))
 from tools.make_lengths import make_lengths  # noqa: E402
 
 MODEL_FILE = REPOSITORY / "benchmarks" / "ablation_model.toml"
@@ -326,56 +313,6 @@ def full_steps(result: PlanResult, variant: Variant) -> np.ndarray:
     return np.flatnonzero(np.bincount(packs.step) == result.plan.data.packs_per_step)
 
 
-def of_steps(packs: ScheduledPacks, steps: np.ndarray) -> ScheduledPacks:
-    """The micro-batches of some steps [steps], which are counted from 0 anew."""
-    taken = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
-    return replace(taken, step=np.unique(taken.step, return_inverse=True)[1])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What is predicted of a variant's full steps."""
-
-    variant: Variant
-    stages: tuple[Stage, ...]
-    samples_per_step: float
-    """Mean."""
-    speed_up: float
-    """Samples per second, over the common practice's."""
-    prediction: Prediction
-
-
-def predicted_rows(job: AblationJob, results: Mapping[Variant, PlanResult]) -> list[Row]:
-    """Rows of the table, by full steps alone; `results` must have the common practice."""
-    sizes = {variant: _of_full_steps(job, variant, result) for variant, result in results.items()}
-    usual = sizes[Variant.COMMON][1].samples_per_second_per_gpu
-    assert usual is not None
-    return [
-        Row(
-            variant=variant,
-            stages=results[variant].plan.stages,
-            samples_per_step=samples,
-            speed_up=(prediction.samples_per_second_per_gpu or 0.0) / usual,
-            prediction=prediction,
-        )
-        for variant, (samples, prediction) in sizes.items()
-    ]
-
-
-def _of_full_steps(
-    job: AblationJob, variant: Variant, result: PlanResult
-) -> tuple[float, Prediction]:
-    """Mean samples of a full step, and what is predicted of all of them."""
-    assert result.data is not None
-    scheduled, lengths = result.data
-    packs = of_steps(scheduled, full_steps(result, variant))
-    plan = result.plan
-    features = pack_features(packs.packs, lengths, job.cost.features)
-    workload = Workload.of(packs, features, plan.parallel.data)
-    prediction = predict(job.cost, plan.model, plan.parallel, [plan.stages], packs, workload)
-    return len(packs.packs.samples) / packs.steps, prediction
-
-
 def real_lengths(published: Path, model: ModelConfig) -> Lengths:
     """Tiles and texts of the two published files, in tokens of a model with smaller tiles.
 
@@ -399,68 +336,3 @@ def real_lengths(published: Path, model: ModelConfig) -> Lengths:
         tokens=(lengths.column("tiles") * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=np.maximum(text // 2, 1).astype(np.int32),
     )
-
-
-def table_of(job: AblationJob, rows: Sequence[Row]) -> Table:
-    sizes = job.parallel
-    table = Table(
-        title=f"{job.model.name}, PP {sizes.pipeline} x DP {sizes.data}, about "
-        f"{job.samples_per_step} samples a step; stages: vision+language layers (recomputed)",
-        title_justify="left",
-    )
-    table.add_column("variant")
-    table.add_column("stages", no_wrap=True)
-    for name in ("samples", "step ms", "samples/s", "idle", "recompute", "peak GiB of stages"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        predicted = row.prediction
-        table.add_row(
-            row.variant,
-            described(row.stages),
-            f"{row.samples_per_step:.1f}",
-            f"{predicted.step_ms:,.0f}",
-            f"x {row.speed_up:.2f}",
-            f"{predicted.bubble_fraction:.0%}",
-            f"{predicted.lost.recompute_ms / predicted.step_ms:.0%}",
-            " ".join(f"{stage.memory.peak_gib:.3f}" for stage in predicted.stages),
-        )
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(WIDE_MODEL_FILE), help="preset or TOML file")
-    parser.add_argument("--cluster", default="laptop-cpu", help="preset or TOML file")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--pp", type=int, default=4)
-    parser.add_argument("--dp", type=int, default=2)
-    parser.add_argument("--samples-per-step", type=int, default=256)
-    parser.add_argument("--max-tiles", type=int, default=15)
-    parser.add_argument("--max-tokens", type=int, default=144)
-    parser.add_argument("--memory-gib", type=float, help="of a device, if not the cluster's")
-    parser.add_argument("--profile", type=Path, help="measured costs; counted without")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    model, cluster = load_model(given.model), load_cluster(given.cluster)
-    if given.memory_gib is not None:
-        cluster = cluster.model_copy(update={"memory_gib": given.memory_gib})
-    job = AblationJob(
-        model=model,
-        parallel=Parallel(
-            tensor=given.tp, pipeline=given.pp, data=given.dp, sequence_parallel=given.tp > 1
-        ),
-        cluster=cluster,
-        caps=Caps.of(tiles=given.max_tiles, tokens=given.max_tokens),
-        samples_per_step=given.samples_per_step,
-        lengths=real_lengths(PUBLISHED, model),
-        cost_source=ANALYTIC if given.profile is None else Measured(read_profile(given.profile)),
-        seed=given.seed,
-        precision=given.precision,
-    )
-    results = {variant: make_variant(job, variant) for variant in Variant}
-    Console(width=180).print(table_of(job, predicted_rows(job, results)))
-
-
-if __name__ == "__main__":
-    main()

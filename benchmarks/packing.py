@@ -1,20 +1,14 @@
 """Packing rules side by side, on real lengths, on uncorrelated ones, and at growing sizes.
 
     python benchmarks/packing.py [LENGTHS ...] [--seeds 3] [--quick]
-    python benchmarks/packing.py --stress [--quick]
 
-For every data set and caps, one table: packs against the proven lower bound, the paper's dist
-ratios (Eq. 2) and the straggler factor in predicted time, over 8 data-parallel ranks with one pack
-each a step, and with eight. Figures are medians over the seeds. `isf` and the other systems' rules
-have their packs shuffled (or kept in order where that is the rule) and dealt out in that order, as
-those systems do; `balanced` has them matched. Rules marked * may break a cap, and may so need fewer
-packs than the bound.
+Prints a table for every data set and caps: packs against the proven lower bound, the OmniBal
+paper's dist ratios (Eq. 2) and the straggler factor in predicted time, over 8 data-parallel ranks
+with one pack each a step, and with eight. Figures are medians over the seeds. Packs of `isf` (the
+paper's Algorithm 1) are shuffled and dealt to the ranks in turn; packs of `balanced` are matched.
 
-LENGTHS default to the published ai2d and docvqa files where they are at hand, else to the synthetic
-mixture. `--quick` leaves out the ten million samples.
-
-`--stress` packs many shapes of data instead (`packing_stress.py`); its exit status is 1 where a
-case misses. `--quick` then leaves out the million samples.
+LENGTHS default to the published ai2d and docvqa files if present, else to the synthetic mixture.
+`--quick` leaves out the ten million samples.
 """
 
 import argparse
@@ -29,8 +23,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from packing_rivals import RIVALS, Rival
-from packing_stress import stress
 from rich.console import Console
 from rich.table import Table
 
@@ -66,14 +58,6 @@ MODEL = load_model("internvl-chat-1.5-6b-20b")
 CLUSTER = load_cluster("a100-80g")
 COST = analytic_cost(MODEL, CLUSTER, Parallel(pipeline=1, data=RANKS), "bf16")
 PUBLISHED = REPOSITORY.parent / "shared" / "data" / "lengths"
-ISF = Rival(
-    name="isf",
-    rule=pack_isf,
-    keeps_order=False,
-    keeps_tile_cap=True,
-    keeps_token_cap=True,
-    source="OmniBal, arXiv 2407.20761, Algorithm 1",
-)
 SIZES = (126_782, 1_267_819, 10_000_000)
 
 Schedule = Callable[[Lengths, Caps, int, int], tuple[ScheduledPacks, int]]
@@ -89,7 +73,7 @@ def milliseconds(packs: Packs, lengths: Lengths) -> np.ndarray:
 def balanced(
     lengths: Lengths, caps: Caps, micro_batches: int, seed: int
 ) -> tuple[ScheduledPacks, int]:
-    """Our packs, matched into steps."""
+    """Pack by `balanced` and match packs into steps."""
     settings, levels = PackSettings(seed=seed), [Level(caps=caps)]
 
     def load(packs: Packs) -> np.ndarray:
@@ -102,38 +86,33 @@ def balanced(
     return scheduled, len(scheduled)
 
 
-def in_order(rival: Rival) -> Schedule:
-    """A rival's packs, dealt out in its order or in a random one; an unfull last step is left out.
+def isf(lengths: Lengths, caps: Caps, micro_batches: int, seed: int) -> tuple[ScheduledPacks, int]:
+    """Pack by ISF, shuffle, and deal neighbouring packs to neighbouring ranks.
 
-    Neighbouring packs go to neighbouring ranks.
+    Packs that fill no step are left out.
     """
+    drawn = pack_isf(lengths, caps, seed)
+    order = np.random.default_rng(seed).permutation(len(drawn))
+    per_step = RANKS * micro_batches
+    place = np.arange(len(drawn) // per_step * per_step)
+    step, rank = place // per_step, place % RANKS
+    slot = place % per_step // RANKS
+    sort = np.lexsort((slot, rank, step))
+    packs = drawn.take(order[place][sort])
+    scheduled = ScheduledPacks(
+        packs=packs,
+        step=step[sort],
+        dp_rank=rank[sort].astype(np.int32),
+        slot=slot[sort].astype(np.int32),
+        epoch=np.zeros(len(packs), np.int32),
+        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
+        tokens=packs.sums(lengths.tokens).astype(np.int32),
+        level=np.zeros(len(sort), np.int32),
+    )
+    return scheduled, len(drawn)
 
-    def schedule(
-        lengths: Lengths, caps: Caps, micro_batches: int, seed: int
-    ) -> tuple[ScheduledPacks, int]:
-        drawn = rival.rule(lengths, caps, seed)
-        order = np.arange(len(drawn))
-        if not rival.keeps_order:
-            order = np.random.default_rng(seed).permutation(order)
-        per_step = RANKS * micro_batches
-        place = np.arange(len(drawn) // per_step * per_step)
-        step, rank = place // per_step, place % RANKS
-        slot = place % per_step // RANKS
-        sort = np.lexsort((slot, rank, step))
-        packs = drawn.take(order[place][sort])
-        scheduled = ScheduledPacks(
-            packs=packs,
-            step=step[sort],
-            dp_rank=rank[sort].astype(np.int32),
-            slot=slot[sort].astype(np.int32),
-            epoch=np.zeros(len(packs), np.int32),
-            items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
-            tokens=packs.sums(lengths.tokens).astype(np.int32),
-            level=np.zeros(len(sort), np.int32),
-        )
-        return scheduled, len(drawn)
 
-    return schedule
+RULES: dict[str, Schedule] = {"balanced": balanced, "isf": isf}
 
 
 def compare(name: str, lengths: Lengths, caps: Caps, seeds: int, console: Console) -> None:
@@ -148,11 +127,7 @@ def compare(name: str, lengths: Lengths, caps: Caps, seeds: int, console: Consol
     )
     for column in ("rule", "packs", "/ bound", "dist vision", "dist language", "straggler"):
         table.add_column(column, justify="left" if column == "rule" else "right")
-    rules: dict[str, Schedule] = {"balanced": balanced}
-    for rival in (ISF, *RIVALS):
-        star = "" if rival.keeps_tile_cap and rival.keeps_token_cap else "*"
-        rules[rival.name + star] = in_order(rival)
-    for rule, schedule in rules.items():
+    for rule, schedule in RULES.items():
         both = [medians(schedule, lengths, caps, bound, m, seeds) for m in MICRO_BATCHES]
         table.add_row(
             rule,
@@ -211,11 +186,8 @@ def main() -> None:
     parser.add_argument("lengths", type=Path, nargs="*", help="length files, packed together")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="leave out the largest sizes")
-    parser.add_argument("--stress", action="store_true", help="pack many shapes of data instead")
     arguments = parser.parse_args()
     console = Console(width=110)
-    if arguments.stress:
-        sys.exit(0 if stress(console, quick=arguments.quick) else 1)
     paths = arguments.lengths or sorted(PUBLISHED.glob("*.json"))
     lengths, name = make_lengths("internvl", 22_624, seed=0), "synthetic mixture"
     if paths:

@@ -19,7 +19,6 @@ import time
 from itertools import pairwise, product
 
 import numpy as np
-from packing import make_lengths
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +45,7 @@ from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
+from tools.make_lengths import make_lengths
 
 DATA_PARALLEL = 2
 MICRO_BATCHES = 32

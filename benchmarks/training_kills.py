@@ -23,10 +23,12 @@ import random
 import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +41,6 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import psutil
-from forked_ranks import fork_launched
 
 import megatron.vlm.run.pretrain  # noqa: F401  # before ranks are forked, which then start at once
 from omnibal.job.plan import PACKS_FILE
@@ -102,6 +103,47 @@ class Ranks:
                 return False
             time.sleep(0.02)
         return True
+
+
+def fork_launched(be_rank: Callable[[], object], ranks: int, output: Path) -> list[int]:
+    """Fork ranks in the environment that torchrun gives them; returns their process ids.
+
+    Args:
+        be_rank: called in each; its SystemExit is how the process ends.
+        output: file to which what they say is added.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+        pid = os.fork()
+        if not pid:
+            os.environ |= {name: str(value) for name, value in given.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            _become(be_rank, output)
+        pids.append(pid)
+    return pids
+
+
+def _become(be_rank: Callable[[], object], output: Path) -> None:
+    """Be a rank, and end as it does."""
+    code = 1
+    try:
+        file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        be_rank()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _train(words: list[str]) -> None:

@@ -1,19 +1,28 @@
-"""OrchMLLM's job in this project's trainer: pipelines, or weights divided over ranks; simulated.
+"""OrchMLLM's job (arXiv 2503.23830) in this project's trainer: pipelines, or sharded weights.
 
     python scripts/reproduce/orch_plan.py
 
-The model and the mixture are those of `orch.py`. Of 2,560 GPUs, 8 are tensor-parallel, 4 stages and
-80 data-parallel; clips have 10 s, to which the last one of a recording is padded. Encoders are
-units of the stages, or data-parallel: whole on every rank, which 80 GB do not hold, or divided over
-as many ranks as is best. Then, in steps of a pack a GPU, that pipeline beside one stage whose
-data-parallel ranks divide all weights of the language model, as OrchMLLM does.
+All times are simulated, and nothing is fitted. The paper gives 84B parameters, a ViT, a
+Whisper-like encoder and a Qwen2 language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
+
+- language model: Qwen2-72B (80 layers of 8,192); vision: 48 layers of 4,096; audio: Whisper large's
+  32 layers, widened from 1,280 to 1,920; two-layer projectors
+- 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, of assumed
+  lengths (`mixture`); text and audio correlate in speech recognition alone
+- 256 tokens of a tile and 25 of a second of sound; clips of 10 s, to which the last clip of a
+  recording is padded
+
+In the first table 8 GPUs are tensor-parallel, with 4 stages and 80 data-parallel ranks. Encoders
+are in the stages, or data-parallel: replicated on every rank, which 80 GB do not hold, or sharded
+over the best number of ranks. The second table has steps of a pack a GPU: that pipeline beside one
+stage whose data-parallel ranks shard all weights of the language model, as OrchMLLM does.
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
-from orch_system import FRAMES_PER_SECOND, Samples, mixture, the_model
 from paper import print_table
 
 from omnibal.base.errors import DoesNotFit
@@ -23,7 +32,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, make_plan
-from omnibal.model.config import load_cluster
+from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import ClipsEncoder
 from omnibal.model.levels import Level
@@ -34,6 +43,10 @@ from omnibal.model.units import feature_names
 PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
 CLUSTERS = ("h100-80g", "h200-141g")
 CLIP_S = 10
+FRAMES_PER_SECOND = 100
+TOKENS_PER_SECOND = 25
+LONGEST_RECORDING_S = 30.0
+TOKENS_PER_TILE = 256
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
 PACKS_PER_STEP = 2_560
@@ -54,28 +67,74 @@ SIZES = (
 PLAN_COLUMNS = ("divided over", "step s", "MFU", "peak GiB", "lost most")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=10_000, help="of the mixture")
-    lengths = lengths_of(mixture(parser.parse_args().samples, seed=0))
-    rows, refusals = [], []
-    for cluster in CLUSTERS:
-        for name, ways in WAYS.items():
-            try:
-                found = planned(lengths, cluster, ways)
-            except DoesNotFit as error:
-                refusals.append(f"{cluster}: {error.need}")
-                found = ("", "", "", "does not fit", "")
-            rows.append([cluster, name, *found])
-    print_table(
-        "Placements of the encoders, simulated", ("devices", "encoders", *PLAN_COLUMNS), rows
+def the_model(frames: int) -> ModelConfig:
+    """The assumed model, with clips of so many frames."""
+    base = load_model("internvl2.5-78b").with_tower(
+        "vision", layers=48, hidden_size=4_096, heads=32, ffn_hidden_size=16_384
     )
-    for refusal in refusals:
-        print(refusal)
-    print_table(
-        f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
-        ("sizes", "packs of a rank", "encoders", *PLAN_COLUMNS),
-        list(rows_of_sizes()),
+    audio = ClipsEncoder(
+        layers=32,
+        hidden_size=1_920,
+        heads=30,
+        ffn_hidden_size=7_680,
+        normalization="LayerNorm",
+        qkv_bias=True,
+        qk_norm=False,
+        frames=frames,
+        positions_per_token=2,
+    )
+    return base.model_copy(
+        update={"name": "orch-84b", "encoders": {"vision": base.vision, "audio": audio}}
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Samples:
+    """What every sample holds, [n]."""
+
+    tiles: np.ndarray
+    seconds: np.ndarray
+    """Length of its recording, 0 where it has none."""
+    text: np.ndarray
+    """Tokens of text."""
+
+    @property
+    def audio_tokens(self) -> np.ndarray:
+        """Tokens of its recording. [n]"""
+        return np.ceil(TOKENS_PER_SECOND * self.seconds).astype(np.int64)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Tokens that the language model sees. [n]"""
+        return self.text + TOKENS_PER_TILE * self.tiles + self.audio_tokens
+
+
+def mixture(samples: int, seed: int) -> Samples:
+    """Draw samples of the assumed mixture, in random order."""
+    rng = np.random.default_rng(seed)
+    kind = rng.choice(4, samples, p=[0.30, 0.25, 0.30, 0.15])
+    heard, asked, seen, read = (kind == each for each in range(4))
+
+    def drawn(median: float, sigma: float, least: float, most: float) -> np.ndarray:
+        return np.clip(median * rng.lognormal(0, sigma, samples), least, most)
+
+    seconds = np.where(heard, drawn(9, 0.6, 1, LONGEST_RECORDING_S), 0.0)
+    seconds = np.where(asked, drawn(5, 0.5, 1, LONGEST_RECORDING_S), seconds)
+    images = np.where(rng.random(samples) < 0.8, 1, rng.integers(2, 5, samples))
+    tiles_of_image = rng.choice([1, 3, 5, 7, 10, 13], samples, p=[0.2, 0.1, 0.2, 0.25, 0.15, 0.1])
+    text = np.select(
+        [heard, asked, seen, read],
+        [
+            20 + 3.3 * seconds * drawn(1, 0.15, 0.5, 2),
+            drawn(250, 0.9, 16, 4_096),
+            drawn(200, 1.0, 16, 4_096),
+            drawn(700, 1.1, 16, 8_192),
+        ],
+    )
+    return Samples(
+        tiles=np.where(seen, images * tiles_of_image, 0),
+        seconds=seconds,
+        text=np.round(text).astype(np.int64),
     )
 
 
@@ -153,6 +212,31 @@ def planned(
         f"{flops.sum() / (run_ms * peak):.1%}",
         f"{max(stage.memory.peak_gib for stage in prediction.stages):.1f}",
         ", ".join(f"{name} {1e-3 * ms:.2f} s" for ms, name in largest),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=10_000, help="of the mixture")
+    lengths = lengths_of(mixture(parser.parse_args().samples, seed=0))
+    rows, refusals = [], []
+    for cluster in CLUSTERS:
+        for name, ways in WAYS.items():
+            try:
+                found = planned(lengths, cluster, ways)
+            except DoesNotFit as error:
+                refusals.append(f"{cluster}: {error.need}")
+                found = ("", "", "", "does not fit", "")
+            rows.append([cluster, name, *found])
+    print_table(
+        "Placements of the encoders, simulated", ("devices", "encoders", *PLAN_COLUMNS), rows
+    )
+    for refusal in refusals:
+        print(refusal)
+    print_table(
+        f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
+        ("sizes", "packs of a rank", "encoders", *PLAN_COLUMNS),
+        list(rows_of_sizes()),
     )
 
 

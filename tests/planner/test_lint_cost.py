@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,30 +122,6 @@ def test_an_exported_line_with_chunks_costs_what_its_plan_does(
     assert predicted_line(told).prediction == plan.prediction
     assert exported.expected.step_ms == plan.prediction.step_ms
     assert len(exported.expected.peak_gib) == parallel.pipeline
-
-
-def recipe(layers: str) -> str:
-    sizes = "run_recipe.py -ng 16 -tp 1 -pp 2 -ep 8 -et 1 -mb 1 -gb 512 model.seq_length=4096"
-    return f"{sizes} {layers}"
-
-
-def test_a_recipes_split_costs_what_is_reproduced(monkeypatch):
-    """Prevents: a second way to count, that differs from the figures of docs/results.md."""
-    monkeypatch.syspath_prepend("scripts/reproduce")
-    from qwen35_35b import Shape
-
-    ends = "model.num_layers_in_first_pipeline_stage=17 model.num_layers_in_last_pipeline_stage=23"
-    told = of_line(recipe(ends), "qwen3.5-35b-a3b")
-    # The script's job is this project's own; the recipe's has a whole encoder on every rank.
-    shape = Shape.of(4096, 2048, True)
-    cut = shape.predicted(told.parts)
-    mine = replace(told, job=shape.job, workload=shape.workload)
-    line = predicted(mine, told.parts)
-    assert line.prediction.step_ms == pytest.approx(cut.step_ms)
-    whole = [gib + each.peers_gib for gib, each in zip(line.peaks_gib, line.overheads, strict=True)]
-    assert tuple(whole) == pytest.approx(cut.peaks_gib)
-    held = predicted(told, told.parts).prediction
-    assert held.step_ms == pytest.approx(cut.step_ms, rel=0.1)
 
 
 def published(name: str, samples: Samples = MADE_UP, line: str = "") -> Launched:

@@ -9,23 +9,17 @@ import pytest
 
 REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
-import hbp_system as hbp  # noqa: E402
+import hbp  # noqa: E402
 import launch_lines  # noqa: E402
 import measured_gpus  # noqa: E402
-import orch  # noqa: E402
 import orch_plan  # noqa: E402
 import paper  # noqa: E402
-import qwen35_35b  # noqa: E402
-from calibration import stage_ms  # noqa: E402
-from hbp import chosen_from_table_19, level_search  # noqa: E402
 
 from omnibal.base.errors import DoesNotFit  # noqa: E402
-from omnibal.cost.analytic import analytic_cost  # noqa: E402
 from omnibal.lint.predicted import predicted  # noqa: E402
 from omnibal.model.config import load_cluster  # noqa: E402
 from omnibal.model.parallel import WeightSharding  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
-from omnibal.pipeline.stage_memory import stage_memories  # noqa: E402
 
 CLUSTER = paper.published_system(load_cluster(paper.CLUSTER))
 
@@ -38,7 +32,7 @@ def data() -> paper.Data:
 def test_the_share_of_the_published_system_is_the_calibrated_one():
     """Prevents tables that say they are calibrated on a figure which they do not give."""
     measured = np.array(paper.FIGURE_2_STAGE_MS)
-    predicted = stage_ms(CLUSTER.memory_efficiency, CLUSTER)
+    predicted = paper.figure_2_ms(CLUSTER.memory_efficiency, CLUSTER)
     np.testing.assert_allclose(
         predicted[0] / predicted.sum(), measured[0] / measured.sum(), atol=0.002
     )
@@ -86,7 +80,7 @@ def test_ablation(data: paper.Data):
     published = np.array(list(paper.TABLE_7.values()))
     np.testing.assert_allclose(days, published, rtol=0.12)
     ratios, known = days[0] / np.array(days), published[0] / published
-    # The gain of data balance alone comes out 13 to 14 % too small (docs/log.md).
+    # The gain of data balance alone comes out 13 to 14 % too small.
     assert np.abs(ratios / known - 1)[1] < 0.15
     np.testing.assert_allclose(ratios[2:], known[2:], rtol=0.1)
 
@@ -107,25 +101,9 @@ def test_models_of_table_9(job: paper.Job, data: paper.Data):
     joint = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, data.isf)
     joint_ms, bmp_ms, own_ms = (predicted.step_ms(stages, data.isf) for stages in (joint, bmp, own))
     assert joint_ms <= bmp_ms * 1.001
-    distance = paper.furthest_boundary(paper.layer_counts(joint), job.stage_layers)
+    layers = [stage.layer_count for stage in joint]
+    distance = np.abs(np.cumsum(layers) - np.cumsum(job.stage_layers)).max()
     assert distance <= 1 or joint_ms < own_ms
-
-
-def test_memory_of_table_5(data: paper.Data):
-    """Prevents activations or states that are counted for another model than the paper's."""
-    job = paper.Predicted(paper.ABLATION_JOB, CLUSTER)
-    cost = analytic_cost(job.model, CLUSTER, job.job.parallel, "bf16", distributed_optimizer=False)
-    workload = data.isf.workload(job.job.parallel.data)
-    splits = (
-        job.paper_stages(job.job.stage_layers),
-        job.paper_stages(job.job.recomputed),
-    )
-    for stages, left in zip(splits, paper.TABLE_5.values(), strict=True):
-        memories = stage_memories(cost, [stages], workload)
-        used_gb = np.array([memory.peak_gib * paper.GB_PER_GIB for memory in memories])
-        # A framework allocates some gigabytes more.
-        assert np.all(used_gb < 1.01 * (80 - np.array(left)))
-        np.testing.assert_allclose(used_gb, 80 - np.array(left), rtol=0.16)
 
 
 @pytest.fixture(scope="module")
@@ -141,18 +119,17 @@ def test_hbps_system_is_calibrated_on_its_table_4():
     np.testing.assert_allclose(predicted, list(hbp.TABLE_4.values()), rtol=0.045)
 
 
-def test_tables_6_and_11_of_hbp(texts: hbp.Data):
+def test_table_6_of_hbp(texts: hbp.Data):
     """Prevents levels or balanced batches that gain another amount than published, on our data."""
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
     one, levels, balanced = (texts.simulated(system, way) for way in hbp.TABLE_6_8B)
-    wide = texts.simulated(system, hbp.TABLE_11[1])
-    ratios = np.array([levels.seconds, balanced.seconds, wide.seconds]) / one.seconds
-    np.testing.assert_allclose(ratios, np.array([4.51, 3.73, 4.25]) / 5.22, rtol=0.15)
+    ratios = np.array([levels.seconds, balanced.seconds]) / one.seconds
+    np.testing.assert_allclose(ratios, np.array([4.51, 3.73]) / 5.22, rtol=0.15)
     assert one.attention_balance_ratio == pytest.approx(0.506, rel=0.2)
     # The paper's ratio is that of groups of eight ranks; over single ranks it is 0.62.
     assert levels.block_balance_ratio == pytest.approx(0.288, rel=0.2)
     assert balanced.attention_balance_ratio == pytest.approx(0.002, rel=0.2)
-    assert (one.communication_ratio, wide.communication_ratio) == (1, 1)
+    assert one.communication_ratio == 1
     assert balanced.communication_ratio == pytest.approx(0.173, rel=0.2)
 
 
@@ -168,54 +145,11 @@ def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
 
 def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
     """Prevents a rule that is not HBP's, or a search that finds less than the rule."""
-    assert chosen_from_table_19() == ((16, 1), (128, 8))
+    assert hbp.chosen_from_table_19() == ((16, 1), (128, 8))
     some = texts.made.take(np.random.default_rng(0).permutation(len(texts.made))[:6_000])
-    compared = level_search(some, seed=0)
+    compared = hbp.level_search(some, seed=0)
     assert compared.searched.ms_per_sample < compared.hbp.ms_per_sample
     assert compared.least_ms_per_sample < compared.searched.ms_per_sample
-
-
-@pytest.fixture(scope="module")
-def three_modalities() -> orch.Job:
-    return orch.Job.drawn(orch.System(), ranks=640, samples_of_rank=16, seed=0)
-
-
-def test_orchmllms_job_in_four_ways(three_modalities: orch.Job):
-    """Prevents: balancing that gains what its exchange costs, or less than simpler rules do."""
-    job = three_modalities
-    assert job.system.parameters() == pytest.approx(84e9, rel=0.01)
-    steps = [job.simulated(way) for way in orch.WAYS.values()]
-    assert [step.ms for step in steps] == sorted((step.ms for step in steps), reverse=True)
-    ours, least_ms = steps[-1], job.least_ms()
-    for phase in orch.PHASES:
-        assert least_ms[phase] <= ours.busiest_ms[phase] * (1 + 1e-9)
-        assert ours.busiest_ms[phase] <= 1.01 * least_ms[phase]
-        assert ours.busiest_ms[phase] <= min(step.busiest_ms[phase] for step in steps)
-    assert ours.overhead < orch.PAPER_OVERHEAD
-    assert ours.most_tokens <= orch.ROOM_FOR_TOKENS
-    # One forward of four is recomputed, and products reach a share of the peak.
-    peak = 1e9 * job.system.cluster.tflops("bf16") * job.ranks
-    mfu = job.system.needed_flops(job.samples) / (peak * ours.ms)
-    assert 0.3 < mfu < 0.75 * job.system.cluster.matmul_efficiency
-
-
-def test_orchmllms_phases_beside_a_walk_over_ranks(three_modalities: orch.Job):
-    """Prevents: a padded batch that is priced without its padding, or an item that is lost."""
-    job = three_modalities
-    layout = orch.each_its_own(job)
-    assert len(layout.tiles) == job.samples.tiles.sum()
-    busiest_ms = 0.0
-    seconds = job.samples.seconds[job.heard]
-    for rank in range(job.ranks):
-        here = seconds[layout.recordings == rank]
-        if len(here):
-            longest = job.system.recordings(here.max(keepdims=True))
-            busiest_ms = max(busiest_ms, len(here) * float(longest.step_ms[0]))
-    found_ms = job.simulated(orch.each_its_own).busiest_ms["audio"]
-    # Forward and backward wait for a rank each.
-    assert busiest_ms <= found_ms * (1 + 1e-9) and found_ms < 1.01 * busiest_ms
-    most = np.bincount(layout.tiles, minlength=job.ranks).max()
-    assert most == -(-job.samples.tiles.sum() // job.ranks)
 
 
 def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
@@ -227,22 +161,6 @@ def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
         orch_plan.planned(lengths, "h100-80g", (WeightSharding.REPLICATED,))
-
-
-def test_cuts_of_qwen35_35b():
-    """Prevents: a search that misses the best of the cuts between language layers, a recipe that
-    beats it, or a best cut that is far from equal times."""
-    shape = qwen35_35b.Shape.of(4096, 1024, predicts=True)
-    cap_gib = shape.job.memory_cap_gib
-    recipe, held, planned = shape.recipe(cap_gib), shape.held(cap_gib), shape.planned(cap_gib)
-    assert recipe is not None and held is not None and planned is not None
-    assert max(*recipe.peaks_gib, *held.peaks_gib, *planned.peaks_gib) <= cap_gib * (1 + 1e-9)
-    assert planned.step_ms <= held.step_ms * (1 + 1e-9) <= recipe.step_ms * (1 + 2e-9)
-    before, after = shape.layers_worth()
-    equal = (shape.job.model.language.layers + after - before) / 2
-    kept = shape.held(math.inf)
-    assert kept is not None
-    assert abs(len(kept.stages[0].layers("language")) - equal) <= 1
 
 
 @pytest.mark.parametrize("example", launch_lines.EXAMPLES, ids=lambda one: one.name)

@@ -1,8 +1,6 @@
 """The ablation's plans: the same samples in each, costs of what is computed, the best split."""
 
 import sys
-from dataclasses import replace
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
-from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan
@@ -24,30 +21,13 @@ from omnibal.job.planner import PlanResult
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import unit_names
-from omnibal.packing.packs import Packs
-from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import stage_memories
-from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from ablation_padding import padded_to_longest
-from ablation_variants import (
-    MODEL_FILE,
-    PUBLISHED_FILES,
-    AblationJob,
-    Variant,
-    first_fit,
-    full_steps,
-    make_variant,
-    of_steps,
-    padded_lengths,
-    predicted_rows,
-    real_lengths,
-    recomputing_cost,
-)
+from ablation_runs import padded_to_longest
+from ablation_variants import AblationJob, Variant, make_variant, recomputing_cost
 
 SAMPLES_PER_STEP = 22
 """Not whole micro-batches of four."""
@@ -105,7 +85,7 @@ def test_plain_variants_have_the_same_samples_in_every_step(job, results):
     assert common.steps == careful.steps == -(-len(job.lengths) // SAMPLES_PER_STEP)
     for step in range(common.steps):
         own = [
-            set(of_steps(packs, np.array([step])).packs.samples.tolist())
+            set(packs.packs.take(np.flatnonzero(packs.step == step)).samples.tolist())
             for packs in (common, careful)
         ]
         assert own[0] == own[1]
@@ -145,59 +125,12 @@ def test_common_features_are_those_of_padded_micro_batches(job, results):
         assert packs.tokens[row] == by_hand[2]
 
 
-def test_plain_micro_batches_go_round_the_ranks(results):
-    """Prevents: a baseline whose ranks have unequally many micro-batches, or other ones."""
-    packs, _ = results[Variant.COMMON].data
-    full = of_steps(packs, full_steps(results[Variant.COMMON], Variant.COMMON))
-    # Six micro-batches of which the last drawn has two samples: rank 1 has it, in its last slot.
-    for step in range(full.steps):
-        rows = full.step == step
-        assert full.dp_rank[rows].tolist() == [0, 0, 0, 1, 1, 1]
-        assert full.slot[rows].tolist() == [0, 1, 2, 0, 1, 2]
-        assert np.diff(full.packs.offsets)[rows].tolist() == [4, 4, 4, 4, 4, 2]
-
-
-def test_first_fit_takes_the_first_pack_with_room():
-    """Prevents: careful practice that packs worse, or looks at tiles."""
-    lengths = replace(
-        random_lengths(load_model("internvl-digits"), 6),
-        tokens=np.array([6, 5, 4, 5, 1, 9], np.int32),
-        items={"tiles": np.full(6, 9, np.int32)},
-    )
-    packs = first_fit(np.array([1, 0, 2, 3, 5, 4]), lengths, Caps.of(tiles=1, tokens=10))
-    assert [pack.tolist() for pack in packs] == [[1, 2, 4], [0], [3], [5]]
-
-
 def test_recompute_of_each_variant(results):
     """Prevents: a row that has another row's recomputation."""
     for variant, result in results.items():
         for stage in result.plan.stages:
             layers = stage.layer_count
             assert stage.recomputed_layers == (0 if variant is Variant.MEMORY else layers)
-
-
-def test_searched_split_is_the_best_of_all():
-    """Prevents: the row of the balanced model with a split for other costs than its own."""
-    base = load_model("internvl-digits")
-    model = base.with_layers(vision=3, language=4)
-    job = job_of(model, samples=180)
-    result = make_variant(job, Variant.MODEL)
-    packs, lengths = result.data
-    features = pack_features(packs.packs, lengths, job.cost.features)
-    workload = Workload.of(packs, features, job.parallel.data)
-    step_ms = {}
-    units = unit_names(model)
-    for cuts in combinations(range(1, len(units)), job.parallel.pipeline - 1):
-        runs = [units[i:j] for i, j in zip((0, *cuts), (*cuts, len(units)), strict=True)]
-        kinds = "vision_layer", "language_layer"
-        again = [tuple(run.count(kind) for kind in kinds) for run in runs]
-        if all(map(any, again)):
-            stages = stages_from_cuts(model, cuts, again)
-            step_ms[stages] = simulate_run(job.cost, stages, workload).step_ms.mean()
-    assert len(step_ms) > 15
-    best = min(step_ms.values())
-    assert step_ms[result.plan.stages] == pytest.approx(best, rel=1e-9)
-    assert result.search.step_ms == pytest.approx(best, rel=1e-6)
 
 
 def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
@@ -216,75 +149,6 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
         for cost, stages in ((job.cost, again), (assumed, kept))
     )
     assert found_gib == pytest.approx(wanted_gib)
-
-
-def test_searched_split_fits_as_recomputed():
-    """Prevents: a split that is refused for memory which recomputation frees, or that overfills."""
-    model = load_model("internvl-digits")
-    roomy = make_variant(job_of(model, pipeline=2), Variant.MODEL)
-    packs, lengths = roomy.data
-    cost = job_of(model, pipeline=2).cost
-    features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(packs, features, 2)
-    peak_gib = max(m.peak_gib for m in stage_memories(cost, [roomy.plan.stages], workload))
-    just = job_of(model, pipeline=2, memory_gib=peak_gib / 0.9 * 1.000001)
-    assert make_variant(just, Variant.MODEL).plan.stages == roomy.plan.stages
-    assert any(stage.recomputed_layers for stage in make_variant(just, Variant.MEMORY).plan.stages)
-    with pytest.raises(DoesNotFit):
-        make_variant(job_of(model, pipeline=2, memory_gib=peak_gib / 4), Variant.MODEL)
-
-
-def test_samples_over_the_caps_are_refused_by_every_variant(job):
-    """Prevents: plain rows of samples that the balanced ones cannot have."""
-    tight = replace(job, caps=Caps.of(tiles=2, tokens=300))
-    for variant in Variant:
-        with pytest.raises(UserError, match="exceed the caps"):
-            make_variant(tight, variant)
-
-
-def test_rows_are_of_full_steps(job, results):
-    """Prevents: speed-ups that an epoch's odd step distorts."""
-    rows = {row.variant: row for row in predicted_rows(job, results)}
-    assert rows[Variant.COMMON].speed_up == 1
-    assert rows[Variant.COMMON].samples_per_step == SAMPLES_PER_STEP
-    usual = SAMPLES_PER_STEP / rows[Variant.COMMON].prediction.step_ms
-    for variant, row in rows.items():
-        packs, lengths = results[variant].data
-        steps = full_steps(results[variant], variant)
-        assert len(steps) >= packs.steps - 1
-        features = pack_features(packs.packs, lengths, job.cost.features)
-        workload = Workload.of(packs, features, job.parallel.data)
-        all_ms = simulate_run(job.cost, row.stages, workload).step_ms
-        assert row.prediction.step_ms == pytest.approx(all_ms[steps].mean())
-        rate = row.samples_per_step / row.prediction.step_ms
-        assert row.speed_up == pytest.approx(rate / usual)
-
-
-def test_real_lengths_are_scaled(tmp_path, capsys):
-    """Prevents: texts or tiles of another size than the model's, and unsaid synthetic lengths."""
-    model = load_model(str(MODEL_FILE))
-    assert model.vision.tokens_per_item == 16
-    records = '[{"vit_num": 3, "token_num": 809, "image_flags": 1}, '
-    records += '{"vit_num": 1, "token_num": 260, "image_flags": 1}]'
-    for name in PUBLISHED_FILES:
-        (tmp_path / name).write_text(records)
-    lengths = real_lengths(tmp_path, model)
-    # 41 tokens of text are 3, and 4 are 2, the least.
-    assert lengths.tokens.tolist() == [3 * 16 + 3, 16 + 2] * 2
-    assert lengths.column("tiles").tolist() == [3, 1] * 2
-    assert lengths.loss_tokens.tolist() == [1, 1] * 2
-    assert not capsys.readouterr().out
-    synthetic = real_lengths(tmp_path / "none", model)
-    assert "synthetic" in capsys.readouterr().out
-    assert (synthetic.tokens >= 16 * synthetic.column("tiles") + 2).all()
-
-
-def test_padded_lengths_follow_their_packs():
-    """Prevents: a sample with the padding of another one's micro-batch."""
-    lengths = random_lengths(load_model("internvl-digits"), 5)
-    lengths = replace(lengths, tokens=np.array([7, 3, 9, 4, 5], np.int32))
-    padded = padded_lengths(Packs.from_lists([[4, 1], [2], [3, 0]]), lengths)
-    assert padded.tokens.tolist() == [7, 5, 9, 7, 5]
 
 
 def gradients(links, plan, batch):
@@ -313,19 +177,3 @@ def test_padding_changes_neither_loss_nor_gradients():
     assert plain_loss > 0 and all(grad.any() for grad in plain.values())
     for name, grad in plain.items():
         torch.testing.assert_close(with_padding[name], grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_padding_of_a_stage_without_tokens():
-    """Prevents: a stage in the middle that trains other shapes than the ends do."""
-    batch = toy_batch(toy_model(), [(1, 9), (0, 6)], seed=5)
-    middle = replace(
-        batch,
-        token_ids_S=None,
-        image_positions_M=None,
-        loss_positions_L=None,
-        labels_L=None,
-        loss_weights_L=None,
-    )
-    padded, whole = padded_to_longest(middle), padded_to_longest(batch)
-    assert (padded.tokens, padded.segment_tokens) == (whole.tokens, whole.segment_tokens)
-    assert padded.token_ids_S is None and padded.loss_positions_L is None
