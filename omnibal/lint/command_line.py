@@ -23,8 +23,7 @@ from omnibal.lint.flags import (
     whole_number,
 )
 from omnibal.lint.launch import Launch, Launcher
-from omnibal.lint.script import Command, Script, read_script
-from omnibal.lint.shell_values import UNKNOWN, shown, unknown_names
+from omnibal.lint.script import UNKNOWN, Command, read_script, shown
 from omnibal.model.limits import words as joined_words
 from omnibal.model.parallel import MAX_DEVICES
 
@@ -32,8 +31,6 @@ _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment",
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
 """Programs of ms-swift, which have defaults for all sizes."""
-_LAYOUT_PART = re.compile(r"(?=.*[tmL])[EtmL*\d]+")
-_WRITTEN = re.compile(r"\A(\w+)\Z")
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _OF_LOONGFORGE = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
 _MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
@@ -59,16 +56,13 @@ def read_launch(
         UserError: there is no launch line or several, a value is none of its flag's, or a size
             depends on a variable that is not known.
     """
-    script = read_script(text, given)
-    _check_continued(text, script)
-    command = _launch_command(script, line_number)
-    _check_quoted(script, command)
+    command = _launch_command(read_script(text, given), line_number)
     flags = read_flags(command.words)
     by_name = {canonical(name): value for name, value in flags.items()}
-    _check_known(script, command, by_name)
+    _check_known(by_name)
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
-    marks = unknown_names(" ".join(command.words))
+    marks = UNKNOWN.findall(" ".join(command.words))
     return Launch.model_validate(
         {
             **_fields(settings),
@@ -81,11 +75,17 @@ def read_launch(
     )
 
 
-def _launch_command(script: Script, line_number: int | None) -> Command:
+def _launch_command(commands: Sequence[Command], line_number: int | None) -> Command:
     """The one command of a script that has flags of a Megatron trainer."""
-    commands = [nested for one in script.commands for nested in _nested(one)]
-    everywhere = [one for one in commands if _is_launch(one)]
-    found = [one for one in everywhere if line_number in (None, one.line)]
+    for command in commands[1:]:
+        if re.match(r"--?[A-Za-z]", command.words[0]):
+            raise UserError(
+                f"line {command.line} begins with a flag, {shown(command.words[0])}, and is no "
+                "part of the command above it, whose lines must all end in a backslash, without a "
+                "blank behind it and without a comment: correct it"
+            )
+    everywhere = [command for command in commands if _is_launch(command)]
+    found = [command for command in everywhere if line_number in (None, command.line)]
     if len(found) == 1:
         return found[0]
     if not everywhere:
@@ -94,7 +94,7 @@ def _launch_command(script: Script, line_number: int | None) -> Command:
             "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
             "the path of a script with one, or flags alone"
         )
-    lines = joined_words([str(one.line) for one in everywhere])
+    lines = joined_words([str(command.line) for command in everywhere])
     if len(everywhere) == 1:
         raise UserError(
             f"--line-number {line_number}: the one launch line is on line {lines}; leave it out"
@@ -106,101 +106,28 @@ def _launch_command(script: Script, line_number: int | None) -> Command:
     )
 
 
-def _check_continued(text: str, script: Script) -> None:
-    """Refuse commands that begin with a flag, as they were meant to go on the one above."""
-    for command in script.commands[1:]:
-        if not re.match(r"--?[A-Za-z]", command.words[0]):
-            continue
-        before = text.split("\n")[: command.line - 1]
-        above = before[-1] if before else ""
-        why = "must end in a backslash to go on"
-        if re.search(r"\\[ \t\r]+$", above):
-            why = "has a blank behind its backslash, which ends the command"
-        elif above.lstrip().startswith("#"):
-            why = "is a comment, which ends the command and whose backslash continues nothing"
-        raise UserError(
-            f"line {command.line} begins with a flag, {shown(command.words[0])}, and is no part of "
-            f"the command above it: line {command.line - 1} {why}; correct it"
-        )
-
-
-def _check_quoted(script: Script, command: Command) -> None:
-    """Refuse a layout whose `|` a shell would take for a pipe."""
-    later = [one for one in script.commands if one.line == command.line and one is not command]
-    has_layout = "pipeline-model-parallel-layout" in _flag_names(command.words)
-    if has_layout and any(_LAYOUT_PART.fullmatch(one.words[0]) for one in later):
-        raise UserError(
-            "the layout has a | that is not quoted, which a shell takes for a pipe; put the layout "
-            "into quotes, such as --pipeline-model-parallel-layout 'Et*3|t*3L'"
-        )
-
-
-def _nested(command: Command) -> Sequence[Command]:
-    """A command, or those that it gives to another shell as one word, as `bash -c` does."""
-    if command.words[0] == "eval":
-        return _read_again(" ".join(command.words[1:]), command)
-    inner = [word for word in command.words if " " in word and _has_flag(re.split(r"\s+", word))]
-    if not inner or _has_flag([word for word in command.words if word not in inner]):
-        return [command]
-    return [one for word in inner for one in _read_again(word, command)]
-
-
-def _read_again(text: str, command: Command) -> list[Command]:
-    """Commands of the text that a command gives to a shell."""
-    text = UNKNOWN.sub(lambda mark: _WRITTEN.sub(r"${\1}", mark[1]), text)
-    return [
-        Command(words=one.words, environment=command.environment, line=command.line)
-        for one in read_script(text, command.environment).commands
-    ]
-
-
 def _is_launch(command: Command) -> bool:
     if command.words[0] in ("echo", "printf"):
         return False
-    return _has_flag(command.words) or _SWIFT.search(" ".join(command.words)) is not None
+    names = set(map(canonical, read_flags(command.words)))
+    has_flag = not names.isdisjoint((*FIELDS, _SPLIT_BY_CHUNK))
+    return has_flag or _SWIFT.search(" ".join(command.words)) is not None
 
 
-def _has_flag(words: Sequence[str]) -> bool:
-    return not _flag_names(words).isdisjoint((*FIELDS, _SPLIT_BY_CHUNK))
-
-
-def _flag_names(words: Sequence[str]) -> set[str]:
-    return set(map(canonical, read_flags(words)))
-
-
-def _check_known(script: Script, command: Command, by_name: Mapping[str, str | None]) -> None:
+def _check_known(by_name: Mapping[str, str | None]) -> None:
     """Refuse variables that are not known and that sizes or switches depend on."""
     asked: dict[str, str] = {}
-    for variable in unknown_names(" ".join(command.words)):
-        possible = read_flags(script.variables.possible.get(variable, ()))
-        judged = [f"--{name}" for name in possible if canonical(name) in _MARKED]
-        if judged:
-            asked[variable] = f"${variable}, which may have {judged[0]}"
     for name, text in by_name.items():
         is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
-        if name not in _MARKED or is_followed:
-            continue
-        for variable in unknown_names(text or ""):
-            asked.setdefault(variable, f"--{name} {shown(text or '')}")
+        if name in _MARKED and not is_followed:
+            for variable in UNKNOWN.findall(text or ""):
+                asked.setdefault(variable, f"--{name} {shown(text or '')}")
     if asked:
-        reasons = [
-            f"{flag}: {script.variables.reason(name)}" for name, flag in list(asked.items())[:3]
-        ]
-        settable = [name for name in asked if re.fullmatch(r"\w+", name)]
-        change = " ".join(_setting(name, script) for name in settable)
         raise UserError(
-            f"values are not known ({'; '.join(reasons)}); sizes and switches must be: give "
-            f"{change or 'the launch line with the values put in'}"
+            f"values are not known ({'; '.join(list(asked.values())[:3])}: the script does not set "
+            "them); sizes and switches must be: give "
+            f"{' '.join(f'--set {name}=VALUE' for name in asked)}"
         )
-
-
-def _setting(name: str, script: Script) -> str:
-    """The option that gives a variable, with the words that it has for certain."""
-    known = script.variables.without_rest(name)
-    if known is None:
-        return f"--set {name}=VALUE"
-    held = shown(known).replace('"', "'")
-    return f'--set "{name}={held} ..." (all its words, as conditions are not evaluated)'
 
 
 def _launcher_of(

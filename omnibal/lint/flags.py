@@ -11,7 +11,7 @@ from typing import Any
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.lint.launch import Launcher
-from omnibal.lint.shell_values import UNKNOWN
+from omnibal.lint.script import UNKNOWN
 
 SHORT = {
     "tp": "tensor_model_parallel_size",

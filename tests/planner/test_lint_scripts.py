@@ -18,25 +18,23 @@ pytestmark = pytest.mark.quick
 SCRIPT = r"""#!/bin/bash
 set -euo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
-GPUS_PER_NODE=8   # of one node
-NNODES=${WORLD_SIZE-"2"}
-TP=4; PP=$((TP / 2))
-WORLD=$(($GPUS_PER_NODE*NNODES - (7 % 3) + 1))
-cat <<END >/dev/null
-TP=16 "unclosed
-END
+GPUS_PER_NODE=8   # of one node's
+NNODES=${WORLD_SIZE:-"2"}
+TP=4
+PP=2
 MODEL_ARGS=(
-    --num-layers 32          # a comment in an array
-    --seq-length "4096" --name 'single $TP "quoted"'
+    --num-layers 32          # a comment (in an array)
+    --seq-length "4096" --name 'single $TP "quoted" # no'
 )
-MODEL_ARGS+=(--layout 'Et*3|(tt|)*4L' --empty "")
+EMPTY=()
+MODEL_ARGS+=(--layout 'Et*3|(tt|)*4L' --empty "" "${EMPTY[@]}")
 BATCH="--micro-batch-size 1 \
-  --global-batch-size ${GBS:-$((WORLD * 4))}"
+  --global-batch-size ${GBS:-64}"
 show --nproc_per_node $GPUS_PER_NODE --nnodes=$NNODES run.py \
-    a"b"'c'\ d "x\"y\$z" ${UNSET:-} "${UNSET:-}" \
+    a"b"'c'\ d "x\"y\$z" ${UNSET:-} "${UNSET:-}" "5 $" \
     --tensor-model-parallel-size ${TP} --pipeline-model-parallel-size="$PP" \
-    ${MODEL_ARGS[@]} "${MODEL_ARGS[@]}" $BATCH \
-    --sum=${TP}x$PP ${TP:+--sequence-parallel} pre${MODEL_ARGS[*]}post 2>&1 | cat
+    ${MODEL_ARGS[@]} "${MODEL_ARGS[@]}" "${EMPTY[@]}" "pre ${MODEL_ARGS[@]} post" $BATCH \
+    --sum=${TP}x$PP --sequence-parallel $MODEL_ARGS "$@"
 """
 """Prints its words, a line each, where `show` does so."""
 
@@ -46,8 +44,7 @@ def test_words_are_those_that_bash_makes(tmp_path: Path):
     script = tmp_path / "run.sh"
     script.write_text(SCRIPT.replace("set -euo", "show() { printf '%s\\n' \"$@\"; }\nset -eo"))
     printed = subprocess.run(["bash", script], capture_output=True, text=True, check=True).stdout
-    commands = read_script(SCRIPT, {}).commands
-    words = next(one.words for one in commands if one.words[0] == "show")
+    words = next(one.words for one in read_script(SCRIPT, {}) if one.words[0] == "show")
     assert list(words[1:]) == printed.removesuffix("\n").split("\n")
 
 
@@ -59,7 +56,7 @@ def test_a_script_is_read_to_its_launch():
     assert launch.sequence_parallel
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert launch.launcher is Launcher.MEGATRON_LM
-    assert launch.flags["name"] == 'single $TP "quoted"'
+    assert launch.flags["name"] == 'single $TP "quoted" # no'
 
 
 def test_environment_has_one_order():
@@ -71,87 +68,57 @@ def test_environment_has_one_order():
 def test_set_stands_above_the_script():
     """Prevents: a variable that the user gives, and the script's own value wins."""
     launch = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})
-    assert (launch.gpus, launch.tensor, launch.pipeline, launch.global_batch) == (8, 2, 1, 8)
+    assert (launch.gpus, launch.tensor, launch.pipeline, launch.global_batch) == (8, 2, 2, 8)
 
 
-@pytest.mark.parametrize(
-    ("script", "name", "why"),
-    [
-        ("run.py --tensor-model-parallel-size $TP", "TP", "does not set it"),
-        ("TP=2\nif [ -n \"$X\" ]; then TP=4; fi\nrun.py --tensor-model-parallel-size $TP", "TP",
-         "line 2 sets it under a condition"),
-        ("[ -z $TP ] && TP=8\nrun.py --tensor-model-parallel-size ${TP}", "TP", "condition"),
-        ("for TP in 1 2; do run.py --tensor-model-parallel-size $TP; done", "TP", "in a loop"),
-        ("TP=2\nf() { TP=4; }\nrun.py --tensor-model-parallel-size $TP", "TP", "in a function"),
-        ("TP=2\n((TP*=2))\nrun.py --tensor-model-parallel-size $TP", "TP", "line 2 computes it"),
-        ("TP=2\nread TP\nrun.py --tensor-model-parallel-size $TP", "TP", "reads or prints"),
-        ("TP=2\nunset TP\nrun.py --tensor-model-parallel-size $TP", "TP", "does not set it"),
-        ("A=(2)\nA[0]=4\nrun.py --tensor-model-parallel-size ${A[@]}", "A", "one of its values"),
-        ("N=2\nTP=$((N * M))\nrun.py --tensor-model-parallel-size $TP", "M", "does not set it"),
-    ],
-)  # fmt: skip
-def test_sizes_that_are_not_known_are_asked_for(script: str, name: str, why: str):
+def test_sizes_that_are_not_known_are_asked_for():
     """Prevents: a guess at a size, which would be judged as if it were given."""
-    with pytest.raises(UserError, match=f"{why}.*--set {name}=VALUE"):
+    script = "run.py --tensor-model-parallel-size $TP"
+    with pytest.raises(UserError, match="does not set them.*--set TP=VALUE"):
         read_launch(script, {})
-    launch = read_launch(script, {name: "2"})
-    assert launch.tensor in (2, 4)
-
-
-LOGGED = """
-BASE=(--tensor-model-parallel-size 2 --micro-batch-size 1)
-if [ -n "$KEY" ]; then BASE+=({added} $KEY); fi
-torchrun --nproc_per_node 2 a.py ${{BASE[@]}}
-"""
-
-
-def test_what_a_condition_adds_is_asked_for_only_if_it_matters():
-    """Prevents: a size that an `if` adds to an array and that is lost, and questions for the
-    logging that nearly every script adds so."""
-    launch = read_launch(LOGGED.format(added="--wandb-project"), {})
-    assert (launch.tensor, launch.micro_batch, launch.unknown) == (2, 1, ("BASE",))
-    with pytest.raises(
-        UserError, match=r"may have --global-batch-size.*--set \"BASE=--tensor-model-p"
-    ):
-        read_launch(LOGGED.format(added="--global-batch-size"), {})
-    whole = {"BASE": "--tensor-model-parallel-size 2 --global-batch-size 8"}
-    assert read_launch(LOGGED.format(added="--global-batch-size"), whole).global_batch == 8
+    assert read_launch(script, {"TP": "2"}).tensor == 2
+    array = 'run "${A[@]}" --micro-batch-size 1'
+    assert read_launch(array, {}).unknown == ("A",)
+    assert read_launch(array, {"A": "--pipeline-model-parallel-size '4'"}).pipeline == 4
 
 
 def test_one_of_several_launch_lines_is_chosen():
     """Prevents: a verdict on the line that the user did not mean."""
-    script = "if x; then\n  a.py --micro-batch-size 1\nelse\n  a.py --micro-batch-size 2\nfi"
+    script = "N=1\na.py --micro-batch-size $N\n\n  b.py --micro-batch-size 2"
     assert [read_launch(script, {}, line_number=line).micro_batch for line in (2, 4)] == [1, 2]
     with pytest.raises(UserError, match="on lines 2 and 4, and line 3 was chosen"):
         read_launch(script, {}, line_number=3)
 
 
-def test_output_of_a_command_is_asked_for_and_nothing_runs(tmp_path: Path):
-    """Prevents: a linter that executes what it is given."""
-    mark = tmp_path / "mark"
-    script = f"X=$(touch {mark}; echo 2)\nY=`touch {mark}`\nrun --micro-batch-size $X"
-    with pytest.raises(UserError, match="output of a command"):
-        read_launch(script, {})
-    assert read_launch(script, {"X": "3"}).micro_batch == 3
-    assert not mark.exists()
-
-
 @pytest.mark.parametrize(
-    ("script", "given", "pipeline"),
+    "script",
     [
-        ('if y; then A+=(--bf16 --sequence-parallel); fi\nrun "${A[@]}"',
-         {"A": "--pipeline-model-parallel-size 4"}, 4),
-        ("P=4\n(P=3)\nrun --pipeline-model-parallel-size $P", {}, 4),
-        ("N=08\nrun --pipeline-model-parallel-size $((10#$N))", {}, 8),
-        ("P=5; unset P\nrun --pipeline-model-parallel-size ${P:-2}", {}, 2),
-        ('C="run --pipeline-model-parallel-size 4 | tee log"\neval $C', {}, 4),
-        ("case $1 in --x) shift;; esac\nrun --pipeline-model-parallel-size 4", {}, 4),
-        ("megatron sft --model m", {}, 1),
+        'X=1\nif [ -n "$X" ]; then X=2; fi',
+        "X=1\nif true",
+        "X=1\n[ -z $X ] && X=8",
+        "X=1\nfor X in 1 2; do",
+        "X=1\nf() { X=4; }",
+        "X=1\n((X*=2))",
+        "X=1\nread X",
+        "X=1\nunset X",
+        "A=(2)\nA[0]=4",
+        "N=2\nX=$((N * M))",
+        "X=1\nX=`touch {mark}`",
+        'X=1\nX="$(touch {mark})"',
+        "X=1\necho x | tee log",
+        "X=1\necho x > log",
+        "X=1\necho ${#X}",
+        "X=1\necho $1",
     ],
-)  # fmt: skip
-def test_sizes_are_those_of_a_shell(script: str, given: dict[str, str], pipeline: int):
-    """Prevents: subshells, leading zeros, arrays of `--set` and `eval` read as no shell does."""
-    assert read_launch(script, given).pipeline == pipeline
+)
+def test_other_shell_is_refused_by_its_line(script: str, tmp_path: Path):
+    """Prevents: a size that a condition or a command changes and that is lost; and a linter that
+    executes what it is given."""
+    mark = tmp_path / "mark"
+    text = script.replace("{mark}", str(mark)) + "\nrun --micro-batch-size $X"
+    with pytest.raises(UserError, match=r"^line 2 of .* has .*`bash -x SCRIPT`") as refused:
+        read_launch(text, {})
+    assert "\n" not in str(refused.value) and not mark.exists()
 
 
 def test_values_that_nobody_needs_may_be_unknown():
@@ -175,8 +142,6 @@ def test_values_that_nobody_needs_may_be_unknown():
         ("torchrun --nproc_per_node gpu a.py --tensor-model-parallel-size 2", "megatron-lm", None),
         ("model.tensor_model_parallel_size=2", "megatron-bridge", None),
         ("setup.py -tp 2 -ng 64", "megatron-bridge", 64),
-        ("bash -c 'torchrun --nproc_per_node 2 a.py --tensor-model-parallel-size 2'",
-         "megatron-lm", 2),
         ("torchrun a.py --tensor-model-parallel-size 2 --custom-pipeline-layers 3,4", "loongforge",
          None),
     ],
@@ -219,13 +184,13 @@ def test_layout_of_lists_is_read():
         ("a --micro-batch-size 1\nb --micro-batch-size 2", "2 launch lines, on lines 1 and 2"),
         ("a --micro-batch-size two", "must be a whole number"),
         ("a --tensor-model-parallel-size 0", "must be from 1"),
-        ("a --x 'y", "does not close it"),
-        ("a --x ${y", "does not close it"),
+        ("a --x 'y", "a quote that it does not close"),
+        ("a --x ${y", r"has \${"),
         ("NPROC_PER_NODE=8 swift sft --micro_batch_size 2", "DeepSpeed back end"),
         ("swift sft --model m", "DeepSpeed back end"),
-        ("a --micro-batch-size 1 \\ \n --bf16", "line 1 has a blank behind its backslash"),
-        ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 2 is a comment"),
-        ("a --pipeline-model-parallel-layout Et|tL", "a | that is not quoted"),
+        ("a --micro-batch-size 1 \\ \n --bf16", "line 2 begins with a flag, --bf16"),
+        ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 3 begins with a flag, --bf16"),
+        ("a --pipeline-model-parallel-layout Et|tL", r"has \|.*quote it if it is text"),
     ],
 )
 def test_lines_that_cannot_be_read(line: str, message: str):
@@ -237,8 +202,8 @@ def test_lines_that_cannot_be_read(line: str, message: str):
 def test_any_text_is_read_or_refused():
     """Prevents: a traceback, or a reader that never ends, on text that is no shell."""
     dice = random.Random(3)
-    parts = [*"'\"\\`$(){}<>|&;#=\n *@-", "$((", "))", "${", "<<E\n", "E\n", "A=", "A+=(", "A",
-             "if ", "fi ", "for A in ", "1", "+", "--micro-batch-size ", "2>&1", ":-"]  # fmt: skip
+    parts = [*"'\"\\`$(){}<>|&;#=\n *@-", "$((", "))", "${", "A=", "A+=(", "A", "if ",
+             "1", "+", "--micro-batch-size ", ":-", "${A:-", "${A[@]}"]  # fmt: skip
     read = 0
     for _ in range(3000):
         text = "".join(dice.choices(parts, k=dice.randint(1, 12))) + "\nrun --micro-batch-size 1"
@@ -249,24 +214,10 @@ def test_any_text_is_read_or_refused():
     assert 300 < read < 2700
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        "A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1",
-        "run --micro-batch-size " + "${A:-" * 600 + "1" + "}" * 600,
-    ],
-)
-def test_values_without_end_are_refused(script: str):
-    """Prevents: a script of a few lines that fills the memory, or a traceback of recursion."""
+def test_values_without_end_are_refused():
+    """Prevents: a script of a few lines that fills the memory."""
     with pytest.raises(UserError, match="give the command alone"):
-        read_launch(script, {})
-
-
-def test_endless_arithmetic_is_not_known():
-    """Prevents: numbers of millions of digits, and expressions that the parser cannot hold."""
-    for expression in ("9" * 30, "(" * 900 + "1" + ")" * 900, "1+" * 2000 + "1"):
-        with pytest.raises(UserError, match="not known"):
-            read_launch(f"run --micro-batch-size $(({expression}))", {})
+        read_launch("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", {})
 
 
 def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
