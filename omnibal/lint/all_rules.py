@@ -6,9 +6,7 @@ from omnibal.lint import (
     rules_layout,
     rules_loongforge,
     rules_model,
-    rules_optimizer,
     rules_recompute,
-    rules_router,
     rules_split,
 )
 from omnibal.lint.launch import Finding, Launch
@@ -24,8 +22,6 @@ GROUPS: tuple[RuleGroup, ...] = (
     rules_loongforge.RULES,
     rules_recompute.RULES,
     rules_model.RULES,
-    rules_router.RULES,
-    rules_optimizer.RULES,
 )
 """All rules, in the order in which they are judged."""
 _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")

@@ -87,11 +87,6 @@ class Line:
         return self.launch.tensor * self.launch.pipeline * self.launch.context
 
     @property
-    def is_sequence_parallel(self) -> bool:
-        """Whether several tensor ranks divide the sequence."""
-        return self.launch.sequence_parallel and self.launch.tensor > 1
-
-    @property
     def exchanges(self) -> tuple[str, ...]:
         """Words of `--cp-comm-type`, or its default: one of all layers, or one a layer."""
         return self.words("cp-comm-type") or ("p2p",)
@@ -106,12 +101,6 @@ class Line:
     def is_ring(self) -> bool:
         """Whether keys and values go round the context ranks in every layer."""
         return {"p2p", "a2a+p2p"}.issuperset(self.exchanges)
-
-    @property
-    def has_delayed_scaling(self) -> bool:
-        """Whether products are in FP8 by core's default recipe."""
-        recipe = self.text("fp8-recipe") or "delayed"
-        return self.text("fp8-format") is not None and recipe == "delayed"
 
     @property
     def expert_tensor(self) -> int:

@@ -1,6 +1,6 @@
 """What a rule of a launch line is, and the group that a module of rules adds its own to."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any, Protocol
@@ -9,12 +9,11 @@ from omnibal.lint.launch import Finding, Launcher, Severity
 from omnibal.lint.line import ARGPARSE, Line
 
 CORE = "megatron-core 0.16.1"
-MEGATRON_LM = "Megatron-LM@000c4ac"
 BRIDGE = "Megatron-Bridge@003e863"
 SWIFT = "ms-swift 4.6.0"
 LOONGFORGE = "LoongForge@130ff79"
 """Versions whose checks were read."""
-VALIDATE_ARGS = f"training/arguments.py, validate_args, {MEGATRON_LM}"
+VALIDATE_ARGS = "training/arguments.py, validate_args, Megatron-LM@000c4ac"
 
 Problems = Iterator[tuple[str, str]]
 """What is given and what to change, where a line breaks a rule; only the first is told."""
@@ -27,9 +26,6 @@ class Check(Protocol):
 
     def __call__(self, line: Line) -> Problems:
         """Yield what is given and what to change."""
-
-
-_ALL = frozenset(Launcher)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +67,6 @@ class Rule:
 class RuleGroup:
     """Rules of one kind, in the order in which their module has them."""
 
-    title: str
-    launchers: frozenset[Launcher] = _ALL
-    """Trainers that check those of its rules that name none."""
     rules: list[Rule] = field(default_factory=list)
 
     def rule(
@@ -81,18 +74,17 @@ class RuleGroup:
         source: str,
         *,
         severity: Severity = "refused",
-        launchers: frozenset[Launcher] | None = None,
+        launchers: frozenset[Launcher] = frozenset(Launcher),
     ) -> Callable[[Check], Check]:
         """Make the decorated function a rule of the group, by its name and its docstring.
 
         Args:
             source: file, line and version of the trainer's own check.
-            launchers: trainers that check it; None for the group's.
+            launchers: trainers that check it.
         """
 
         def add(check: Check) -> Check:
-            of = self.launchers if launchers is None else launchers
-            self.rules.append(Rule(source, check, severity, of))
+            self.rules.append(Rule(source, check, severity, launchers))
             return check
 
         return add
@@ -108,8 +100,3 @@ class RuleGroup:
 
     validate_args = partialmethod(rule, VALIDATE_ARGS, launchers=ARGPARSE)
     """Make the decorated function a rule that Megatron-LM's `validate_args` has."""
-
-
-def true_of(claims: Mapping[str, bool]) -> list[str]:
-    """Claims that hold."""
-    return [claim for claim, holds in claims.items() if holds]

@@ -1,15 +1,13 @@
 """Rules of parallel sizes and the number of GPUs."""
 
-from math import lcm, prod
+from math import lcm
 
-from omnibal.lint.flags import whole_number
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
-from omnibal.lint.rule import CORE, Problems, RuleGroup, true_of
+from omnibal.lint.rule import CORE, Problems, RuleGroup
 
-RULES = RuleGroup("GPUs and grids")
-rule, validate_args = RULES.rule, RULES.validate_args
-_ALL = frozenset(Launcher)
+RULES = RuleGroup()
+rule = RULES.rule
 _STATE = "core/parallel_state.py"
 
 
@@ -66,32 +64,6 @@ def virtual_needs_stages(line: Line) -> Problems:
         yield f"{line.virtual} chunks of a stage with PP 1", "leave the chunks out, or raise PP"
 
 
-@validate_args()
-def two_stages_need_overlap(line: Line) -> Problems:
-    """Chunks without overlapped transfers need more than two stages."""
-    stages, flag = line.launch.pipeline, "no-overlap-p2p-communication"
-    if line.virtual is not None and line.on(flag) and stages <= 2:
-        given = f"PP {stages} with {line.virtual} chunks and --{flag}"
-        yield given, "leave that flag out, or raise PP"
-
-
-@validate_args(launchers=_ALL)
-def context_levels_multiply(line: Line) -> Problems:
-    """The product of hierarchical context sizes must be the context size."""
-    name, context = "hierarchical-context-parallel-sizes", line.launch.context
-    sizes = line.text(name)
-    if sizes is not None and prod(whole_number(size) or 0 for size in line.words(name)) != context:
-        yield f"sizes {sizes} and CP {context}", "give sizes with that product"
-
-
-@validate_args(launchers=_ALL)
-def context_exchange_needs_levels(line: Line) -> Problems:
-    """a2a+p2p needs hierarchical context sizes."""
-    sizes = "hierarchical-context-parallel-sizes"
-    if "a2a+p2p" in line.exchanges and sizes not in line.flags:
-        yield "the exchange a2a+p2p without sizes", f"give --{sizes}"
-
-
 @rule(f"{_STATE}:808, {CORE}", launchers=ARGPARSE)
 def rank_order(line: Line) -> Problems:
     """Experts must have as many copies as the rest where stages are not the last ranks."""
@@ -102,18 +74,3 @@ def rank_order(line: Line) -> Problems:
     if line.on(flag) and copies != line.data:
         change = "leave it out, or choose ETP and EP with ETP x EP = TP x CP"
         yield f"--{flag} with data-parallel size {line.data} and {copies} copies of experts", change
-
-
-@validate_args()
-def fsdp2_alone(line: Line) -> Problems:
-    """Torch's FSDP2 allows no pipeline or expert parallelism, distributed optimizer or fp16."""
-    stages, experts = line.launch.pipeline, line.launch.expert
-    against = {
-        f"PP {stages}": stages > 1,
-        f"EP {experts}": experts > 1,
-        "the distributed optimizer": line.on("use-distributed-optimizer"),
-        "fp16": line.on("fp16"),
-    }
-    given = true_of(against)
-    if line.on("use-torch-fsdp2") and given:
-        yield f"--use-torch-fsdp2 with {', '.join(given)}", "leave one of them out"

@@ -3,9 +3,9 @@
 from omnibal.export.layout import DECODER, EMBEDDING, ENCODER, LOSS, PREDICTION, Layout
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import Line
-from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup, true_of
+from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup
 
-RULES = RuleGroup("Layouts")
+RULES = RuleGroup()
 rule, core_config = RULES.rule, RULES.core_config
 _LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
 _OF_SWIFT = frozenset((Launcher.MS_SWIFT,))
@@ -73,8 +73,9 @@ def layout_alone(line: Line) -> Problems:
         "counting the embedding as a layer": launch.account_for_embedding,
         "counting the loss as a layer": launch.account_for_loss,
     }
-    if launch.layout is not None and any(beside.values()):
-        yield f"a layout beside {', '.join(true_of(beside))}", "leave one of them out"
+    given = [name for name, is_given in beside.items() if is_given]
+    if launch.layout is not None and given:
+        yield f"a layout beside {', '.join(given)}", "leave one of them out"
 
 
 @rule(f"{_LAYOUT}:94-105, {CORE}")

@@ -1,10 +1,10 @@
-"""Rules of recomputation and offloading."""
+"""Rules of recomputation."""
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
 
-RULES = RuleGroup("Recomputation")
+RULES = RuleGroup()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -75,26 +75,6 @@ def selective_without_method(line: Line) -> Problems:
         yield f"selective recomputation with method {method}", change
 
 
-@core_config("1187")
-def saved_activations_or_sequence(line: Line) -> Problems:
-    """Saved activations are divided by --distribute-saved-activations or by sequence
-    parallelism."""
-    if line.on("distribute-saved-activations") and line.is_sequence_parallel:
-        yield "both are given", "leave one of them out"
-
-
-@validate_args()
-def saved_activations_of_layers(line: Line) -> Problems:
-    """Saved activations are divided with tensor parallelism and full recomputation."""
-    launch, flag = line.launch, "distribute-saved-activations"
-    is_full = launch.recompute == "full" and launch.recompute_method is not None
-    if line.on(flag) and not (launch.tensor > 1 and is_full):
-        yield (
-            f"--{flag} with TP {launch.tensor} and granularity {launch.recompute or 'not given'}",
-            "leave it out, or recompute whole layers",
-        )
-
-
 def _modules(line: Line, *names: str) -> list[str]:
     """Modules that are recomputed selectively, of those named, or all."""
     modules = line.launch.recompute_modules if line.launch.recompute == "selective" else ()
@@ -109,64 +89,11 @@ def recompute_modules_known(line: Line) -> Problems:
         yield f"modules {', '.join(wrong)}", f"choose of {', '.join(_MODULES)}"
 
 
-@core_config("1213", launchers=frozenset((Launcher.MEGATRON_LM,)))
-def recompute_moe_act(line: Line) -> Problems:
-    """The experts' activation is recomputed with grouped products."""
-    if _modules(line, "moe_act") and not line.on("moe-grouped-gemm"):
-        yield "module moe_act without grouped products", "give --moe-grouped-gemm"
-
-
 @core_config("1218")
 def recompute_latent(line: Line) -> Problems:
     """mla_up_proj is of multi-latent attention."""
     if _modules(line, "mla_up_proj") and not line.sizes.is_latent:
         yield "module mla_up_proj of a model without latent attention", "leave it out"
-
-
-@core_config("1232")
-def recompute_shared_experts(line: Line) -> Problems:
-    """Shared experts are recomputed or overlapped."""
-    is_overlapped = line.sizes.has_shared_experts and line.on("moe-shared-expert-overlap")
-    if _modules(line, "shared_experts") and is_overlapped:
-        yield "both are given", "leave one of them out"
-
-
-@core_config("1241", launchers=ARGPARSE | {Launcher.MS_SWIFT})
-def recompute_with_fp8(line: Line) -> Problems:
-    """Delayed scaling cannot recompute these modules."""
-    wrong = _modules(line, "moe_act", "layernorm")
-    if wrong and line.has_delayed_scaling:
-        yield f"modules {', '.join(wrong)} with fp8 recipe delayed", "use another recipe"
-
-
-@core_config("1260")
-def expert_layers_or_all(line: Line) -> Problems:
-    """Expert layers are recomputed by themselves or with all others."""
-    if line.on("moe-layer-recompute") and line.launch.recompute == "full":
-        yield "--moe-layer-recompute with full recomputation", "leave it out"
-
-
-@core_config("1137-1149")
-def offloading_alone(line: Line) -> Problems:
-    """Activations are offloaded in one stage, without recomputation, not of all layers."""
-    number, launch = line.number("cpu-offloading-num-layers"), line.launch
-    if not number and not line.on("cpu-offloading"):
-        return
-    if launch.recompute is not None or launch.pipeline > 1:
-        given = f"PP {launch.pipeline} and recomputation {launch.recompute or 'not given'}"
-        change = "leave the offloading out, or use one stage and no recomputation"
-        yield f"activations offloaded with {given}", change
-    if number is not None and not 0 <= number < line.sizes.layers:
-        yield f"{number} of {line.sizes.layers} layers offloaded", "offload fewer"
-
-
-@core_config("1781")
-def recompute_or_graphs(line: Line) -> Problems:
-    """Full recomputation needs CUDA graphs of whole iterations, or none."""
-    graphs = line.text("cuda-graph-impl") or "none"
-    is_whole = line.text("cuda-graph-scope") == "full_iteration"
-    if line.launch.recompute == "full" and graphs != "none" and not is_whole:
-        yield f"full recomputation with CUDA graphs ({graphs})", "leave one of them out"
 
 
 @rule(f"core/transformer/multi_token_prediction.py:846, {CORE}", severity="refused-at-first-step")

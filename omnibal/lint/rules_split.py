@@ -5,7 +5,7 @@ from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup
 from omnibal.lint.split import even_ends
 
-RULES = RuleGroup("Layers of stages")
+RULES = RuleGroup()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
 _OF_SWIFT = frozenset((Launcher.MS_SWIFT,))

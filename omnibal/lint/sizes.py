@@ -28,10 +28,7 @@ class Sizes:
     """Heads of k and v; as many as heads with latent attention."""
     experts: int
     """Routed experts of a layer; 0 where there are none."""
-    has_shared_experts: bool
     is_latent: bool
-    has_head_size: bool
-    """Whether the size of a head is given by itself."""
     linear: LinearAttention | None
     """Gated delta net of layers that have one."""
     prediction_layers: int
@@ -50,9 +47,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
         heads=language.heads,
         query_groups=language.heads if is_latent else language.kv_heads,
         experts=max((mixture.experts for mixture in mixtures), default=0),
-        has_shared_experts=any(one.shared_ffn_hidden_size is not None for one in mixtures),
         is_latent=is_latent,
-        has_head_size=language.head_size is not None,
         linear=linear[0] if linear else None,
         prediction_layers=language.prediction_layers,
     )

@@ -11,13 +11,11 @@ from omnibal.families.named import named_model
 from omnibal.lint.all_rules import GROUPS, findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.lint.rule import Rule
 from omnibal.model.config import ModelConfig
 
 pytestmark = pytest.mark.quick
 
 ROWS = "launch_rule_cases.json"
-PAGE = Path(__file__).parents[2] / "docs" / "lint.md"
 MODELS = {
     "dense": sized_model(12, 8, 4),
     "odd": sized_model(13, 8, 4),
@@ -52,9 +50,9 @@ class Case(NamedTuple):
 def line_of_flags(case: Case, flags: str) -> str:
     """Flags such as `TP=2 --bf16` as a line of the case's trainer."""
     words = ["run"]
-    if case.launcher in ("megatron-lm", "loongforge") and "MBS" not in flags and "^" not in flags:
+    if case.launcher in ("megatron-lm", "loongforge") and "MBS" not in flags:
         words.append("--micro-batch-size 1")
-    for word in flags.replace("^", "").split():
+    for word in flags.split():
         name, _, value = word.partition("=")
         long = LONG.get(name)
         if long is None:
@@ -126,22 +124,3 @@ def test_refusals_come_first():
     order = ("refused", "refused-at-first-step", "ignored", "warning")
     assert severities == sorted(severities, key=order.index)
     assert severities[0] == "refused" and severities[-1] == "warning"
-
-
-def rules_table() -> str:
-    """All rules as tables of Markdown, a group after another."""
-    head = "| rule | what must hold | if not | of | check |\n|---|---|---|---|---|"
-    return "\n\n".join(
-        "\n".join((f"### {group.title}\n\n{head}", *map(_row, group.rules))) for group in GROUPS
-    )
-
-
-def _row(rule: Rule) -> str:
-    trainers = [launcher.value for launcher in Launcher if launcher in rule.launchers]
-    of = "all" if len(trainers) == len(Launcher) else ", ".join(trainers)
-    return f"| `{rule.name}` | {rule.holds} | {rule.severity} | {of} | {rule.source} |"
-
-
-def test_the_page_has_the_rules_of_the_code():
-    """Prevents: a rule that the documentation does not know, or one that is gone."""
-    assert PAGE.read_text().endswith(f"\n\n{rules_table()}\n")

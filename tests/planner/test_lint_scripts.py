@@ -74,7 +74,7 @@ def test_set_stands_above_the_script():
 def test_sizes_that_are_not_known_are_asked_for():
     """Prevents: a guess at a size, which would be judged as if it were given."""
     script = "run.py --tensor-model-parallel-size $TP"
-    with pytest.raises(UserError, match="does not set them.*--set TP=VALUE"):
+    with pytest.raises(UserError, match=r"does not set them.*--set TP=VALUE"):
         read_launch(script, {})
     assert read_launch(script, {"TP": "2"}).tensor == 2
     array = 'run "${A[@]}" --micro-batch-size 1'

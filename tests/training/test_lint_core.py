@@ -112,8 +112,6 @@ def _draw_recompute(dice: random.Random, case: Case) -> None:
         case.pop("recompute_num_layers", None)
         modules = ["core_attn", "mlp", "layernorm", "mla_up_proj", "moe", "attention"]
         case["recompute_modules"] = dice.sample(modules, 2)
-    if dice.random() < 0.1:
-        case["distribute_saved_activations"] = True
 
 
 _OF_MODEL = ("layers", "heads", "kv_heads", "experts", "latent")
@@ -203,68 +201,6 @@ def test_rules_agree_with_core_on_random_flags():
     # Neither verdict may be rare, and no flag or rule untried.
     assert 0.15 * CASES < accepted[""] < 0.75 * CASES
     assert len(broken) >= 20 and min(accepted.values()) >= 3, (broken, accepted)
-
-
-def drawn_switches(dice: random.Random) -> Case:
-    """Flags of experts, exchanges and offloading, of a model whose split and recomputation hold."""
-    case: Case = {"layers": 8, "heads": 8, "kv_heads": 4, "latent": False}
-    case["experts"] = dice.choice([0, 8, 8, 8])
-    case |= {
-        "tensor_model_parallel_size": dice.choice([1, 2]),
-        "pipeline_model_parallel_size": dice.choice([1, 2, 2]),
-        "context_parallel_size": dice.choice([1, 2]),
-        "expert_model_parallel_size": dice.choice([1, 2, 2]) if case["experts"] else 1,
-        "moe_token_dispatcher_type": dice.choice(["alltoall", "allgather", "flex"]),
-    }
-    if case["pipeline_model_parallel_size"] == 2 and dice.random() < 0.6:
-        case["virtual_pipeline_model_parallel_size"] = 2
-    for name, chance in _SWITCHES.items():
-        if dice.random() < chance:
-            case[name] = True
-    if dice.random() < 0.1:
-        case["cpu_offloading"] = True
-        case["cpu_offloading_num_layers"] = dice.choice([4, 8, 9])
-    if dice.random() < 0.3:
-        case["recompute_granularity"] = dice.choice(["full", "selective"])
-        if case["recompute_granularity"] == "full":
-            case |= {"recompute_method": "block", "recompute_num_layers": 1}
-        else:
-            case["recompute_modules"] = dice.sample(["shared_experts", "mlp", "core_attn"], 2)
-    if dice.random() < 0.2:
-        case["mtp_num_layers"] = dice.choice([1, 2])
-    return case
-
-
-_SWITCHES = {
-    "overlap_moe_expert_parallel_comm": 0.4,
-    "delay_wgrad_compute": 0.2,
-    "defer_embedding_wgrad_compute": 0.15,
-    "moe_enable_deepep": 0.15,
-    "moe_layer_recompute": 0.15,
-    "fp16": 0.1,
-}
-
-
-@pytest.mark.quick
-def test_switches_agree_with_core():
-    """Prevents: the same of flags that exclude or need each other."""
-    dice = random.Random(22)
-    refused: Counter[str] = Counter()
-    for _ in range(CASES):
-        case = drawn_switches(dice)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = of_core(case)
-        rules, layers = of_rules(case)
-        rules = tuple(rule for rule in rules if rule not in _WHEN_BUILT)
-        assert bool(rules) == isinstance(expected, str), (case, rules, expected)
-        assert not rules or layers is None
-        refused.update(rules or ("",))
-    assert 0.15 * CASES < refused[""] < 0.75 * CASES and len(refused) >= 7, refused
-
-
-_WHEN_BUILT = ("flex-needs-ranks",)
-"""Rules that core checks when it builds a layer, which needs its processes."""
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 4), (4, 3, 8), (4, 2, 4), (8, 12, 16)])
