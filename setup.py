@@ -9,7 +9,6 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_te
 
 PLANNER = [
     *(
-        "highspy",
         "jinja2",
         "numpy",
         "pillow",

@@ -146,7 +146,7 @@ def pack(
             fewest = int(np.bincount(packs.epoch).min())
             if steps.packing is not PackingMethod.BALANCED:
                 # A bound is sought in vain, for minutes, beside packs far from the fewest.
-                fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed, thorough=False)))
+                fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed)))
             least = packs_lower_bound(samples, caps, found=fewest)
     load_ms = job.load_ms(packs.packs, samples)
     metrics = measure_packs(packs, samples, data.levels, steps.dp, load_ms, least)

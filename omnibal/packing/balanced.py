@@ -1,11 +1,10 @@
 """The `balanced` packing: as few packs as possible, each a mixture of all lengths if possible.
 
-How few packs are possible depends on the data in three ways, and so does what is done:
+How few packs are possible depends on the data in two ways, and so does what is done:
 
-1. A handful of samples: all sets are looked at (`omnibal.packing.few_samples`).
-2. Packs of many samples: the sums of sizes decide, and samples are dealt level to that many packs
+1. Packs of many samples: the sums of sizes decide, and samples are dealt level to that many packs
    (`omnibal.packing.even_packs`).
-3. All else: the patterns of sizes that need the fewest packs, by column generation
+2. All else: the patterns of sizes that need the fewest packs, by column generation
    (`omnibal.packing.patterns`).
    - Samples are grouped into types of similar size. The cost depends on the number of types alone.
    - Of the patterns that are as good, those are used that resemble the mean of all packs: packs
@@ -17,20 +16,18 @@ How few packs are possible depends on the data in three ways, and so does what i
    - What is left over, about half a pack a type, is packed on exact sizes (`omnibal.packing.rest`).
 
 Types are too coarse where packs hold two or three samples. There best fit alone
-(`omnibal.packing.best_fit`) may need fewer packs, and of up to a thousand samples diving
-(`omnibal.packing.dive`) finds the fewest or next to them. So they are with limits of two kinds of
-items and more, which leave a grid of few units for each: there some hundred sizes are always dived
-for, and two thousand samples of more sizes in parts. These are taken where they are fewer, although
-their packs are no mixtures.
+(`omnibal.packing.best_fit`) may need fewer packs. Limits of two kinds of items and more leave a
+grid of few units for each: there patterns of some hundred distinct sizes are found by exact sizes
+(`omnibal.packing.few_sizes`). Both are taken where they are fewer, although their packs are no
+mixtures.
 """
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
-from omnibal.packing.dive import pack_by_diving, pack_parts_by_diving
 from omnibal.packing.even_packs import Leading, deal_level, even_out
-from omnibal.packing.few_samples import MAX_SAMPLES, pack_exactly
+from omnibal.packing.few_sizes import pack_few_sizes
 from omnibal.packing.fit import Seed, check_samples_fit, in_common_units, size_keys
 from omnibal.packing.isf import cut_groups, pack_isf
 from omnibal.packing.pack_bound import packs_of_sums
@@ -72,34 +69,22 @@ _SPARE_SHARE = 4096
 """Patterns of types leave this part of the token cap free, so that evening out has room."""
 _RANDOM_SAMPLES = 20_000
 """Samples drawn to see what random packs look like."""
-_MAX_DIVED = 1000
-"""Most samples that diving is tried on; with more, it takes minutes."""
-_MAX_DIVED_IN_PARTS = 2000
-"""Most samples that diving is tried on in parts, at ten to twenty milliseconds a sample."""
 _SEVERAL_KINDS = 3
 """Features of samples that take two kinds of items."""
 _FEW_SIZES = 200
-"""Most distinct sizes that are always dived for with several kinds of items: a second's work."""
+"""Most distinct sizes whose patterns are searched by exact sizes: seconds of work."""
 _GOOD_ENOUGH = 0.005
-"""Share of packs above what is needed at least that is not worth diving for."""
-_ONE_IS_GOOD_ENOUGH = 100
-"""Number of packs from which one pack above the bound is good enough."""
+"""Share of packs above what is needed at least that is not worth finer types."""
 
 
 def pack_balanced(
-    lengths: Lengths,
-    caps: Caps,
-    seed: Seed,
-    *,
-    thorough: bool = True,
-    most_types: int | None = None,
+    lengths: Lengths, caps: Caps, seed: Seed, *, most_types: int | None = None
 ) -> Packs:
     """Pack all samples into about as few packs as can be, and never more than `pack_isf` does.
 
-    Without `thorough`, no fewest packs are searched for by diving. The time goes by the types that
-    sizes are grouped into: a third of the usual ones take a tenth of it, for 0.1 % more packs. Of
-    many samples whose packs are far from what their sums need, finer types are tried too, but where
-    `most_types` says how many there may be.
+    The time goes by the types that sizes are grouped into: a third of the usual ones take a tenth
+    of it, for 0.1 % more packs. Of many samples whose packs are far from what their sums need,
+    finer types are tried too, but where `most_types` says how many there may be.
 
     Raises:
         UserError: a sample is larger than a cap.
@@ -107,10 +92,6 @@ def pack_balanced(
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
     sizes, units = in_common_units(lengths, caps)
-    if len(lengths) <= MAX_SAMPLES:
-        order = rng.permutation(len(lengths))
-        chosen = pack_exactly(sizes[:, order], units)
-        return Packs.from_lists([order[pack] for pack in chosen])
     least = packs_of_sums(sizes, units)
     if len(lengths) >= _MANY_SAMPLES_PER_PACK * least:
         level = _pack_level(sizes, units, least, rng)
@@ -126,23 +107,12 @@ def pack_balanced(
     if len(packs) > least and _may_need_fewer(lengths, caps, len(packs), rng):
         rival = pack_isf(lengths, caps, seed)
         packs = rival if len(rival) < len(packs) else packs
-    enough = max(int(_GOOD_ENOUGH * len(packs)), int(len(packs) >= _ONE_IS_GOOD_ENOUGH))
-    if len(units) >= _SEVERAL_KINDS and len(packs) > least:
-        return _dived_of_several_kinds(packs, sizes, units, rng, thorough=thorough)
-    if thorough and len(packs) > least + enough and len(lengths) <= _MAX_DIVED:
-        packs = pack_by_diving(sizes, units, packs, enough)
-    return packs
-
-
-def _dived_of_several_kinds(
-    packs: Packs, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator, *, thorough: bool
-) -> Packs:
-    """Fewer packs by diving, where samples have several kinds of items; else the packs given."""
-    samples = sizes.shape[1]
-    if len(np.unique(size_keys(sizes))) <= _FEW_SIZES or (thorough and samples <= _MAX_DIVED):
-        return pack_by_diving(sizes, caps, packs, 0)
-    if thorough and samples <= _MAX_DIVED_IN_PARTS:
-        return pack_parts_by_diving(sizes, caps, packs, rng)
+    if (
+        len(packs) > least
+        and len(units) >= _SEVERAL_KINDS
+        and len(np.unique(size_keys(sizes))) <= _FEW_SIZES
+    ):
+        packs = pack_few_sizes(sizes, units, packs, rng)
     return packs
 
 

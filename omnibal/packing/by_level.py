@@ -63,7 +63,6 @@ def pack_by_level(
     seed: np.random.SeedSequence,
     *,
     may_fill: np.ndarray | None = None,
-    thorough: bool = True,
 ) -> Packs:
     """Put every sample into a pack of its level, or into room of a longer level's pack.
 
@@ -74,7 +73,6 @@ def pack_by_level(
         seed: decides which samples go together where the rules leave that open.
         may_fill: whether a sample may go into a pack of a level above its own, bool [levels,
             samples]; None where all may, as in the paper.
-        thorough: as `pack_samples` has it.
 
     Raises:
         UserError: a sample fits no level.
@@ -90,7 +88,7 @@ def pack_by_level(
         if not len(own):
             continue
         caps = levels[level].caps
-        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level], thorough=thorough)
+        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level])
         packs = Packs(samples=own[packs.samples], offsets=packs.offsets)
         allowed = None if may_fill is None else may_fill[level]
         filled, left[:level] = fill_packs(packs, caps.values, left[:level], sizes, allowed)

@@ -15,10 +15,6 @@ over all distinct sizes, rounded down to the grid, and the values are divided by
 
 Limits of several kinds of items are looked at one kind at a time, beside that of tokens: leaving
 limits out can only need fewer packs.
-
-Of few distinct sizes, and where that leaves a gap to packs at hand, every size has a value of its
-own instead (`omnibal.packing.all_sizes`), which is exact and takes longer where sizes are
-thousands.
 """
 
 from dataclasses import dataclass
@@ -28,9 +24,7 @@ from scipy import sparse
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
-from omnibal.packing.all_sizes import SizeMix, Sizes
 from omnibal.packing.fit import check_samples_fit, in_common_units, size_keys
-from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import (
     Grid,
     Items,
@@ -40,21 +34,14 @@ from omnibal.packing.patterns import (
     group_sizes,
     most_copies,
 )
-from omnibal.packing.rest import Rest
 from omnibal.packing.size_counts import SizeCounts
 
 _TYPES, _MORE_TYPES, _MOST_TYPES = 112, 250, 500
 """Number of sample types, with two knots each: at first, where a gap remains, and where it does of
 a million samples, as that takes a minute. Where tiles say nothing about tokens, the usual ones
 leave a gap of 4 %, 250 of 1.5 % and 500 of 0.6 %."""
-_FEW_SIZES, _MANY_SIZES = 400, 6000
-"""Most distinct sizes for a separate value each: always, and where a gap remains."""
 _GAP = 0.005
 """Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
-_MAX_EXACT_ROUNDS, _MIN_EXACT_ROUNDS = 100, 8  # bounds settle within; fewer say nothing
-_SIZES_TIMES_ROUNDS = 60_000
-"""Distinct sizes times rounds of new columns, which keeps the bound of thousands to a minute."""
-_EXACT_WORK = 4e8  # table cells times sizes, where each size has a value of its own
 _KNOT_ROUNDS = 40  # with values at the knots alone
 _COARSE_ROUNDS = 30  # on a coarse grid
 _FINE_ROUNDS = 3  # on the fine grid
@@ -89,13 +76,7 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
     naive = packs_of_sums(sizes, units)
     if found is not None and found <= naive:
         return naive
-    distinct = Sizes.of(sizes)
-    if len(distinct) <= _FEW_SIZES:
-        return max(naive, _whole(_exact_bound(distinct, sizes, units, found)))
-    bound = max(naive, _by_pairs(SizeCounts.of(sizes), units, found))
-    if _leaves_gap(bound, found) and len(distinct) <= _MANY_SIZES:
-        bound = max(bound, _whole(_exact_bound(distinct, sizes, units, found)))
-    return bound
+    return max(naive, _by_pairs(SizeCounts.of(sizes), units, found))
 
 
 def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
@@ -112,10 +93,6 @@ def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None
     return naive if found == naive else max(naive, _by_pairs(counted, units, found))
 
 
-def _leaves_gap(bound: int, found: int | None) -> bool:
-    return found is not None and found > bound + max(1, _GAP * bound)
-
-
 def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
     """Lower bound by fitted values, of tokens and one kind of items at a time."""
     pairs = [[kind, -1] for kind in range(len(caps) - 1)] or [[-1]]
@@ -127,25 +104,13 @@ def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
             some = distinct.thinned(_MAX_GROUPED)
             proven = _bound_by_values(distinct, some, caps[pair], types)
             bound = max(bound, _whole(proven))
-        if not _leaves_gap(bound, found):
+        if found is None or found <= bound + max(1, _GAP * bound):
             break
     return bound
 
 
 def _whole(packs: float) -> int:
     return int(np.ceil(packs * (1 - _ROUNDING)))
-
-
-def _exact_bound(distinct: Sizes, sizes: np.ndarray, caps: np.ndarray, found: int | None) -> float:
-    packs = Packs.from_lists(Rest(sizes, caps).best_fit(np.random.default_rng(0)))
-    naive = packs_of_sums(sizes, caps)
-    if len(packs) <= naive:
-        return naive
-    cells = min(max(_EXACT_WORK / len(distinct), _EXACT_WORK**0.5), _MAX_CELLS)
-    mix = SizeMix(distinct, caps, packs, int(cells))
-    rounds = max(_SIZES_TIMES_ROUNDS // len(distinct), _MIN_EXACT_ROUNDS)
-    rounds = min(rounds, _MAX_EXACT_ROUNDS)
-    return mix.bound(max_rounds=rounds, wanted=min(found or len(packs), len(packs)))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
@@ -259,14 +224,16 @@ def _all_items(
     """
     cells = min(max(work / len(distinct), work**0.5), _MAX_CELLS)
     grid = Grid.of(caps, int(cells))
-    rounded = Sizes.of(distinct.amounts // grid.units[:, None])
-    of_item = sparse.csr_array((distinct.counts, (rounded.of_sample, np.arange(len(distinct)))))
-    something = rounded.amounts.any(axis=0)
+    rounded = distinct.amounts // grid.units[:, None]
+    _, first, item = np.unique(size_keys(rounded), return_index=True, return_inverse=True)
+    sizes = rounded[:, first]
+    of_item = sparse.csr_array((distinct.counts, (item, np.arange(len(distinct)))))
+    something = sizes.any(axis=0)
     of_item = of_item[something]
     total_cover = of_item @ cover
     items = Items(
         grid=grid,
-        sizes=rounded.amounts[:, something],
+        sizes=sizes[:, something],
         cover=sparse.csr_array(sparse.diags_array(1 / of_item.sum(axis=1)) @ total_cover),
         row=total_cover.argmax(axis=1),
     )

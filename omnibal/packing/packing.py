@@ -22,7 +22,6 @@ def pack_samples(
     method: PackingMethod,
     seed: Seed,
     *,
-    thorough: bool = True,
     most_types: int | None = None,
 ) -> Packs:
     """Put every sample into one pack by `method`, with that method's default settings.
@@ -32,8 +31,6 @@ def pack_samples(
         caps: of every pack.
         method: rule.
         seed: decides which samples go together where the rule leaves that open.
-        thorough: where `balanced` needs more packs than must be for some hundred samples, search
-            for the fewest; it may take half a minute.
         most_types: sizes that `balanced` tells apart, if not as many as it does by itself; with
             fewer it is faster, and packs are slightly more.
 
@@ -45,6 +42,6 @@ def pack_samples(
 
     match method:
         case PackingMethod.BALANCED:
-            return pack_balanced(lengths, caps, seed, thorough=thorough, most_types=most_types)
+            return pack_balanced(lengths, caps, seed, most_types=most_types)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)

@@ -158,31 +158,26 @@ def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
     return rounded
 
 
-def knapsack_table(
-    values: np.ndarray, sizes: np.ndarray, grid: Grid, counts: np.ndarray | None = None
-) -> np.ndarray:
+def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndarray:
     """Highest value that fits within every combination of capacities.
 
     Args:
         values: float64 [items]; items of no value are never taken.
         sizes: int64 [features, items], in units of the grid; no item may be of no size at all.
-        counts: int64 [items], copies that there are of each item; without it, any number.
 
     Returns:
         float64, an axis a feature, of the grid's cells + 1.
     """
     table = np.zeros(grid.cells + 1)
-    available = np.full(len(values), _UNLIMITED) if counts is None else counts
-    columns = (values, sizes.T, available, most_copies(sizes, grid))
-    for value, size, left, fitting in zip(*(column.tolist() for column in columns), strict=True):
+    columns = (values, sizes.T, most_copies(sizes, grid))
+    for value, size, fitting in zip(*(column.tolist() for column in columns), strict=True):
         copies = 1
-        # Doubling: after trying 1, 2, 4, ... copies and the last few, any number was tried.
-        while value > 0 and left > 0 and copies <= fitting:
+        # Doubling: after trying 1, 2, 4, ... copies, any number was tried.
+        while value > 0 and copies <= fitting:
             below = table[tuple(slice(copies * amount, None) for amount in size)]
             kept = table[tuple(map(slice, below.shape))] + copies * value
             np.maximum(below, kept, out=below)
-            left -= copies
-            copies = min(2 * copies, left)
+            copies *= 2
     return table
 
 

@@ -29,8 +29,6 @@ from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import RowRequest, deal_rows, match_rows
 
-_THOROUGH_WORK = 4e6
-"""Epochs times samples squared up to which the fewest packs are searched for: about two minutes."""
 _WINDOW_PACKS = 1 << 14
 """Packs in a window that rows are formed within; larger windows match better and mix less."""
 
@@ -98,25 +96,16 @@ def pack_epochs(
         rules: what packs may be, where each is one rank's and all have the same limits.
         most_types: as `pack_samples` has it, where there is one level.
     """
-    thorough = settings.epochs * len(lengths) ** 2 <= _THOROUGH_WORK
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
     if not are_plain(levels):
         return [
-            pack_by_level(
-                lengths, levels, settings.packing, seed, may_fill=may_fill, thorough=thorough
-            )
+            pack_by_level(lengths, levels, settings.packing, seed, may_fill=may_fill)
             for seed in seeds
         ]
     caps = levels[0].caps
     if rules.tokens_alone:
         caps = Caps.of(tokens=caps["tokens"])
-    pack = partial(
-        pack_samples,
-        caps=caps,
-        method=settings.packing,
-        thorough=thorough,
-        most_types=most_types,
-    )
+    pack = partial(pack_samples, caps=caps, method=settings.packing, most_types=most_types)
     return [_pack_by_rules(lengths, rules, partial(pack, seed=seed)) for seed in seeds]
 
 

@@ -15,7 +15,7 @@ import importlib.util
 import sys
 
 _NEEDED = (
-    *("torch", "megatron.core", "einops", "highspy", "jinja2", "numpy", "PIL", "psutil", "pyarrow"),
+    *("torch", "megatron.core", "einops", "jinja2", "numpy", "PIL", "psutil", "pyarrow"),
     *("pydantic", "rich", "safetensors", "scipy", "sentencepiece", "tokenizers", "typer"),
 )
 _PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}

@@ -175,7 +175,7 @@ def test_a_gap_to_packs_at_hand_is_narrowed():
     """Prevents: a proven bound percents below what is needed, where tiles say nothing about tokens;
     it may not be above packs that there are."""
     lengths, caps = unlike(1500), Caps.of(tiles=12, tokens=4096)
-    packs = len(pack_samples(lengths, caps, PackingMethod.BALANCED, 0, thorough=False))
+    packs = len(pack_samples(lengths, caps, PackingMethod.BALANCED, 0))
     counted = SizeCounts.of(lengths.sizes(caps.names))
     usual, finer = bound_of_counts(counted, caps), bound_of_counts(counted, caps, found=packs)
     assert 1.005 * usual < finer <= packs
@@ -188,8 +188,8 @@ def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
     for name, types in (("MAX_TYPES", 20), ("_FINE_TYPES", 100), ("_SAMPLES_PER_FINE_TYPE", 60)):
         monkeypatch.setattr(balanced, name, types)
     monkeypatch.setattr(balanced, "_best_fit_where_fewer", lambda packs, *_: packs)
-    finer = pack_balanced(lengths, caps, 0, thorough=False)
-    usual = pack_balanced(lengths, caps, 0, thorough=False, most_types=20)
+    finer = pack_balanced(lengths, caps, 0)
+    usual = pack_balanced(lengths, caps, 0, most_types=20)
     assert_valid(finer, lengths, caps)
     assert len(finer) < 0.995 * len(usual)
 

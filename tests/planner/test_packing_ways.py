@@ -13,7 +13,6 @@ from packing_cases import assert_valid, fewest_packs
 from omnibal.model.limits import Caps
 from omnibal.packing.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.packing.even_packs import Leading, deal_level
-from omnibal.packing.few_samples import MAX_SAMPLES, pack_exactly
 from omnibal.packing.fill import fill_by_pairs, fill_one_by_one
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
@@ -108,19 +107,28 @@ def test_never_more_packs_than_isf(sizes, seed):
     assert len(packs) <= len(pack_isf(lengths, caps, seed))
 
 
-def test_a_handful_is_packed_optimally():
-    """Prevents a lost pack where every set of samples can be looked at."""
+def test_a_handful_needs_hardly_more_packs_than_the_fewest():
+    """Prevents types and patterns that fall apart where there are a few samples alone."""
     rng = np.random.default_rng(1)
+    more = 0
     for _ in range(60):
         caps = Caps.of(tiles=int(rng.integers(1, 12)), tokens=int(rng.integers(40, 500)))
         count = int(rng.integers(1, 10))
         tiles = rng.integers(0, caps["tiles"] + 1, count)
         tokens = rng.integers(1, caps["tokens"] + 1, count)
         sizes = list(zip(tiles.tolist(), tokens.tolist(), strict=True))
-        packs = pack_exactly(np.stack([tiles, tokens]), caps.values)
-        assert sorted(sample for pack in packs for sample in pack) == list(range(count))
-        assert len(packs) == fewest_packs(sizes, caps)
-    assert len(pack_exactly(np.ones((2, MAX_SAMPLES)), caps.values)) >= 1
+        more += len(balanced(make_lengths(sizes), caps)) - fewest_packs(sizes, caps)
+    assert more <= 1
+
+
+def test_lengths_in_common_units_need_no_more_than_their_sums():
+    """Prevents room below a multiple, which no sample can use, from loosening the bound."""
+    rng = np.random.default_rng(10)
+    caps = Caps.of(tiles=100, tokens=32_700)
+    tokens = 256 * rng.integers(1, 60, 2000)
+    lengths = make_lengths([(1, count) for count in tokens.tolist()])
+    needed = -(-int(tokens.sum()) // (32_700 // 256 * 256))
+    assert naive_lower_bound(lengths, caps) == packs_lower_bound(lengths, caps) == needed
 
 
 def plain_best_fit(tiles, tokens, values, first, caps):

@@ -1,0 +1,95 @@
+"""Packs of few distinct sizes by a linear program over exact sizes, rounded down.
+
+With limits of two kinds of items and more, the grid of patterns (`omnibal.packing.patterns`) has
+few units for each kind. Here it only guides a search for patterns by exact sizes.
+"""
+
+import numpy as np
+
+from omnibal.packing.fit import size_keys
+from omnibal.packing.packs import Packs
+from omnibal.packing.patterns import Grid, knapsack_table, solve_master
+from omnibal.packing.rest import Rest
+from omnibal.packing.size_counts import SizeCounts
+
+_MAX_CELLS = 1 << 16  # of the table that guides the search
+_MAX_ROUNDS = 100
+_MAX_PARTIAL = 1000
+"""Most partial packs that are extended at a time: the most promising ones."""
+_ROUNDING = 1e-6
+
+
+def pack_few_sizes(
+    sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
+) -> Packs:
+    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones.
+
+    Args:
+        sizes: int64 [features, samples].
+        caps: of every pack, int64 [features].
+        packs: of all samples.
+        rng: decides which of equal samples go together.
+    """
+    distinct = SizeCounts.of(sizes)
+    size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
+    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    held = pack_of * len(distinct) + size_of[packs.samples]
+    columns = np.bincount(held, minlength=len(packs) * len(distinct)).reshape(len(packs), -1)
+    columns = np.unique(columns, axis=0)
+    master = solve_master(columns, distinct.counts)
+    for _ in range(_MAX_ROUNDS):
+        most, found = _valuable_patterns(distinct, caps, master.values)
+        if not len(found) or master.packs / most > len(packs) - 1:
+            break
+        columns = np.vstack([columns, found])
+        master = solve_master(columns, distinct.counts)
+    if master.packs > len(packs) - 1:
+        return packs
+    times = np.floor(master.times + _ROUNDING).astype(np.int64)
+    by_size = [rng.permutation(np.flatnonzero(size_of == size)) for size in range(len(distinct))]
+    made = []
+    for pattern in np.repeat(columns, times, axis=0):
+        taken = []
+        for size in np.flatnonzero(pattern):
+            # Patterns may cover more samples than there are.
+            own, by_size[size] = np.split(by_size[size], [pattern[size]])
+            taken.append(own)
+        made.append(np.concatenate(taken))
+    left = np.concatenate(by_size)
+    rest = Rest(sizes.take(left, axis=1), caps).pack(master.values[size_of[left]], rng)
+    made += [left[pack] for pack in rest]
+    return Packs.from_lists(list(filter(len, made))) if len(made) < len(packs) else packs
+
+
+def _valuable_patterns(
+    distinct: SizeCounts, caps: np.ndarray, values: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Return an upper bound on the value of a pack, and packs worth more than 1, [packs, sizes].
+
+    Packs are built up size by size in one order. Of partial packs, those are kept that can become
+    most valuable by a table of sizes rounded down.
+    """
+    grid = Grid.of(caps, _MAX_CELLS)
+    units = distinct.amounts // grid.units[:, None]
+    units[-1] = np.maximum(units[-1], 1)
+    table = knapsack_table(values, units, grid).ravel()
+    sizes = np.arange(len(distinct))
+    packs, left = np.zeros((1, len(distinct)), np.int64), caps[:, None]
+    last, worth = np.zeros(1, np.int64), np.zeros(1)
+    found = [packs[:0]]
+    while len(packs):
+        after = left[:, :, None] - distinct.amounts[:, None]
+        fits = (after >= 0).all(axis=0) & (sizes >= last[:, None]) & (packs < distinct.counts)
+        pack, added = np.nonzero(fits)
+        left, worth = after[:, pack, added], worth[pack] + values[added]
+        reach = worth + table[grid.places(left // grid.units[:, None])]
+        kept = np.flatnonzero(reach > 1 + _ROUNDING)
+        kept = kept[np.argsort(-reach[kept], kind="stable")[:_MAX_PARTIAL]]
+        packs, left, last, worth = packs[pack[kept]], left[:, kept], added[kept], worth[kept]
+        packs[np.arange(len(kept)), last] += 1
+        found.append(packs[worth > 1 + _ROUNDING])
+    patterns = np.concatenate(found)
+    # The best pattern of every size: the best alone are nearly the same ones.
+    best = np.where(patterns > 0, (patterns @ values)[:, None], 0.0)
+    chosen = np.unique(best.argmax(axis=0)) if len(patterns) else slice(0)
+    return float(max(table[-1], 1)), patterns[chosen]
