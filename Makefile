@@ -8,9 +8,9 @@ check:
 format:
 	. ./scripts/environment.sh && python -m ruff check --fix . && python -m ruff format .
 
-# Wrong changes of the planner's arithmetic that no test notices: make mutants MUTANTS='--seed 1'
+# Wrong changes of packing that no test notices: make mutants MUTANTS='omnibal.packing.isf.*'
 mutants:
-	. ./scripts/environment.sh && nice -n 10 python tools/mutants.py $(MUTANTS)
+	. ./scripts/environment.sh && nice -n 10 mutmut run $(MUTANTS) && mutmut results
 
 quick:
 	./scripts/test.sh -m quick

@@ -33,10 +33,9 @@ RAY = ["ray"]  # scans on a cluster
 S3 = ["fsspec", "s3fs"]  # data by URLs; other storages need fsspec and their own library
 # transformers is what tests compare with: other implementations of models and tokenizers. Triton's
 # interpreter runs the kernels in tests; CUDA builds of torch bring it. tools/make_spoken_digits.py
-# speaks through espeakng-loader. tools/mutants.py asks coverage which test runs what. moto, with
-# flask, is a server of S3.
+# speaks through espeakng-loader. `make mutants` runs mutmut. moto, with flask, is a server of S3.
 DEVELOPMENT = [
-    *("coverage", "espeakng-loader", "hypothesis", "mypy", "pre-commit", "pytest", "pytest-xdist"),
+    *("espeakng-loader", "hypothesis", "mutmut", "mypy", "pre-commit", "pytest", "pytest-xdist"),
     *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET),
     *(*RAY, *S3, "moto[s3]", "flask", "flask-cors"),
 ]
