@@ -19,30 +19,13 @@ source scripts/quickstart_steps.sh
 
 make "$data" python tools/make_spoken_digits.py --output "$data" --samples 7000 --heldout-samples 400
 
-make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model internvl-digits-omni \
-    --tokenizer-model "$tokenizer" -o $work/lengths.parquet
-
 caps=(--max-tiles 8 --limit clips=8 --max-tokens 320)
-
-make $work/profile.json omnibal profile --model internvl-digits-omni --precision fp32 \
-    --processes 2 "${caps[@]}" --lengths $work/lengths.parquet --data "$data/train/meta.json" \
-    --tokenizer-model "$tokenizer" --repetitions 12 -o $work/profile.json
+scan_and_profile internvl-digits-omni 12
 
 make "$plan" omnibal plan --model internvl-digits-omni --cluster laptop-cpu --pp 2 \
     --precision fp32 --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
     --packing-levels 1 --micro-batches 3 --epochs 3 --encoder "$encoder" -o "$plan"
 
-show omnibal check "$plan"
-
-resume=()
-[[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
-launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
-
-make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
-    --num-workers 1 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
-touch "$run/trained"
-
-make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
-    --eval-data "$data/heldout/meta.json" --max-new-tokens 20
+train_and_evaluate 20
 
 show omnibal report "$plan" --run "$run" -o "$work/report_$encoder.html"

@@ -1,4 +1,5 @@
-# Sourced by the quickstarts: how they run on two CPU cores, and how they run a step once.
+# Sourced by the quickstarts: how they run on two CPU cores, how they run a step once, and the steps
+# that all of them have. Those take $work, $data, $tokenizer, $caps, $plan and $run.
 
 # A GPU, if there is one, could not hold two processes' devices: this is a job for the CPU.
 export CUDA_VISIBLE_DEVICES=
@@ -21,4 +22,26 @@ make() {
         return
     fi
     show "$@"
+}
+
+# scan_and_profile MODEL REPETITIONS
+scan_and_profile() {
+    make $work/lengths.parquet omnibal lengths "$data/train/meta.json" --model "$1" \
+        --tokenizer-model "$tokenizer" -o $work/lengths.parquet
+    make $work/profile.json omnibal profile --model "$1" --precision fp32 --processes 2 \
+        "${caps[@]}" --lengths $work/lengths.parquet --data "$data/train/meta.json" \
+        --tokenizer-model "$tokenizer" --repetitions "$2" -o $work/profile.json
+}
+
+# train_and_evaluate MAX_NEW_TOKENS: check the plan, train it, and ask the held-out questions.
+train_and_evaluate() {
+    local resume=() launch
+    show omnibal check "$plan"
+    [[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
+    launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
+    make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
+        --num-workers 1 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100
+    touch "$run/trained"
+    make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
+        --eval-data "$data/heldout/meta.json" --max-new-tokens "$1"
 }

@@ -16,6 +16,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -315,32 +316,41 @@ def training_lines(train: Path) -> Iterator[str]:
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
     """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
-    train, heldout = split_scans(seed)
-    with atomic_directory(output) as part:
-        for name, scans, count, stream in (
-            ("train", train, samples, 0),
-            ("heldout", heldout, heldout_samples, 1),
-        ):
-            composer = Composer(scans, np.random.default_rng([seed, stream]))
-            write_split(part / name, sources(composer), sample_counts(count, SHARES))
+    with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
+        for name, scans, count, rng in splits(samples, heldout_samples, seed):
+            compose = sources(Composer(scans, rng))
+            write_split(part / name, compose, sample_counts(count, SHARES))
         (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
-        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
+
+
+def splits(
+    samples: int, heldout_samples: int, seed: int
+) -> Iterator[tuple[str, Scans, int, np.random.Generator]]:
+    """Yield the name, the scans, the number of samples and the random numbers of each split."""
+    train, heldout = split_scans(seed)
+    yield "train", train, samples, np.random.default_rng([seed, 0])
+    yield "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1])
+
+
+@contextmanager
+def dataset_folder(
+    output: Path, version: int, samples: int, heldout_samples: int, seed: int
+) -> Iterator[Path]:
+    """Yield a folder that becomes `output` when it is finished and says what it was made with."""
+    with atomic_directory(output) as part:
+        yield part
+        wanted = {"made_with": made_with(version, samples, heldout_samples, seed)}
+        (part / DESCRIPTION_FILE).write_text(json.dumps(wanted, indent=2) + "\n")
 
 
 def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
-    """What decides the content of a dataset; written into it to know it again."""
+    """Return what decides the content of a dataset; written into it to know it again."""
     return {
         "format": version,
         "samples": samples,
         "heldout_samples": heldout_samples,
         "seed": seed,
     }
-
-
-def describe(part: Path, wanted: dict[str, int]) -> None:
-    """Write what a dataset was made with; it is then finished."""
-    text = json.dumps({"made_with": wanted}, indent=2)
-    (part / DESCRIPTION_FILE).write_text(text + "\n")
 
 
 def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
@@ -352,11 +362,21 @@ def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
     return isinstance(description, dict) and description.get("made_with") == wanted
 
 
-def main(arguments: list[str] | None = None) -> int:
+def run_maker(
+    arguments: list[str] | None,
+    description: str | None,
+    version: int,
+    make: Callable[[Path, int, int, int], None],
+) -> int:
+    """Make the dataset that a command line asks for; return the exit status."""
     with one_line_errors():
-        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
-        make_once(options, FORMAT, make_dataset)
+        options = dataset_options(sys.argv[1:] if arguments is None else arguments, description)
+        make_once(options, version, make)
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return run_maker(arguments, __doc__, FORMAT, make_dataset)
 
 
 def dataset_options(arguments: list[str], description: str | None) -> Namespace:

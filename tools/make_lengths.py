@@ -1,8 +1,6 @@
 """Make a synthetic file of sample lengths, for planning and benchmarks where no data is at hand.
 
-No length in it was measured, except those that --real brings in.
-
-Three mixtures:
+No length in it was measured. Three mixtures:
 
     internvl      The nine sources of InternVL-Chat-1.2's fine-tuning data. Their sizes are the real
                   ones; their lengths are assumed from what is known of each source, and tuned so
@@ -21,9 +19,8 @@ Sources follow one another as in a meta file. The same arguments give the same b
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
@@ -31,54 +28,36 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
-from omnibal.data.lengths import Lengths, length_files, read_lengths, write_lengths
+from omnibal.data.lengths import Lengths, write_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.length_comparison import (
-    HBP_TABLE_3,
-    OMNIBAL_TABLE_3,
-    comparison_table,
-    measure_internvl,
-    measure_tulu3,
-)
-from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Mixture, MixtureName, Part, Source
+from tools.length_mixtures import MIXTURES, MixtureName, Part, Source
 
 MAX_SAMPLES = 100_000_000
 """Some 4 GiB of memory."""
 
-MIN_COMPARED = 1000
-"""Fewer samples make too few steps for a mean."""
 
-
-def make_lengths(
-    mixture: str, samples: int, seed: int, real: Mapping[str, Path] = MappingProxyType({})
-) -> Lengths:
-    """Synthetic lengths of `samples` samples, sources one after the other.
+def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
+    """Return synthetic lengths of `samples` samples, sources one after the other.
 
     Args:
         mixture: a `MixtureName`.
         samples: of all sources together; their shares stay those of the mixture.
         seed: each source is drawn from (seed, its name), so that none depends on the others.
-        real: length files by source, whose samples stand for the assumed ones.
 
     Raises:
-        UserError: a number is out of range, or a file of `real` is for no source of the mixture,
-            cannot be read, or has a sample above the mixture's limits.
+        UserError: a number is out of range.
     """
     made_of = MIXTURES[MixtureName(mixture)]
     if not 1 <= samples <= MAX_SAMPLES:
         raise UserError(f"--samples {samples}: must be from 1 to {MAX_SAMPLES}")
     if seed < 0:
         raise UserError(f"--seed {seed}: must be at least 0")
-    real_lengths = {name: _read_real(made_of, name, path) for name, path in real.items()}
     counts = apportion(samples, [source.count for source in made_of.sources.values()])
     drawn = []
     for (name, source), count in zip(made_of.sources.items(), counts, strict=True):
         rng = np.random.default_rng([seed, *name.encode()])
-        if name in real_lengths:
-            columns = _repeat_real(real_lengths[name], source, count, rng)
-        else:
-            columns = _draw_source(source, count, made_of.max_tokens, rng)
+        columns = _draw_source(source, count, made_of.max_tokens, rng)
         drawn.append(columns[:, rng.permutation(count)])
     tiles, tokens, loss_tokens = np.concatenate(drawn, axis=1)
     return Lengths(
@@ -122,67 +101,13 @@ def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator)
     text_tokens = np.rint(
         np.clip(drawn, text.shortest, np.minimum(text.longest, max_tokens - image_tokens))
     )
-    loss_tokens = _loss_tokens(text_tokens, text.answers)
+    # At least the token that ends the answer.
+    loss_tokens = np.maximum(np.rint(text_tokens * text.answers), 1)
     return np.stack([tiles, image_tokens + text_tokens, loss_tokens]).astype(np.int32)
 
 
-def _loss_tokens(text_tokens: np.ndarray, answers: float) -> np.ndarray:
-    """At least the one that ends the answer."""
-    return np.maximum(np.rint(text_tokens * answers), 1)
-
-
-def _read_real(mixture: Mixture, name: str, path: Path) -> Lengths:
-    if name not in mixture.sources:
-        raise UserError(
-            f"--real {name}={path}: no source of that name; must be one of "
-            f"{', '.join(mixture.sources)}"
-        )
-    real = read_lengths([path])
-    most_tiles, most_tokens = int(real.column("tiles").max()), int(real.tokens.max())
-    if most_tiles > mixture.max_tiles or most_tokens > mixture.max_tokens:
-        raise UserError(
-            f"--real {name}={path}: has samples of up to {most_tiles} tiles and {most_tokens} "
-            f"tokens; must be at most {mixture.max_tiles} and {mixture.max_tokens}; pass lengths "
-            "that were made under these limits"
-        )
-    return real
-
-
-def _repeat_real(real: Lengths, source: Source, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Each real sample equally often, or once more: the histogram is the file's.
-
-    OmniBal's public files have no loss tokens; the source's mean share of the text is assumed.
-    """
-    repeats, rest = divmod(count, len(real))
-    rows = np.concatenate(
-        [
-            np.tile(np.arange(len(real)), repeats),
-            rng.choice(len(real), size=rest, replace=False),
-        ]
-    )
-    loss_tokens = real.loss_tokens
-    if not loss_tokens.any():
-        text_tokens = np.maximum(real.tokens - TOKENS_PER_TILE * real.column("tiles"), 0)
-        weights = [part.weight for part in source.parts]
-        answers = np.average([part.text.answers for part in source.parts], weights=weights)
-        loss_tokens = _loss_tokens(text_tokens, float(answers)).astype(np.int32)
-    return np.stack([real.column("tiles"), real.tokens, loss_tokens])[:, rows]
-
-
-def _parse_real(entries: Sequence[str]) -> dict[str, Path]:
-    real: dict[str, Path] = {}
-    for entry in entries:
-        name, _, path = entry.partition("=")
-        if not name or not path:
-            raise UserError(f"--real {entry}: must be NAME=FILE, such as ai2d=ai2d.json")
-        if name in real:
-            raise UserError(f"--real {entry}: {name} is given twice; pass one file a source")
-        real[name] = Path(path)
-    return real
-
-
-def _check_output(path: Path, real: Mapping[str, Path]) -> None:
-    check_files({"-o": path}, length_files(list(real.values())))
+def _check_output(path: Path) -> None:
+    check_files({"-o": path}, [])
     if path.suffix != ".parquet" and not is_stream(path):
         raise UserError(f"-o {path}: is written as Parquet; let its name end in .parquet")
     if not path.parent.is_dir():
@@ -210,42 +135,12 @@ def _run(arguments: list[str]) -> None:
         "--samples", type=int, help="of all sources together (the mixture's own size)"
     )
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    parser.add_argument(
-        "--real",
-        metavar="NAME=FILE",
-        action="append",
-        default=[],
-        help="length file whose samples stand for those assumed of source NAME; repeatable",
-    )
-    parser.add_argument(
-        "--compare-samples",
-        type=int,
-        default=100_000,
-        help="samples drawn to compare with the published figures (%(default)s)",
-    )
-    parser.add_argument("--no-compare", action="store_true", help="leave the comparison out")
     options = parser.parse_args(arguments)
     own_size = sum(source.count for source in MIXTURES[options.mixture].sources.values())
     samples = own_size if options.samples is None else options.samples
-    if options.compare_samples < MIN_COMPARED:
-        raise UserError(
-            f"--compare-samples {options.compare_samples}: must be at least {MIN_COMPARED}; "
-            "pass --no-compare to leave the comparison out"
-        )
-    real = _parse_real(options.real)
-    _check_output(options.output, real)
-    lengths = make_lengths(options.mixture, samples, options.seed, real)
-    write_lengths(lengths, options.output)
+    _check_output(options.output)
+    write_lengths(make_lengths(options.mixture, samples, options.seed), options.output)
     print(f"{options.output}: {samples:,} synthetic samples of mixture {options.mixture}")
-    if options.no_compare or samples < MIN_COMPARED:
-        return
-    compared = min(samples, options.compare_samples)
-    if options.mixture is MixtureName.INTERNVL:
-        print(f"OmniBal's Table 3 beside {compared:,} of these synthetic samples:")
-        print(comparison_table(OMNIBAL_TABLE_3, measure_internvl(lengths, compared, options.seed)))
-    if options.mixture is MixtureName.TULU3_LONGCITE:
-        print(f"HBP's Table 3 beside {compared:,} of these synthetic samples of Tulu3:")
-        print(comparison_table(HBP_TABLE_3, measure_tulu3(lengths, compared, options.seed)))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from omnibal.base.files import atomic_directory
-from omnibal.base.program import one_line_errors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_digits_dataset import (
@@ -29,13 +25,11 @@ from tools.make_digits_dataset import (
     Composer,
     Composition,
     Turn,
-    dataset_options,
-    describe,
-    made_with,
-    make_once,
+    dataset_folder,
+    run_maker,
     sample_counts,
     sources,
-    split_scans,
+    splits,
     training_lines,
     write_split,
 )
@@ -116,25 +110,17 @@ def write_tokenizer(folder: Path, texts: Iterator[str]) -> None:
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
     """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
-    train, heldout = split_scans(seed)
-    with atomic_directory(output) as part:
-        for name, scans, count, stream in (
-            ("train", train, samples, 0),
-            ("heldout", heldout, heldout_samples, 1),
-        ):
-            composer = NativeComposer(scans, np.random.default_rng([seed, stream]))
+    with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
+        for name, scans, count, rng in splits(samples, heldout_samples, seed):
+            composer = NativeComposer(scans, rng)
             write_split(part / name, sources(composer), sample_counts(count, SHARES))
             others = {"digits_next": max(count // _SAMPLES_OF_ANOTHER_TASK, 1)}
             write_split(part / "next" / name, {"digits_next": composer.following}, others)
         write_tokenizer(part / "tokenizer", training_lines(part / "train"))
-        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with one_line_errors():
-        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
-        make_once(options, FORMAT, make_dataset)
-    return 0
+    return run_maker(arguments, __doc__, FORMAT, make_dataset)
 
 
 if __name__ == "__main__":

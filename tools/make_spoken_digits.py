@@ -25,8 +25,6 @@ import espeakng_loader
 import numpy as np
 from scipy.signal import resample_poly
 
-from omnibal.base.files import atomic_directory
-from omnibal.base.program import one_line_errors
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,12 +35,10 @@ from tools.make_digits_dataset import (
     Composition,
     Scans,
     Turn,
-    dataset_options,
-    describe,
-    made_with,
-    make_once,
+    dataset_folder,
+    run_maker,
     sample_counts,
-    split_scans,
+    splits,
     train_tokenizer,
     training_lines,
     write_split,
@@ -263,16 +259,12 @@ def sources(composer: SpokenComposer) -> dict[str, Callable[[], Composition]]:
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
     """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
-    with atomic_directory(output) as part:
-        for name, scans, voices, count, stream in (
-            ("train", split_scans(seed)[0], VOICES, samples, 0),
-            ("heldout", split_scans(seed)[1], HELDOUT_VOICES, heldout_samples, 1),
-        ):
-            rng = np.random.default_rng([seed, stream])
+    with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
+        for name, scans, count, rng in splits(samples, heldout_samples, seed):
+            voices = VOICES if name == "train" else HELDOUT_VOICES
             composer = SpokenComposer(scans, Speech.of(voices, rng), rng)
             write_split(part / name, sources(composer), sample_counts(count, SHARES))
         (part / "tokenizer.model").write_bytes(spoken_tokenizer(training_lines(part / "train")))
-        describe(part, made_with(FORMAT, samples, heldout_samples, seed))
 
 
 def spoken_tokenizer(texts: Iterator[str]) -> bytes:
@@ -281,10 +273,7 @@ def spoken_tokenizer(texts: Iterator[str]) -> bytes:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with one_line_errors():
-        options = dataset_options(sys.argv[1:] if arguments is None else arguments, __doc__)
-        make_once(options, FORMAT, make_dataset)
-    return 0
+    return run_maker(arguments, __doc__, FORMAT, make_dataset)
 
 
 if __name__ == "__main__":

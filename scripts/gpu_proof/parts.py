@@ -97,7 +97,7 @@ def replay(context: Context) -> None:
     if settings.samples:
         lengths = ("--lengths", output / "lengths.parquet")
         context.run(
-            "lengths", "tools/make_lengths.py", "--samples", settings.samples, "--no-compare",
+            "lengths", "tools/make_lengths.py", "--samples", settings.samples,
             "-o", output / "lengths.parquet",
         )  # fmt: skip
     context.run(

@@ -25,12 +25,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("junk").write_bytes(bytes(range(256)))
-    Path("empty").write_text("")
     Path("list.json").write_text("[[1]]")
     Path("real.json").write_text(json.dumps([{"vit_num": 1, "token_num": 9, "image_flags": 1}]))
     Path("kernels.json").write_text('{"source": "", "device": "x", "operations": {}}')
-    Path("meta.json").write_text('{"a": {"token_lengths": "real.json"}}')
-    Path("named.parquet").symlink_to("real.json")
     Path("plan").mkdir()
     Path("plan/plan.json").write_text("{}")
     return tmp_path
@@ -75,12 +72,6 @@ def folder(tmp_path, monkeypatch) -> Path:
         "lengths -o out.parquet --samples 100000000000000000000",
         "lengths -o out.parquet --samples 0",
         "lengths -o out.parquet --seed -1",
-        "lengths -o out.parquet --real ai2d=junk",
-        "lengths -o out.parquet --real ai2d=folder",
-        "lengths -o out.parquet --real ai2d=empty",
-        "lengths -o out.parquet --real ai2d=list.json",
-        "lengths -o named.parquet --real ai2d=real.json",
-        "lengths -o named.parquet --real ai2d=meta.json",
         "rates absent --base h100-80g -o out",
         "rates junk --base h100-80g -o out",
         "rates list.json --base h100-80g -o out",
@@ -120,5 +111,5 @@ def test_a_mistake_is_one_line(capfd, monkeypatch, folder, command):
 
 def test_lengths_go_into_a_device(capfd, folder):
     """Prevents a device from being replaced by a file."""
-    assert make_lengths.main(["-o", "/dev/null", "--samples", "2000", "--no-compare"]) == 0
+    assert make_lengths.main(["-o", "/dev/null", "--samples", "2000"]) == 0
     assert Path("/dev/null").is_char_device() and os.access("/dev/null", os.W_OK)
