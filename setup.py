@@ -10,6 +10,7 @@ VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_te
 PLANNER = [
     *(
         "jinja2",
+        "matplotlib",
         "numpy",
         "pillow",
         "pyarrow",
@@ -51,7 +52,13 @@ setup(
     # No `megatron/__init__.py`, ever: it would hide the installed megatron.core.
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
     package_data={
-        "omnibal": ["presets/*.toml", "presets/*/*.toml", "report/*.css", "report/*.jinja"],
+        "omnibal": [
+            "presets/*.toml",
+            "presets/*/*.toml",
+            "report/*.css",
+            "report/*.jinja",
+            "report/*.mplstyle",
+        ],
         "megatron.vlm.measure.fake_device": ["device.cpp"],
     },
     install_requires=PLANNER,

@@ -52,7 +52,7 @@ from rich.table import Table
 from megatron.vlm.measure.profiler import ProfileOptions, device_name
 from megatron.vlm.measure.replay import MicroBatchTimes
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
-from omnibal.base.files import atomic, read_json_model, write_json_model
+from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.cost.profile import Measured, Profile, read_profile
@@ -75,6 +75,8 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
+from omnibal.report.drawing import svg_file
+from omnibal.report.formatting import write_ascii
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
 from paper import described  # noqa: E402
@@ -803,10 +805,9 @@ def markdown_of(result: AblationResult) -> str:
 def picture(result: LayoutResult) -> str:
     """The common practice's step above the full system's, as replayed."""
     first, last = result.variants[0], result.variants[-1]
-    return before_and_after(
-        "One step of each: a pipeline of four stages, before and after",
-        [_shown(result, first), _shown(result, last)],
-    )
+    title = "One step of each: a pipeline of four stages, before and after"
+    figure = before_and_after(title, [_shown(result, first), _shown(result, last)])
+    return svg_file(figure, title)
 
 
 def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
@@ -866,8 +867,7 @@ def run(given: argparse.Namespace) -> None:
         both = AblationResult(layouts=tuple(results))
         print(markdown_of(both))
         write_json_model(both, given.output / "ablation.json")
-        with atomic(given.output / "ablation.svg") as temporary:
-            temporary.write_text(picture(results[-1]), encoding="ascii")
+        write_ascii(picture(results[-1]), given.output / "ablation.svg")
         print(f"wrote {given.output}/ablation.json and ablation.svg")
 
 

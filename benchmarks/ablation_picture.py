@@ -1,15 +1,15 @@
-"""Comparison of steps of the same samples on one time axis, as a self-contained SVG file."""
+"""Figure of steps of the same samples on one time axis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from omnibal.pipeline.simulate import Timeline
+from omnibal.report.drawing import WIDE, new_figure, printable, style
 from omnibal.report.formatting import milliseconds, number, percent
-from omnibal.report.panels import Panel, heading, picture, stacked, time_axis
-from omnibal.report.svg import Rows, Scale
-from omnibal.report.timeline import pass_bars
+from omnibal.report.timeline import draw_step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,40 +31,32 @@ class ShownStep:
         return float(self.timeline.step_ms)
 
 
-def before_and_after(title: str, steps: Sequence[ShownStep]) -> str:
-    """The text of the SVG file; the first step is what the others are compared with."""
-    x = time_axis(max(step.step_ms for step in steps))
-    recomputes = any(step.recompute_ms.any() for step in steps)
-    keys = [("forward", "forward"), ("backward", "backward")]
-    keys += [("recompute", "recomputed in the backward")] * recomputes + [("wait", "waiting")]
-    parts, bottom = stacked(_panel(step, steps[0], x, recomputes) for step in steps)
-    head = heading(title, "A block is a micro-batch; all steps have one time axis.", keys, "")
-    return picture(title, bottom - 14, [head, *parts])
+@style()
+def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
+    """Draw steps under each other; the first is what the others are compared with."""
+    stages = [step.recompute_ms.shape[1] for step in steps]
+    figure = new_figure(WIDE, 60 + sum(110 + min(30 * count, 300) for count in stages))
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
+    all_axes = figure.subplots(len(steps), 1, sharex=True, squeeze=False)[:, 0]
+    end_ms = max(step.step_ms for step in steps)
+    for axes, step in zip(all_axes, steps, strict=True):
+        recompute_ms = step.recompute_ms
+        draw_step(axes, step.timeline, len(recompute_ms), (), recompute_ms, end_ms)
+        axes.set_title(f"{step.title}: {printable(step.note)}\n{key_figures(step, steps[0])}")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower left", ncols=3)
+    return figure
 
 
-def _panel(step: ShownStep, first: ShownStep, x: Scale, recomputes: bool) -> Panel:
-    """A row per stage, a bar per pass, and its speed relative to the first step's."""
-    micro_batches, stages = step.recompute_ms.shape
-    rows = Rows(x=x, top=46, pitch=min(30.0, 300 / stages), count=stages, gap=3)
-    timeline, step_ms = step.timeline, step.step_ms
-    rates = [one.samples / one.step_ms for one in (step, first)]
-    faster = "" if step is first else f", {number(rates[0] / rates[1])} times the first"
-    again = float(step.recompute_ms.sum() / timeline.busy_ms.sum())
-    figures = [
-        (milliseconds(step_ms), f"for a step of {step.samples:,} samples"),
-        (number(1000 * rates[0]), f"samples per second{faster}"),
-        (percent(float(timeline.wait_ms.mean()) / step_ms), "of device time is waiting"),
-    ] + [(percent(again), "of computing is recomputation")] * recomputes
-    tips = [f"micro-batch {index}" for index in range(micro_batches)]
-    return Panel(
-        heading=step.title,
-        note=step.note,
-        rows=rows,
-        names=[f"stage {stage}" for stage in range(stages)],
-        bars=[
-            *(rows.bar(stage, 0, step_ms, "wait") for stage in range(stages)),
-            *pass_bars(rows, timeline, tips, step.recompute_ms),
-        ],
-        end_ms=step_ms,
-        figures=figures,
+def key_figures(step: ShownStep, first: ShownStep) -> str:
+    """Figures of the step in words, and its speed relative to the first step's."""
+    rate, first_rate = (one.samples / one.step_ms for one in (step, first))
+    waited = float(step.timeline.wait_ms.mean()) / step.step_ms
+    recomputed = float(step.recompute_ms.sum() / step.timeline.busy_ms.sum())
+    said = f"{milliseconds(step.step_ms)} for {step.samples:,} samples; {number(1000 * rate)} per s"
+    if step is not first:
+        said += f", {number(rate / first_rate)} times the first"
+    return (
+        f"{said}; {percent(waited)} of device time is waiting; {percent(recomputed)} of computing "
+        "is recomputation"
     )

@@ -40,7 +40,6 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.encoder_rounds import simulate_with_rounds
 from omnibal.pipeline.simulate import StepTimes
 from omnibal.planning import Planned, plan
-from omnibal.report.page import write_report
 from omnibal.search.goal import Free, Goal, Samples
 
 
@@ -230,6 +229,8 @@ def report_plan(
     Raises:
         UserError: a file is missing, or the output would replace an input.
     """
+    from omnibal.report.page import write_report  # it draws, for which others need not wait
+
     page = Path(output)
     check_files({"output": page}, plan_files(Path(directory)))
     write_report(open_plan(directory), None if run is None else Path(run), page)

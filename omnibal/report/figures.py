@@ -1,214 +1,235 @@
-"""The report's figures of plan and run, as SVG; colours mean the same thing in all of them."""
+"""Figures of the report: the plan, its replay and its run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, pairwise
 
 import numpy as np
+from matplotlib.figure import Figure
 
+from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import StepRecord
 from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
 from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.prediction import StageMemory
-from omnibal.pipeline.stage import Span, Stage
-from omnibal.report.formatting import milliseconds, number, percent
-from omnibal.report.summary import StepFigures, recomputed_layers
-from omnibal.report.svg import (
-    TOP,
-    Plot,
-    Rows,
-    Scale,
-    dots,
-    drawing,
-    extremes,
-    line,
-    moving_mean,
-    padded,
-    polyline,
-    rect,
-    text,
+from omnibal.report.drawing import (
+    COLOURS,
+    NARROW,
+    WIDE,
+    label_rows,
+    make_logarithmic,
+    new_figure,
+    printable,
+    stack_bars,
+    style,
+    to_svg,
 )
+from omnibal.report.formatting import milliseconds, number, percent, shorten
+from omnibal.report.length_sources import largest_sources
+from omnibal.report.summary import StepFigures, memory_parts, recomputed_layers
 
-WIDE = 1080  # pixels: the page's own width
 _LEAST_SHOWN_SHARE = 0.001  # of a step: what is less would be thinner than a pixel
-TIME_PARTS = ("forward", "backward", "wait", "data", "update", "encoder", "exchange")
-"""Classes of the parts of `StageTime`, in its order."""
-_BUCKETS = 400
-"""Drawn points per curve are at most twice this, however long the run."""
-_PITCH_OF_NUMBERS = 20
-"""Least width of a unit's block, in pixels, that has room for its number."""
-_CELLS = 64
-"""Cells per axis of the pack density."""
-_METER = 150.0  # pixels: a table's column that still leaves room for its neighbours
-_HATCH = (
-    '<defs><pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" '
-    'patternTransform="rotate(45)"><line x1="0" y1="0" x2="0" y2="6" class="hatch"/>'
-    "</pattern></defs>"
+_EDGES = "embedding, projector, head"
+_TIME_COLOURS = {
+    "forward": "green",
+    "backward": "purple",
+    "wait": "pale",
+    "data": "yellow",
+    "update": "grey",
+    "encoder": "teal",
+    "exchange": "blue",
+}
+"""Colours of the parts of `StageTime`, in its order."""
+_MEMORY_COLOURS = {
+    "weights": "blue",
+    "gradients": "teal",
+    "optimizer": "grey",
+    "activations": "rose",
+    "working": "yellow",
+}
+_LOST_COLOURS = (
+    "green",
+    "pale",
+    "yellow",
+    "orange",
+    "purple",
+    "grey",
+    "blue",
+    "teal",
+    "rose",
+    "red",
 )
+"""Colours of the ideal time and then of the causes that are shown."""
+_PEAKS = {"replayed": ("yellow", "D"), "measured": ("ink", "o")}
+"""Colours and markers of peaks."""
+_POINTS = 200
+"""Intervals of a curve with two points each, however long the run."""
+_CELLS = 64
+"""Cells of the density of packs along each axis."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """One figure with its heading above and its caption below."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PageFigure:
+    """A figure with its heading above and its caption below."""
 
     title: str
-    svg: str = ""
-    """What is drawn, whose text is escaped."""
+    drawn: Figure | None
+    """None if there is nothing to draw."""
+    label: str = ""
+    """What it shows, for readers who cannot see it."""
     caption: str
-    legend: Sequence[tuple[str, str]] = ()
-    """Keys of (class, meaning)."""
     wide: bool = False
 
+    @property
+    def svg(self) -> str:
+        """The figure as an SVG element; empty without one."""
+        return "" if self.drawn is None else to_svg(self.drawn, self.label)
 
-def split_figure(plan: Plan) -> Figure:
-    """Every unit of the model as a block in the row of its stage."""
+
+@style()
+def split_figure(plan: Plan) -> PageFigure:
+    """Draw every unit of the model as a block in the row of its stage."""
+    encoders = zip(plan.pipeline_model.encoders, cycle(("blue", "teal")))
+    colours = {**dict(encoders), LANGUAGE: "orange", _EDGES: "grey"}
     drawn = drawn_units(plan)
-    longest = max(map(len, drawn))
-    pitch = min(34.0, (WIDE - 80) / longest)
-    rows = Rows(x=Scale(0, 1, 72, 72 + pitch), top=4, pitch=36, count=len(drawn), gap=8)
-    parts = [_HATCH, rows.labels([f"stage {stage}" for stage in range(len(drawn))])]
+    figure = new_figure(WIDE, 80 + 30 * len(drawn))
+    axes = figure.subplots()
+    labelled = set()
     for stage, units in enumerate(drawn):
-        for place, (css, name, short, recomputed) in enumerate(units):
-            tip = f"{name}, recomputed" if recomputed else name
-            for fill in (css, "hatched")[: 1 + recomputed]:
-                parts.append(rows.bar(stage, place, place + 1, fill, tip, 2))
-            if pitch >= _PITCH_OF_NUMBERS:
-                at = rows.x(place + 0.5) - 1
-                parts.append(text(at, rows.middle(stage), short, "block middle"))
-    label = "; ".join(
-        f"stage {stage}: {len(units)} units, {again} recomputed{' by level' if plan.levels else ''}"
-        for stage, (units, again) in enumerate(zip(drawn, recomputed_layers(plan), strict=True))
-    )
-    shorts = {short for units in drawn for _, _, short, _ in units}
-    letters = {"E": "embedding", "P": "projector", "H": "output head"}
-    named = {letter: name for letter, name in letters.items() if letter in shorts}
-    caption = "Rest the pointer on a block for its name."
-    if pitch >= _PITCH_OF_NUMBERS:
-        explained = ", ".join(f"{letter}: {name}" for letter, name in named.items())
-        caption = f"Numbers count over the whole model. {explained}."
-    at_a_level = " at a level of packs" if plan.levels else ""
-    return Figure(
+        for place, unit in enumerate(units):
+            kind, _, again = unit
+            label = f"{kind} layer" if kind != _EDGES else kind
+            label += ", recomputed" if again else ""
+            axes.barh(
+                *(stage, 1, 0.8, place),
+                facecolor=COLOURS[colours[kind]],
+                edgecolor=COLOURS["paper"],
+                hatch="//" if again else None,
+                label="" if label in labelled else label,
+            )
+            labelled.add(label)
+    label_rows(axes, [f"stage {stage}" for stage in range(len(drawn))])
+    axes.set_xlim(0, max(map(len, drawn)))
+    axes.set_xlabel("units of the stage")
+    figure.legend(loc="outside upper left", ncols=6)
+    stages = zip(drawn, recomputed_layers(plan), strict=True)
+    return PageFigure(
         title="Layers on each pipeline stage",
-        svg=drawing(rows.x(longest), rows.bottom + 2, label, parts),
-        caption=caption,
-        legend=(
-            *((css, f"{tower} layer") for tower, css in _colours(plan).items()),
-            ("edge", ", ".join(named.values())),
-            ("hatched", f"recomputed in the backward pass{at_a_level}"),
+        drawn=figure,
+        label="; ".join(
+            f"stage {stage}: {len(units)} units, {again} recomputed"
+            for stage, (units, again) in enumerate(stages)
         ),
+        caption="Hatched: recomputed in the backward pass"
+        + (", at some level of packs." if plan.levels else "."),
         wide=True,
     )
 
 
-def _colours(plan: Plan) -> dict[str, str]:
-    """Class of the layers of every tower; encoders take turns in theirs."""
-    encoders = zip(plan.pipeline_model.encoders, cycle(("vision", "encoder")))
-    return {**dict(encoders), LANGUAGE: LANGUAGE}
+def drawn_units(plan: Plan) -> list[list[tuple[str, int | None, bool]]]:
+    """Return (tower, layer, whether any level recomputes it) of the units of every stage.
 
-
-def drawn_units(plan: Plan) -> list[list[tuple[str, str, str, bool]]]:
-    """(class, name, short name, recomputed at any level) of the units of every stage, in model
-    order."""
-    colours = _colours(plan)
-
-    def drawn(unit: Span, at_levels: Sequence[Stage]) -> tuple[str, str, str, bool]:
-        if unit.layers is None:
-            short = unit.name.split()[-1][0].upper()
-            return "edge", unit.name.replace(" embed", " embedding"), short, False
-        layer = unit.layers[0]
-        again = any(layer in stage.recomputed(unit.name) for stage in at_levels)
-        return colours[unit.name], f"{unit.name} layer {layer}", str(layer), again
-
+    Units that are no layers have no number, and stand under one name.
+    """
     return [
-        [drawn(unit, at_levels) for span in at_levels[0].units for unit in span.units]
+        [
+            (_EDGES, None, False)
+            if unit.layers is None
+            else (
+                unit.name,
+                unit.layers[0],
+                any(unit.layers[0] in stage.recomputed(unit.name) for stage in at_levels),
+            )
+            for span in at_levels[0].units
+            for unit in span.units
+        ]
         for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
     ]
 
 
-def memory_parts(memory: StageMemory) -> dict[str, float]:
-    """GiB by kind; the kinds are classes of report.css."""
-    return {
-        "weights": memory.weights_gib,
-        "gradients": memory.gradients_gib,
-        "optimizer": memory.optimizer_gib,
-        "activations": memory.activations_gib,
-        "working": memory.transient_gib,
-    }
-
-
+@style()
 def memory_figure(
     plan: Plan, sources: Mapping[str, StepFigures], replay: ReplaySummary | None
-) -> Figure | None:
-    """Predicted memory of one device of each stage against what it may fill; replayed and
-    measured peaks. None without a prediction."""
+) -> PageFigure | None:
+    """Draw the memory of one device of each stage: predicted parts, peaks and the limit.
+
+    Returns:
+        None without a prediction.
+    """
     if plan.prediction is None:
         return None
     memories = [memory_parts(stage.memory) for stage in plan.prediction.stages]
-    cap = memory_cap_gib(plan.cluster)
-    peaks = {name: figures.peak_gib for name, figures in sources.items() if name != "predicted"}
-    most = max(cap, *(max(figures.peak_gib) for figures in sources.values()))
-    x = Scale(0, 1.04 * most, 72, 506)
-    rows = Rows(x=x, top=TOP, pitch=34, count=len(memories), gap=12)
-    parts = [rows.axis("GiB"), rows.labels([f"stage {stage}" for stage in range(len(memories))])]
-    for stage, memory in enumerate(memories):
-        stack = [(size, css, f"{css}: {number(size)} GiB") for css, size in memory.items()]
-        parts.append(rows.stack(stage, stack))
-        for name, gib in peaks.items():
-            at, tip = x(gib[stage]) - 1.5, f"{name}: {number(gib[stage])} GiB"
-            parts.append(rect(at, TOP + 34 * stage + 2, 3, 30, name, tip))
-    parts += [rows.mark(cap, "cap"), text(x(cap) + 4, TOP - 8, "usable", "label end")]
+    rows = range(len(memories))
+    cap_gib = memory_cap_gib(plan.cluster)
+    figure = new_figure(NARROW, 100 + 34 * len(memories))
+    axes = figure.subplots()
+    parts = {name: [memory[name] for memory in memories] for name in memories[0]}
+    stack_bars(axes, rows, parts, _MEMORY_COLOURS)
+    for name, figures in sources.items():
+        if name in _PEAKS:
+            colour, marker = _PEAKS[name]
+            axes.plot(
+                *(figures.peak_gib, rows, marker),
+                color=COLOURS[colour],
+                markeredgecolor=COLOURS["ink"],
+                label=f"{name} peak",
+            )
+    axes.axvline(cap_gib, color=COLOURS["red"], linestyle="--", label="usable")
+    label_rows(axes, [f"stage {stage}" for stage in rows])
+    axes.set_xlabel("GiB")
+    figure.legend(loc="outside upper left", ncols=4)
     usable = f"{100 * USABLE_MEMORY_FRACTION:g} % of a device's {plan.cluster.memory_gib:g} GiB"
     caption = f"Predicted, at the peak of the step. Usable: {usable}."
     if replay and not all(stage.with_working_memory for stage in replay.stages):
         caption += " The replayed peak on a CPU is without working memory."
     if "measured" in sources:
         caption += " The measured peak on a CPU is the whole process, its libraries included."
-    label = "memory by kind and stage against what is usable"
-    return Figure(
+    return PageFigure(
         title="Memory of one device per stage",
-        svg=drawing(520, rows.bottom + 24, label, parts),
+        drawn=figure,
+        label="memory by kind and stage against what is usable",
         caption=caption,
-        legend=[(css, css) for css in memories[0]] + [(name, f"{name} peak") for name in peaks],
     )
 
 
-def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> Figure | None:
-    """Forward, backward, wait, data and update of every stage by source; None without any."""
+@style()
+def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
+    """Draw forward, backward, wait, data and update of every stage by source.
+
+    Returns:
+        None without any times.
+    """
     series = {name: figures.stages for name, figures in sources.items() if figures.stages}
     if not series:
         return None
-    longest = max(sum(time) for times in series.values() for time in times)
-    # Half a row stays free below each stage.
-    of_stage = len(series) + 0.5
-    x = Scale(0, 1.02 * longest or 1.0, 126, 506)
-    rows = Rows(x=x, top=6, pitch=18, count=of_stage * plan.parallel.pipeline, gap=2)
-    parts = [rows.axis("ms")]
-    for stage in range(plan.parallel.pipeline):
-        for place, (name, times) in enumerate(series.items()):
-            row = of_stage * stage + place
-            parts.append(rows.label(row, name if place else f"stage {stage} {name}"))
-            tips = zip(times[stage], TIME_PARTS, strict=True)
-            parts.append(
-                rows.stack(row, [(ms, css, f"{css}: {milliseconds(ms)}") for ms, css in tips])
-            )
-    has_encoders = any(time.encoder_ms for times in series.values() for time in times)
+    stages = plan.parallel.pipeline
+    names = [f"stage {stage} {name}" for stage in range(stages) for name in series]
+    times = [series[name][stage] for stage in range(stages) for name in series]
+    has_encoders = any(time.encoder_ms for time in times)
+    shown = list(_TIME_COLOURS)[: None if has_encoders else 5]
+    figure = new_figure(NARROW, 100 + 24 * len(names))
+    axes = figure.subplots()
+    columns = dict(zip(shown, zip(*times, strict=True), strict=False))
+    stack_bars(axes, range(len(names)), columns, _TIME_COLOURS, height=0.8)
+    label_rows(axes, names)
+    axes.set_xlabel("ms")
+    figure.legend(loc="outside upper left", ncols=4)
     means = ["Replayed: mean over the replayed steps."] * ("replayed" in series)
     means += ["Measured: median over the run's steps."] * ("measured" in series)
-    label = f"time per stage and activity, {' and '.join(series)}"
-    return Figure(
+    return PageFigure(
         title="A step's time by stage",
-        svg=drawing(520, rows.bottom + 24, label, parts),
+        drawn=figure,
+        label=f"time per stage and activity, {' and '.join(series)}",
         caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
         "update. "
         + "Encoder, exchange: of data-parallel encoders, on all ranks. " * has_encoders
         + (" ".join(means) or "Predicted."),
-        legend=[(css, css) for css in TIME_PARTS[: 7 if has_encoders else 5]],
     )
 
 
+@style()
 def curve_figure(
     title: str,
     records: Sequence[StepRecord],
@@ -219,63 +240,79 @@ def curve_figure(
     held_out: Sequence[tuple[int, float]] = (),
     smooth: bool = True,
     from_zero: bool = False,
-) -> Figure:
-    """One value over the steps: raw points faint, moving mean bold, `predicted` dashed, and the
-    same on held-out data, (last step before, value), as a line of its own.
+) -> PageFigure:
+    """Draw a value over the steps: points faint, their moving mean bold, `predicted` dashed.
 
     Values that are not finite cannot be drawn, and an axis from zero ends at 1.5 times the 95th
     percentile, so that one slow step flattens nothing; the caption counts what is left out.
+
+    Args:
+        held_out: (last step before, value) of validations, a line of their own.
     """
     points = np.array([[record.step for record in records], values], np.float64)
     finite = np.isfinite(points[1])
     notes = [] if predicted is None else [f"Dashed: predicted, {number(predicted)} {y_title}."]
     if not finite.all():
         notes.append(f"Steps without a finite value: {int((~finite).sum()):,}.")
-    points = points[:, finite]
-    if not points.size:
-        return Figure(title=title, caption=" ".join(notes))
-    validated = np.array([one for one in held_out if np.isfinite(one[1])]).reshape(-1, 2)
-    marks = [] if predicted is None else [predicted]
-    low, high = padded(np.concatenate([points[1], marks, validated[:, 1]]))
-    low = 0.0 if from_zero or low < 0 <= points[1].min() else low
+    steps, shown = points[:, finite]
+    if not len(steps):
+        return PageFigure(title=title, drawn=None, caption=" ".join(notes))
+    high = None
     if from_zero:
-        limit = 1.5 * max(float(np.percentile(points[1], 95)), *marks, 0.0)
-        high = min(high, limit) if limit > 0 else high
-        shown = points[1] <= high
-        notes += [] if shown.all() else [f"Steps above the axis: {int((~shown).sum()):,}."]
-        points = points[:, shown]
-    plot = Plot.over((records[0].step, max(records[-1].step, records[0].step + 1)), (low, high))
-    parts = [plot.axes("step", y_title), *_curves(plot, points, smooth)]
-    for value in marks:
-        at = plot.y(value)
-        parts.append(line(plot.x.start, at, plot.x.end, at, "predicted"))
-    if len(validated):
-        xs, ys = plot.x(validated[:, 0]), plot.y(validated[:, 1])
-        parts += [polyline(xs, ys, "held-out"), dots(xs, ys, "dots held-out")]
-        notes.append(f"Second line: held-out data, {number(validated[-1, 1])} at the end.")
-    first, last = points[1, 0], points[1, -1]
-    label = f"{title}: {number(first)} at the first step, {number(last)} at the last"
-    drawn = drawing(plot.width, plot.height, label, parts)
-    return Figure(title=title, svg=drawn, caption=" ".join(notes))
+        limit = 1.5 * max(float(np.percentile(shown, 95)), predicted or 0.0)
+        above = shown > limit
+        if above.any() and limit > 0:
+            notes.append(f"Steps above the axis: {int(above.sum()):,}.")
+            steps, shown, high = steps[~above], shown[~above], limit
+    figure = new_figure(NARROW, 270)
+    axes = figure.subplots()
+    at = extremes(shown, _POINTS)
+    if smooth:
+        axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
+        along = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
+        mean = moving_mean(shown, len(steps) // 40)
+        axes.plot(steps[along], mean[along], color=COLOURS["blue"])
+    else:
+        axes.plot(steps[at], shown[at], color=COLOURS["blue"])
+    if predicted is not None:
+        axes.axhline(predicted, color=COLOURS["ink"], linestyle="--")
+    validated = [one for one in held_out if np.isfinite(one[1])]
+    if validated:
+        axes.plot(*zip(*validated, strict=True), "o-", color=COLOURS["red"])
+        notes.append(f"Second line: held-out data, {number(validated[-1][1])} at the end.")
+    if from_zero:
+        axes.set_ylim(0, high)
+    axes.set_xlabel("step")
+    axes.set_ylabel(y_title)
+    return PageFigure(
+        title=title,
+        drawn=figure,
+        label=f"{title}: {number(shown[0])} at the first step, {number(shown[-1])} at the last",
+        caption=" ".join(notes),
+    )
 
 
-def _curves(plot: Plot, points: np.ndarray, smooth: bool) -> list[str]:
-    at, parts = extremes(points[1], _BUCKETS), []
-    xs, ys = plot.x(points[0]), plot.y(points[1])
-    if not smooth:
-        return [polyline(xs[at], ys[at], "curve")] if len(at) > 1 else [dots(xs, ys, "dots")]
-    parts.append(dots(xs[at], ys[at], "dots faint"))
-    count = points.shape[1]
-    if count > 1:
-        mean = plot.y(moving_mean(points[1], count // 40))
-        along = np.unique(np.linspace(0, count - 1, _BUCKETS).astype(int))
-        parts.append(polyline(xs[along], mean[along], "curve"))
-    return parts
+def extremes(values: np.ndarray, intervals: int) -> np.ndarray:
+    """Indices of the smallest and largest value of every interval: fewer points, same outline."""
+    if len(values) <= 2 * intervals:
+        return np.arange(len(values))
+    bounds = np.linspace(0, len(values), intervals + 1).astype(int)
+    parts = [values[start:end] for start, end in pairwise(bounds)]
+    ends = [[part.argmin(), part.argmax()] for part in parts]
+    return np.unique(bounds[:-1, None] + np.array(ends))
 
 
-def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
-    """Density of packs over tokens and limited items, or samples where no items are limited; good
-    packs crowd near a cap."""
+def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
+    """Mean over up to `radius` neighbours on each side, fewer at the ends."""
+    total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    index = np.arange(len(values))
+    low, high = np.maximum(index - radius, 0), np.minimum(index + radius + 1, len(values))
+    return (total[high] - total[low]) / (high - low)
+
+
+@style()
+def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
+    """Draw the density of packs over tokens and limited items, or samples if none are limited."""
     name, counted = "samples", np.diff(packs.packs.offsets)
     limited = [item for item in caps.names if item in packs.items]
     if limited:
@@ -283,62 +320,72 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> Figure:
         name = max(limited, key=lambda item: packs.items[item].mean() / caps[item])
         counted = packs.items[name]
     most = caps.get(name) or int(counted.max())
-    plot = Plot.over((-0.05 * most, 1.06 * most), (0, 1.08 * caps["tokens"]))
-    cell_x = max(1, -(-most // _CELLS))
-    cell_y = max(1, -(-caps["tokens"] // (_CELLS // 2)))
-    cells, counts = np.unique(
-        np.stack([counted // cell_x, packs.tokens // cell_y]), axis=1, return_counts=True
-    )
-    width = plot.x(cell_x) - plot.x(0)
-    height = plot.y.start - plot.y(cell_y)
-    parts = [plot.axes(f"{name} in the pack", "tokens in the pack")]
-    for (column, row), count in zip(cells.T, counts, strict=True):
-        # Five shades on a logarithmic scale: one pack stays visible beside a thousand.
-        shade = 1 + round(4 * np.log1p(count) / np.log1p(counts.max()))
-        side = min(max(width, 3.0), 14.0)
-        x, y = plot.x(column * cell_x) - side / 2, plot.y(row * cell_y) - height
-        parts.append(rect(x, y, side, max(height, 3.0), f"pack shade{shade}"))
-    x, y = plot.x(most), plot.y(caps["tokens"])
+    ends = (most, caps["tokens"])
+    edges = [
+        np.arange(0, end + step + 1, step) for end in ends for step in [max(1, -(-end // _CELLS))]
+    ]
+    counts = np.histogram2d(counted, packs.tokens, edges)[0]
+    figure = new_figure(NARROW, 270)
+    axes = figure.subplots()
+    # Shades on a logarithmic scale: one pack stays visible next to a thousand.
+    shades = np.ceil(5 * np.log1p(counts) / np.log1p(counts.max()))
+    for shade in range(1, 6):
+        column, row = np.nonzero(shades == shade)
+        axes.scatter(
+            *(edges[0][column], edges[1][row], 14),
+            marker="s",
+            color=COLOURS["blue"],
+            alpha=shade / 5,
+            linewidths=0,
+        )
     if name in caps.names:
-        parts.append(line(x, plot.y.start, x, plot.y.end, "cap"))
-    parts.append(line(plot.x.start, y, plot.x.end, y, "cap"))
-    return Figure(
+        axes.axvline(most, color=COLOURS["red"], linestyle="--")
+    axes.axhline(caps["tokens"], color=COLOURS["red"], linestyle="--")
+    axes.set_xlabel(f"{name} in the pack")
+    axes.set_ylabel("tokens in the pack")
+    axes.set_ylim(bottom=0)
+    return PageFigure(
         title="Packs against their caps",
-        svg=drawing(plot.width, plot.height, f"{name} and tokens of {len(packs):,} packs", parts),
+        drawn=figure,
+        label=f"{name} and tokens of {len(packs):,} packs",
         caption=f"{len(packs):,} packs; darker: more of them. Dashed: the caps, "
         f"{words([f'{caps[name]:,} {name}' for name in caps.names])}.",
     )
 
 
-def waste_figure(plan: Plan, replay: ReplaySummary | None) -> Figure | None:
-    """The step as ideal computation and what is lost to each cause, predicted and replayed."""
+@style()
+def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
+    """Draw the step as ideal computation and time lost to each cause, predicted and replayed."""
     steps: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
         steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
     if replay is not None:
         steps["replayed"] = replay.lost.named(), replay.step_ms
     shown = {
-        cause: f"lost-{cause.replace(' ', '-')}"
+        cause: [lost.get(cause, 0.0) for lost, _ in steps.values()]
         for lost, step_ms in steps.values()
         for cause, ms in lost.items()
         if ms >= _LEAST_SHOWN_SHARE * step_ms > 0
     }
     if not shown:
         return None
-
-    def words(cause: str) -> str:
-        parts = [(lost.get(cause, 0.0), step_ms) for lost, step_ms in steps.values()]
-        return " / ".join(f"{milliseconds(ms)} ({percent(ms / step_ms)})" for ms, step_ms in parts)
-
-    longest_ms = max(step_ms for _, step_ms in steps.values())
-    x = Scale(0, longest_ms, 72, WIDE - 16)
-    rows = Rows(x=x, top=4, pitch=28, count=len(steps), gap=6)
-    parts = [rows.axis("ms", 8), rows.labels([*steps])]
-    for row, (lost, _) in enumerate(steps.values()):
-        tips = [(lost.get(cause, 0.0), css, cause) for cause, css in shown.items()]
-        parts.append(
-            rows.stack(row, [(ms, css, f"{c}: {milliseconds(ms)}") for ms, css, c in tips])
-        )
+    totals_ms = [step_ms for _, step_ms in steps.values()]
+    labelled = {
+        f"{cause} "
+        + " / ".join(
+            f"{milliseconds(ms)} ({percent(ms / step_ms)})"
+            for ms, step_ms in zip(of_steps, totals_ms, strict=True)
+        ): of_steps
+        for cause, of_steps in shown.items()
+    }
+    columns = 4 if len(steps) == 1 else 3
+    figure = new_figure(WIDE, 80 + 30 * len(steps) + 20 * -(-len(shown) // columns))
+    axes = figure.subplots()
+    stack_bars(axes, range(len(steps)), labelled, dict(zip(labelled, cycle(_LOST_COLOURS))))
+    label_rows(axes, [*steps])
+    axes.set_xlim(0, max(totals_ms))
+    axes.set_xlabel("ms")
+    figure.legend(loc="outside upper left", ncols=columns)
     caption = (
         "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
         "simulated again without one cause after another; the differences add up to it."
@@ -352,21 +399,46 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> Figure | None:
         )
     if replay is not None:
         caption += " After the slash: the replayed steps, with the times that their stages took."
-    return Figure(
+    return PageFigure(
         title="Where the step's time goes",
-        svg=drawing(WIDE, rows.bottom + 26, "time of a step by cause", parts),
+        drawn=figure,
+        label="time of a step by cause",
         caption=caption,
-        legend=[(css, f"{cause} {words(cause)}") for cause, css in shown.items()],
         wide=True,
     )
 
 
-def meter(share: float, mark: float) -> str:
-    """A bar filled to `share` of its width, with a mark on it, for a table cell."""
-    parts = [
-        rect(0, 4, _METER, 10, "wait"),
-        rect(0, 4, _METER * share, 10, "right"),
-        rect(_METER * mark - 1, 0, 2, 18, "measured"),
-    ]
-    label = f"{percent(share)}; the mark is at {percent(mark)}"
-    return drawing(_METER, 18, label, parts, "spark")
+@style()
+def lengths_figure(lengths: Lengths, most: int) -> PageFigure:
+    """Draw the spread of items and tokens in the samples of each source: quartiles and tails."""
+    groups = largest_sources(lengths, most)
+    features = (*lengths.item_names, "tokens")
+    figure = new_figure(WIDE, 80 + 26 * len(groups))
+    for place, axes in enumerate(figure.subplots(1, len(features), sharey=True, squeeze=False)[0]):
+        feature = features[place]
+        values = [lengths.column(feature)[np.isin(lengths.source, codes)] for _, codes in groups]
+        axes.boxplot(
+            values,
+            positions=range(len(groups)),
+            orientation="horizontal",
+            whis=(5, 95),
+            showfliers=False,
+            widths=0.6,
+            patch_artist=True,
+            manage_ticks=False,
+            boxprops={"facecolor": COLOURS["pale"], "edgecolor": COLOURS["soft"]},
+            medianprops={"color": COLOURS["blue"], "linewidth": 2.5},
+            whiskerprops={"color": COLOURS["soft"]},
+            capprops={"color": COLOURS["soft"]},
+        )
+        if feature == "tokens":
+            make_logarithmic(axes)
+        axes.set_xlabel(f"{feature} in the sample")
+        label_rows(axes, [shorten(printable(name), 40) for name, _ in groups])
+    return PageFigure(
+        title="Sample lengths by source",
+        drawn=figure,
+        label=f"spread of {' and '.join(features)} by source",
+        caption="Line: median. Box: middle half of the samples. Whiskers: 5th to 95th percentile.",
+        wide=True,
+    )

@@ -1,41 +1,33 @@
-"""Load of every rank and step, before and after balancing, as a self-contained SVG file.
+"""Figure of the load of every rank and step, before and after balancing.
 
 Both sides are simulated: predicted forward and backward time of the whole model, on the samples
 given. "Before" is common practice, which fills micro-batches with a fixed count of samples in
 random order and pads them to their longest; "after" is the schedule that was made.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from textwrap import fill
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, printable, style
 from omnibal.report.formatting import milliseconds, number, percent, shorten
-from omnibal.report.panels import (
-    MARGIN,
-    WIDTH,
-    Panel,
-    heading,
-    picture,
-    stacked,
-    time_axis,
-    time_unit,
-)
-from omnibal.report.svg import Plot, Rows, Scale, polyline, text
 from omnibal.steps.metrics import rank_sums, straggler_factor
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # as many bars as can be told apart in the width
-_DIGIT_WIDTH = 7.5
-"""Most width of a digit of a step's number."""
-_PLOT_HEIGHT, _PLOT_GAP = 220, 24  # pixels
 _QUANTILES = 200
 """Drawn points of a distribution, however long the epoch."""
 _NAME_LIMIT = 28  # characters: both names then fit into the title's line
+_LINE = 145  # characters in the figure's width
+_COLOURS = {"before": "orange", "after": "blue"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,6 +45,11 @@ class RankLoads:
     def step_ms(self) -> np.ndarray:
         """Time of every step, that of its slowest rank. [steps]"""
         return self.compute_ms.max(axis=1)
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of all ranks' time that they wait for the slowest."""
+        return float(1 - self.compute_ms.mean(axis=1).sum() / self.step_ms.sum())
 
     @property
     def ms_per_sample(self) -> float:
@@ -104,13 +101,33 @@ def common_practice(
     )
 
 
-def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> str:
-    """The SVG of a schedule of one epoch, and of common practice on the same samples.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LoadComparison:
+    """A schedule of one epoch, and common practice on the same samples."""
 
-    Equal inputs give equal text.
+    title: str
+    subtitle: str
+    samples_per_micro_batch: int
+    """Samples of every micro-batch before."""
+    seed: int
+    before: RankLoads | None
+    """None if the samples do not make one complete step."""
+    after: RankLoads
+    after_title: str
+    cost_source: str
+
+    @property
+    def sides(self) -> dict[str, RankLoads]:
+        """Loads of the sides that are there."""
+        sides = {"before": self.before, "after": self.after}
+        return {name: loads for name, loads in sides.items() if loads is not None}
+
+
+def compare_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> LoadComparison:
+    """Compare a schedule of one epoch with common practice.
 
     Args:
-        job: whose data-parallel ranks are shown, and whose costs predict their times.
+        job: whose data-parallel ranks are compared, and whose costs predict their times.
         data: that was packed under one limit.
         scheduled: its packs.
     """
@@ -118,162 +135,127 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> str
     lengths, seed, caps = data.lengths, data.settings.seed, data.caps
     micro_batches = data.packs_per_step // dp
     count = max(round(len(scheduled.packs.samples) / packs), 1)
-    before = common_practice(lengths, count, dp, micro_batches, seed, job.load_ms)
     # Nothing is padded: samples of a pack follow one another in one row.
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
-    sides = {"after": after} if before is None else {"before": before, "after": after}
-    # Equally many on both sides, so that their ends can be compared.
-    steps = min(_STEPS_SHOWN, *(len(loads.compute_ms) for loads in sides.values()))
-    shown = {side: _evenly(len(loads.compute_ms), steps) for side, loads in sides.items()}
-    x = time_axis(max(float(sides[side].step_ms[of].sum()) for side, of in shown.items()))
-    each = f"{_counted(count, 'sample')} per micro-batch"
-    headings = {
-        "before": f"Before: random order, {each}, padded to the longest",
-        "after": f"After: packed, matched and dealt out ({data.settings.packing})",
-    }
-    first = next(iter(sides.values()))
-    panels = (_panel(side, headings[side], sides[side], shown[side], x, first) for side in sides)
-    parts, top = stacked(panels)
-    source = (
-        f"Simulated from predicted time ({shorten(job.cost.source, 40)}): both passes of the whole "
-        "model on every rank. A step ends with its slowest rank."
-    )
-    note = (
-        f"Before: seed {seed}; {each}, the rounded mean of after; padding costs what text "
-        "does; the caps do not hold; the last incomplete step is dropped."
-        if before
-        else f"No picture of before: {each} do not make one complete step of "
-        f"{data.packs_per_step:,} micro-batches."
-    )
-    below = top + _PLOT_HEIGHT + 48
-    model, cluster = (shorten(one.name, _NAME_LIMIT) for one in (job.model, job.cluster))
-    title = f"Predicted load of ranks: {model} on {cluster}"
+    model, cluster = (shorten(printable(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
     most = words([f"{caps[name]:,} {name}" for name in caps.names])
-    subtitle = (
-        f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {most}; "
-        f"{_counted(dp, 'data-parallel rank')}, up to {_counted(micro_batches, 'pack')} each per "
-        "step"
+    return LoadComparison(
+        title=f"Predicted load of ranks: {model} on {cluster}",
+        subtitle=(
+            f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {most}; "
+            f"{_counted(dp, 'data-parallel rank')}, up to {_counted(micro_batches, 'pack')} each "
+            "per step"
+        ),
+        samples_per_micro_batch=count,
+        seed=seed,
+        before=common_practice(lengths, count, dp, micro_batches, seed, job.load_ms),
+        after=RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0),
+        after_title=f"After: packed, matched and dealt out ({data.settings.packing})",
+        cost_source=shorten(printable(job.cost.source), 40),
     )
-    keys = [(side, f"computing, {side}") for side in sides]
-    keys.append(("wait", "waiting for the slowest rank of the step"))
-    parts = [
-        heading(title, subtitle, keys, "simulated from predicted time"),
-        *parts,
-        _distributions(sides, top),
-        text(MARGIN, below, source),
-        text(MARGIN, below + 18, note),
-    ]
-    return picture(title, below + 34, parts)
 
 
-def _counted(count: int, what: str, shown: int | None = None) -> str:
-    """A count in words, and how many of them are shown if these are fewer."""
-    of = "" if shown is None or shown == count else f"{shown} of "
-    return f"{of}{count:,} {what}{'s' if count != 1 else ''}"
+@style()
+def draw_loads(compared: LoadComparison) -> Figure:
+    """Draw steps end to end with a bar for every rank, and distributions over the whole epoch."""
+    sides = compared.sides
+    figure = new_figure(WIDE, 330 + 220 * len(sides))
+    figure.suptitle(compared.title, x=0.01, ha="left", weight="bold")
+    *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
+    each = f"{_counted(compared.samples_per_micro_batch, 'sample')} per micro-batch"
+    titles = {
+        "before": f"Before: random order, {each}, padded to the longest",
+        "after": compared.after_title,
+    }
+    # Equally many on both sides, so that their ends can be compared.
+    count = min(_STEPS_SHOWN, *(len(loads.compute_ms) for loads in sides.values()))
+    first = next(iter(sides.values()))
+    all_axes = [span.subplots() for span in spans]
+    for axes, (side, loads) in zip(all_axes, sides.items(), strict=True):
+        _draw_steps(axes, loads, evenly(len(loads.compute_ms), count), _COLOURS[side])
+        axes.set_title(f"{titles[side]}\n{key_figures(loads, first)}")
+        axes.sharex(all_axes[0])
+    _draw_distributions(below.subplots(1, 2), sides)
+    note = f"No picture of before: {each} do not make one complete step."
+    if compared.before is not None:
+        note = (
+            f"Before: seed {compared.seed}; {each}, the rounded mean of after; padding costs what "
+            "text does; the caps do not hold; the last incomplete step is dropped."
+        )
+    note = (
+        f"{compared.subtitle}. Simulated from predicted time ({compared.cost_source}): both passes "
+        f"of the whole model on every rank. A step ends with its slowest rank. {note}"
+    )
+    below.supxlabel(fill(note, _LINE), x=0.01, ha="left", color=COLOURS["soft"])
+    return figure
 
 
-def _evenly(count: int, at_most: int) -> np.ndarray:
+def key_figures(loads: RankLoads, first: RankLoads) -> str:
+    """Figures of the whole epoch in words; time per sample also as a share of the first side's."""
+    step_ms = milliseconds(float(loads.step_ms.mean()))
+    said = (
+        f"straggler factor {straggler_factor(loads.compute_ms):.4f}; "
+        f"{percent(loads.wait_fraction)} of rank time waited; {percent(loads.pad_ratio)} padding; "
+        f"{number(loads.samples / len(loads.step_ms), 4)} samples and {step_ms} per step; "
+        f"{milliseconds(loads.ms_per_sample)} per sample"
+    )
+    if loads is first:
+        return said
+    return f"{said}, {number(loads.ms_per_sample / first.ms_per_sample)} of before"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' if count != 1 else ''}"
+
+
+def evenly(count: int, at_most: int) -> np.ndarray:
     """Up to `at_most` of the numbers below `count`, evenly spread from the first to the last."""
     return np.linspace(0, count - 1, min(count, at_most)).round().astype(np.int64)
 
 
-def _panel(
-    css: str, title: str, loads: RankLoads, steps: np.ndarray, x: Scale, first: RankLoads
-) -> Panel:
-    """Steps in a row on the time axis, in each a bar per rank, and key figures of the whole epoch;
-    time per sample also as a share of the first side's."""
+def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) -> None:
+    """Draw the compute time of each rank in each step, and after it the time that it waits."""
     all_steps, all_ranks = loads.compute_ms.shape
-    ranks = _evenly(all_ranks, _RANKS_SHOWN)
-    rows = Rows(x=x, top=62, pitch=min(120 / len(ranks), 32), count=len(ranks), gap=1)
-    ends = np.concatenate([[0], np.cumsum(loads.step_ms[steps])])
-    waited = float(1 - loads.compute_ms.mean(axis=1).sum() / loads.step_ms.sum())
-    share = number(loads.ms_per_sample / first.ms_per_sample)
-    counts = (
-        _counted(all_steps, "step", len(steps)),
-        _counted(all_ranks, "rank", len(ranks)),
-        "steps end to end",
+    ranks = evenly(all_ranks, _RANKS_SHOWN)
+    ends_ms = np.cumsum(loads.step_ms[steps])
+    starts_ms = ends_ms - loads.step_ms[steps]
+    for row, rank in enumerate(ranks):
+        took_ms = loads.compute_ms[steps, rank]
+        axes.barh(
+            row, took_ms, 0.85, starts_ms, color=COLOURS[colour], label="" if row else "computing"
+        )
+        axes.barh(
+            *(row, ends_ms - starts_ms - took_ms, 0.85, starts_ms + took_ms),
+            facecolor=COLOURS["pale"],
+            edgecolor=COLOURS["grey"],
+            linewidth=0,
+            hatch="///",
+            label="" if row else "waiting for the slowest rank",
+        )
+    axes.vlines(ends_ms, -0.5, len(ranks) - 0.5, color=COLOURS["ink"], linewidth=0.8)
+    label_rows(axes, [f"rank {rank:,}" for rank in ranks])
+    axes.set_xlabel(
+        f"ms, {len(steps)} of {_counted(all_steps, 'step')} end to end, "
+        f"{len(ranks)} of {_counted(all_ranks, 'rank')}"
     )
-    return Panel(
-        css=css,
-        heading=title,
-        note=", ".join(counts),
-        rows=rows,
-        names=[f"rank {rank:,}" for rank in ranks],
-        bars=[
-            *_bars(rows, css, loads, steps, ranks),
-            *(rows.mark(end, "cut") for end in ends[1:-1]),
-            *_step_numbers(rows, steps, x(ends)),
-        ],
-        end_ms=float(ends[-1]),
-        figures=(
-            (f"{straggler_factor(loads.compute_ms):.4f}", "straggler factor, mean"),
-            (percent(waited), "of rank time waited"),
-            (percent(loads.pad_ratio), "of tokens are padding"),
-            (number(loads.samples / all_steps, 4), "samples per step, mean"),
-            (milliseconds(float(loads.step_ms.mean())), "per step, mean"),
-            (
-                milliseconds(loads.ms_per_sample),
-                "per sample" if loads is first else f"per sample, {share} of before",
-            ),
-        ),
-    )
+    axes.legend(loc="upper right", bbox_to_anchor=(1, -0.09), ncols=2)
 
 
-def _step_numbers(rows: Rows, steps: np.ndarray, ends: np.ndarray) -> Iterator[str]:
-    """The number of every step that has room for it above its bars, which end at `ends`."""
-    y, free_from = rows.top - 8, 0.0
-    yield text(rows.x.start - 8, y, "step", "label end")
-    for step, middle in zip(steps, (ends[:-1] + ends[1:]) / 2, strict=True):
-        half = _DIGIT_WIDTH * len(f"{step:,}") / 2
-        if middle - half >= free_from:
-            yield text(middle, y, f"{step:,}", "label middle")
-            free_from = middle + half
-
-
-def _bars(
-    rows: Rows, css: str, loads: RankLoads, steps: np.ndarray, ranks: np.ndarray
-) -> Iterator[str]:
-    """In each step the compute time of each rank, and after it the time it waits."""
-    start_ms = 0.0
-    for step in steps:
-        end_ms = start_ms + loads.step_ms[step]
-        for row, rank in enumerate(ranks):
-            done_ms = start_ms + loads.compute_ms[step, rank]
-            tip = (
-                f"step {step:,}, rank {rank:,}: computes {milliseconds(done_ms - start_ms)}, "
-                f"waits {milliseconds(end_ms - done_ms)}"
-            )
-            yield rows.bar(row, start_ms, done_ms, css, tip)
-            # Thinner ones would be written as 0.
-            if rows.x(end_ms) - rows.x(done_ms) >= 0.05:
-                yield rows.bar(row, done_ms, end_ms, "wait", tip)
-        start_ms = end_ms
-
-
-def _distributions(sides: Mapping[str, RankLoads], top: float) -> str:
-    """Distributions over the whole epoch: imbalance of steps, and load of ranks."""
-    parts = [text(MARGIN, top + 14, "All steps of the epoch", "heading")]
-    for place, side in enumerate(sides):
-        left = MARGIN + 220 + 100 * place
-        parts.append(polyline(np.array([left, left + 34]), np.array([top + 9] * 2), side))
-        parts.append(text(left + 41, top + 14, side))
-    unit, unit_ms = time_unit(max(loads.compute_ms.max() for loads in sides.values()))
-    values = {side: loads.compute_ms.ravel() / unit_ms for side, loads in sides.items()}
-    plots = [("load", f"load of a rank in a step, {unit}", "% of loads at or below", values, 0.0)]
-    if all(loads.compute_ms.shape[1] > 1 for loads in sides.values()):
-        title = "straggler factor of a step: slowest rank / mean"
-        uneven = {side: one.step_ms / one.compute_ms.mean(axis=1) for side, one in sides.items()}
-        plots.insert(0, ("straggler", title, "% of steps at or below", uneven, 1.0))
-    width = (WIDTH - 2 * MARGIN - _PLOT_GAP * (len(plots) - 1)) / len(plots)
+def _draw_distributions(all_axes: np.ndarray, sides: Mapping[str, RankLoads]) -> None:
+    """Draw distributions over the whole epoch: imbalance of steps, and load of ranks."""
     shares = np.linspace(0, 1, _QUANTILES + 1)
-    for place, (css, x_title, y_title, of_sides, low) in enumerate(plots):
-        high = max(1.02 * float(max(of.max() for of in of_sides.values())), low + 0.02)
-        plot = Plot.over((low, high), (0, 100), width, _PLOT_HEIGHT)
-        drawn = [plot.axes(x_title, y_title)]
-        for side, of in of_sides.items():
-            reached = np.quantile(of, shares, method="inverted_cdf")
-            drawn.append(polyline(plot.x(reached), plot.y(100 * shares), side))
-        at = f"{MARGIN + place * (width + _PLOT_GAP):g} {top + 26:g}"
-        parts.append(f'<g class="{css}" transform="translate({at})">{"".join(drawn)}</g>')
-    return "".join(parts)
+    for side, loads in sides.items():
+        straggler = loads.step_ms / loads.compute_ms.mean(axis=1)
+        for axes, values in zip(all_axes, (straggler, loads.compute_ms.ravel()), strict=True):
+            reached = np.quantile(values, shares, method="inverted_cdf")
+            axes.plot(reached, 100 * shares, color=COLOURS[_COLOURS[side]], label=side)
+    straggler_axes, load_axes = all_axes
+    straggler_axes.set(
+        xlabel="straggler factor of a step: slowest rank / mean",
+        ylabel="% of steps at or below",
+        xlim=(1, None),
+    )
+    load_axes.set(
+        xlabel="load of a rank in a step, ms", ylabel="% of loads at or below", xlim=(0, None)
+    )
+    load_axes.legend(loc="upper left")

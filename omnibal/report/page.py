@@ -31,8 +31,9 @@ from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report.cards import headline_cards
 from omnibal.report.figures import (
-    Figure,
+    PageFigure,
     curve_figure,
+    lengths_figure,
     memory_figure,
     packs_figure,
     split_figure,
@@ -213,6 +214,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         shown |= {
             "packs": packs_figure(packs, caps),
             "packing": packing_facts(metrics, "tokens", plan.data),
+            "lengths": lengths_figure(lengths, most=_SOURCES_SHOWN),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return shown
@@ -234,7 +236,7 @@ def _about(replay: ReplaySummary) -> str:
     )
 
 
-def _curves(report: ReportInput) -> list[Figure]:
+def _curves(report: ReportInput) -> list[PageFigure]:
     """Loss, step time, learning rate and gradient norm over the steps of the run."""
     records, prediction = report.records, report.plan.prediction
     held_out = [(one.step - 1, one.loss) for one in report.validations]

@@ -10,19 +10,19 @@ from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.report.fake_device_tables import difference_cells
-from omnibal.report.figures import memory_parts, meter
 from omnibal.report.formatting import EN_DASH, aligned, held_encoders, number, percent, shorten
 from omnibal.report.summary import (
     RunSummary,
     accuracy_interval,
     figures_by_source,
     is_right,
+    memory_parts,
     micro_batches_per_step,
     recomputed_layers,
     replayed_peaks_as_predicted,
     telling_examples,
 )
-from omnibal.report.table import Cell, Column, Drawing, Facts, Marked, Style, Table
+from omnibal.report.table import Cell, Column, Facts, Marked, Style, Table
 from omnibal.steps.metrics import PackMetrics
 
 _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
@@ -155,11 +155,8 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
             Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
             "95 % interval": _interval,
             "chance": lambda kind: percent(kind.chance),
-            Column(title="", style="drawing"): lambda kind: Drawing(
-                meter(kind.accuracy, kind.chance)
-            ),
         },
-        f"Exact matches after step {evaluation.step:,}. Chance, the mark on the bar, is the best "
+        f"Exact matches after step {evaluation.step:,}. Chance is the best "
         "that one constant answer reaches.",
     )
 

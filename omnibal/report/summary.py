@@ -16,6 +16,7 @@ from omnibal.job.refit import SLOW
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
+from omnibal.pipeline.prediction import StageMemory
 
 
 class StageTime(NamedTuple):
@@ -154,6 +155,17 @@ def recomputed_layers(plan: Plan) -> list[str]:
         " / ".join(str(stage.recomputed_layers) for stage in at_levels)
         for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
     ]
+
+
+def memory_parts(memory: StageMemory) -> dict[str, float]:
+    """GiB by kind."""
+    return {
+        "weights": memory.weights_gib,
+        "gradients": memory.gradients_gib,
+        "optimizer": memory.optimizer_gib,
+        "activations": memory.activations_gib,
+        "working": memory.transient_gib,
+    }
 
 
 def figures_by_source(

@@ -14,9 +14,9 @@ from rich.table import Table as TerminalTable
 from omnibal.report.formatting import percent
 
 R = TypeVar("R")
-Style = Literal["", "bold", "left", "wrap", "mark", "drawing"]
+Style = Literal["", "bold", "left", "wrap", "mark"]
 """Kind of a column's cells: numbers, the numbers that matter most, names, text that may take
-several lines, signs, or drawings, which only the page shows."""
+several lines, or signs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,7 @@ class Marked:
         return self.text
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """An SVG element, whose text is escaped."""
-
-    svg: str
-
-
-Cell = str | Marked | Drawing
+Cell = str | Marked
 Row = Sequence[Cell]
 
 
@@ -117,8 +110,7 @@ class Table:
             collapse_padding=True,
             pad_edge=not self.tight,
         )
-        shown = [i for i, column in enumerate(self.columns) if column.style != "drawing"]
-        for column in (self.columns[i] for i in shown):
+        for column in self.columns:
             table.add_column(
                 column.title,
                 justify="left" if column.style in ("left", "wrap") else "right",
@@ -127,7 +119,7 @@ class Table:
             )
         for rows in self.sections:
             for row in rows:
-                table.add_row(*(str(row[i]) for i in shown))
+                table.add_row(*map(str, row))
             table.add_section()
         return table
 

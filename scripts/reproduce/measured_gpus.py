@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from paper import print_table
 
 from omnibal.families.named import named_model
@@ -21,7 +22,8 @@ from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
 from omnibal.model.config import ModelConfig, load_cluster
-from omnibal.report.svg import Plot, document, line, text
+from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
+from omnibal.report.formatting import write_ascii
 
 ROWS = Path(__file__).with_name("measured_steps.json")
 CLUSTERS = {"b200": "b200-180g", "h100": "h100-80g"}
@@ -175,53 +177,41 @@ def chunks_summary(rows: Sequence[Compared]) -> Iterator[str]:
             )
 
 
-_STYLE = """
-text{font:12px sans-serif;fill:#444} .end{text-anchor:end} .middle{text-anchor:middle}
-.paper{fill:#fff} .grid{stroke:#e4e4e4} .axis{stroke:#888} .equal{stroke:#444;stroke-dasharray:5 4}
-.b200{fill:#0b7a75} .h100{fill:#d1495b} .fp8{fill:#edae49}
-.open{fill-opacity:.25}
-"""
-_WORDS = {"b200": "B200, bf16", "h100": "H100, bf16", "fp8": "H100, fp8"}
+_KINDS = {
+    ("b200", "bf16"): ("B200, bf16", "teal"),
+    ("h100", "bf16"): ("H100, bf16", "rose"),
+    ("h100", "fp8"): ("H100, fp8", "yellow"),
+}
+"""Words and colour of every device and precision."""
 
 
-def picture(rows: Sequence[Compared]) -> str:
-    """Predicted over measured step time of every row, as SVG; hollow where a row calibrates."""
-    width, height = 760.0, 330.0
-    measured = np.log10([one.row["step_ms"] for one in rows])
-    reach = max(0.15, *(abs(one.error) for one in rows)) * 1.1
-    plot = Plot.over(
-        (float(measured.min()) - 0.1, float(measured.max()) + 0.1),
-        (1 - reach, 1 + reach),
-        width,
-        height,
-    )
-    body = [_axes(plot, reach)]
-    for one, at in zip(rows, measured, strict=True):
-        css = "fp8" if one.row["precision"] == "fp8" else one.row["device"]
-        css += " open" if one.calibrates else ""
-        x, y = plot.x(float(at)), plot.y(1 + one.error)
-        body.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" class="{css}"/>')
-    for place, (css, words) in enumerate(_WORDS.items()):
-        x = plot.x.start + 20 + 130 * place
-        body.append(f'<circle cx="{x}" cy="16" r="4.5" class="{css}"/>{text(x + 10, 20, words)}')
-    body.append(text(plot.x.start + 410, 20, "pale: the preset is fitted on it"))
-    title = "Predicted over measured step time, one point a measured job"
-    return document(title, width, height, _STYLE, body)
-
-
-def _axes(plot: Plot, reach: float) -> str:
-    parts = [line(plot.x.start, plot.y(1), plot.x.end, plot.y(1), "equal")]
-    for share in np.arange(-20, 21, 5) / 100:
-        if abs(share) < reach:
-            at = plot.y(1 + share)
-            parts.append(line(plot.x.start, at, plot.x.end, at, "grid"))
-            parts.append(text(plot.x.start - 6, at + 4, f"{share:+.0%}", "end"))
-    for step_ms in (250, 500, 1_000, 2_000, 5_000, 10_000):
-        x = plot.x(float(np.log10(step_ms)))
-        parts.append(text(x, plot.y.start + 17, f"{step_ms / 1e3:g} s", "middle"))
-    middle = (plot.x.start + plot.x.end) / 2
-    parts.append(text(middle, plot.height - 6, "measured step", "middle"))
-    return "".join(parts)
+@style()
+def picture(rows: Sequence[Compared]) -> Figure:
+    """Draw predicted over measured step time of every row, hollow if it calibrates a preset."""
+    figure = new_figure(760, 330)
+    axes = figure.subplots()
+    for kind, (words, colour) in _KINDS.items():
+        for calibrates in (False, True):
+            chosen = [
+                one
+                for one in rows
+                if (one.row["device"], one.row["precision"]) == kind
+                and bool(one.calibrates) == calibrates
+            ]
+            axes.scatter(
+                [one.row["step_ms"] / 1000 for one in chosen],
+                [100 * one.error for one in chosen],
+                30,
+                facecolor="none" if calibrates else COLOURS[colour],
+                edgecolor=COLOURS[colour],
+                label=f"{words}, fitted on it" if calibrates else words,
+            )
+    axes.axhline(0, color=COLOURS["ink"], linestyle="--", linewidth=1)
+    make_logarithmic(axes)
+    axes.set(xlabel="measured step, s", ylabel="predicted over measured step time, %")
+    axes.yaxis.set_major_formatter("{x:+g}")
+    figure.legend(loc="outside upper left", ncols=3)
+    return figure
 
 
 def main() -> None:
@@ -233,7 +223,8 @@ def main() -> None:
     print_table("steps measured on GPUs", COLUMNS, [[*one.cells()] for one in rows])
     print("\n".join(summary(rows)))
     if arguments.picture is not None:
-        arguments.picture.write_text(picture(rows))
+        title = "Predicted over measured step time, one point a measured job"
+        write_ascii(svg_file(picture(rows), title), arguments.picture)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,15 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from functools import cached_property
+from itertools import product
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from cli_cases import failure, run
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from plan_cases import MODEL, example_lengths
 
 from omnibal.cost.model import pack_features
@@ -21,16 +24,14 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
+from omnibal.report.drawing import svg_file
 from omnibal.report.formatting import write_ascii
-from omnibal.report.loads import common_practice, draw_loads
+from omnibal.report.loads import LoadComparison, common_practice, compare_loads, draw_loads
 from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 
 SVG = "{http://www.w3.org/2000/svg}"
-LEFT, RIGHT = 92, 1000
-ROUNDING = 0.1001
-"""Of a difference of two coordinates, which are written to 0.1."""
 HOSTILE = "<script>&\"'\x00\x1b\ud800\ufffe" + "\N{SNOWMAN}" * 3
 PACK = "pack --max-tiles 8 --max-tokens 512 --dp 2 --model internvl-digits --no-bound"
 
@@ -45,9 +46,17 @@ class Case:
     def lengths(self) -> Lengths:
         return self.data.lengths
 
+    @cached_property
+    def compared(self) -> LoadComparison:
+        return compare_loads(self.job, self.data, self.scheduled)
+
+    @property
+    def figure(self) -> Figure:
+        return draw_loads(self.compared)
+
     @property
     def svg(self) -> str:
-        return draw_loads(self.job, self.data, self.scheduled)
+        return svg_file(self.figure, self.compared.title)
 
     @property
     def dp(self) -> int:
@@ -123,45 +132,30 @@ def evenly(count: int, at_most: int) -> list[int]:
     return [round(i * (count - 1) / max(shown - 1, 1)) for i in range(shown)]
 
 
-def panel(svg: str, side: str) -> ElementTree.Element | None:
-    return ElementTree.fromstring(svg).find(f"{SVG}g[@class='panel {side}']")
+def panels(shown: Case) -> dict[str, Axes]:
+    """Axes of every side, by the side."""
+    sides = shown.compared.sides
+    return dict(zip(sides, shown.figure.axes, strict=False))
 
 
-def bars(drawn: ElementTree.Element, css: str) -> dict[tuple[int, int], tuple[float, float]]:
-    """Left end and width of the bar of every (step, rank) that its tip names."""
-    found = {}
-    for box in drawn.findall(f"{SVG}rect[@class='{css}']"):
-        tip = box.findtext(f"{SVG}title")
-        step, rank = re.match(r"step ([\d,]+), rank ([\d,]+): ", tip).groups()
-        where = int(step.replace(",", "")), int(rank.replace(",", ""))
-        assert where not in found
-        found[where] = float(box.get("x")), float(box.get("width"))
-    return found
-
-
-def words(drawn: ElementTree.Element) -> list[str]:
-    return [element.text for element in drawn.iter(f"{SVG}text")]
-
-
-def check_bars(svg: str, side: str, loads: np.ndarray, steps: list[int], pixels: float) -> None:
+def check_bars(axes: Axes, loads: np.ndarray, steps: list[int]) -> None:
     """Every shown rank computes its load from its step's start and waits for the slowest of all."""
-    drawn = panel(svg, side)
-    computing, waiting = bars(drawn, side), bars(drawn, "wait")
     ranks = evenly(loads.shape[1], 16)
-    assert set(computing) == set(product(steps, ranks))
-    start = LEFT
-    for step in steps:
-        slowest = max(loads[step])
-        for rank in ranks:
-            left, width = computing[step, rank]
-            assert left == pytest.approx(start, abs=ROUNDING)
-            assert width == pytest.approx(loads[step, rank] * pixels, abs=ROUNDING)
-            rest = (slowest - loads[step, rank]) * pixels
-            at, wait = waiting.get((step, rank), (left + width, 0.0))
-            assert wait == pytest.approx(rest, abs=ROUNDING)
-            assert at + wait == pytest.approx(start + slowest * pixels, abs=2 * ROUNDING)
-        start += slowest * pixels
-    assert set(waiting) <= set(computing)
+    assert len(axes.containers) == 2 * len(ranks)
+    for rank, computing, waiting in zip(
+        ranks, axes.containers[::2], axes.containers[1::2], strict=True
+    ):
+        start = 0.0
+        for step, bar, wait in zip(steps, computing, waiting, strict=True):
+            slowest = max(loads[step])
+            assert bar.get_x() == pytest.approx(start)
+            assert bar.get_width() == pytest.approx(loads[step, rank])
+            assert wait.get_x() == pytest.approx(start + loads[step, rank])
+            assert wait.get_x() + wait.get_width() == pytest.approx(start + slowest)
+            assert wait.get_hatch()
+            start += slowest
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == [f"rank {rank}" for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -173,21 +167,10 @@ def test_bars_are_loads_and_waits(dp: int, micro_batches: int) -> None:
     before, after = loads_before(shown)[0], loads_after(shown)
     count = min(24, len(before), len(after))
     steps = {"before": evenly(len(before), count), "after": evenly(len(after), count)}
-    ends = [
-        sum(max(loads[step]) for step in steps[side])
-        for side, loads in (("before", before), ("after", after))
-    ]
-    pixels = (RIGHT - LEFT) / max(ends)
-    check_bars(shown.svg, "before", before, steps["before"], pixels)
-    check_bars(shown.svg, "after", after, steps["after"], pixels)
-
-
-def test_waiting_is_drawn_hatched() -> None:
-    """Prevents waits told apart by colour alone, and a guard case in which nobody waits."""
-    svg = case().svg
-    assert len(bars(panel(svg, "before"), "wait")) > 40
-    assert re.search(r"rect\.wait \{ fill: url\(#waiting\)", svg)
-    assert ElementTree.fromstring(svg).find(f".//{SVG}pattern[@id='waiting']/{SVG}line") is not None
+    drawn = panels(shown)
+    check_bars(drawn["before"], before, steps["before"])
+    check_bars(drawn["after"], after, steps["after"])
+    assert drawn["before"].get_xlim() == drawn["after"].get_xlim()
 
 
 def test_ranks_not_shown_are_still_waited_for() -> None:
@@ -195,10 +178,10 @@ def test_ranks_not_shown_are_still_waited_for() -> None:
     shown = case(dp=40, micro_batches=1)
     before = loads_before(shown)[0]
     assert any(before[step].argmax() not in evenly(40, 16) for step in range(len(before)))
-    assert any("16 of 40 ranks" in word for word in words(panel(shown.svg, "before")))
+    assert "16 of 40 ranks" in panels(shown)["before"].get_xlabel()
 
 
-def key_figures(loads: np.ndarray, samples: int) -> tuple[str, str, float, float]:
+def expected_figures(loads: np.ndarray, samples: int) -> tuple[str, str, float, float]:
     slowest = [max(row) for row in loads]
     straggler = sum(top / (sum(row) / len(row)) for top, row in zip(slowest, loads, strict=True))
     waited = sum(top - load for top, row in zip(slowest, loads, strict=True) for load in row)
@@ -221,19 +204,15 @@ def test_key_figures() -> None:
         ("before", before, trained, padding),
         ("after", after, len(shown.lengths), 0.0),
     ):
-        written = words(panel(shown.svg, side))
-        figures = {label: value for value, label in pairwise(written)}
-        straggler, waited, step_ms, per_sample[side] = key_figures(loads, samples)
-        assert figures["straggler factor, mean"] == straggler
-        assert figures["of rank time waited"] == waited
-        assert figures["of tokens are padding"] == f"{100 * pad:.1f} %"
-        assert milliseconds_of(figures["per step, mean"]) == pytest.approx(step_ms, rel=6e-3)
-        assert float(figures["samples per step, mean"]) == pytest.approx(
-            samples / len(loads), rel=6e-4
-        )
-        label = next(label for label in figures if label.startswith("per sample"))
-        assert milliseconds_of(figures[label]) == pytest.approx(per_sample[side], rel=6e-3)
-    share = float(re.search(r"per sample, ([\d.]+) of before", shown.svg)[1])
+        straggler, waited, step_ms, per_sample[side] = expected_figures(loads, samples)
+        written = panels(shown)[side].get_title("left")
+        assert f"straggler factor {straggler}; {waited} of rank time waited" in written
+        assert f"{100 * pad:.1f} % padding" in written
+        per_step = re.search(r"([\d.]+) samples and ([\d.]+ m?s) per step; (.*) per", written)
+        assert float(per_step[1]) == pytest.approx(samples / len(loads), rel=6e-4)
+        assert milliseconds_of(per_step[2]) == pytest.approx(step_ms, rel=6e-3)
+        assert milliseconds_of(per_step[3]) == pytest.approx(per_sample[side], rel=6e-3)
+    share = float(re.search(r"per sample, ([\d.]+) of before", written)[1])
     assert share == pytest.approx(per_sample["after"] / per_sample["before"], rel=6e-3)
 
 
@@ -246,36 +225,19 @@ def test_distributions_rise_through_the_sorted_values() -> None:
     """Prevents distributions of shown steps only, swapped sides, and a curve that is mirrored."""
     shown = case()
     loads = {"before": loads_before(shown)[0], "after": loads_after(shown)}
-    root = ElementTree.fromstring(shown.svg)
-    for name, values_of, lowest in (
-        ("straggler", lambda ms: ms.max(axis=1) / ms.mean(axis=1), 1.0),
-        ("load", np.ravel, 0.0),
+    *_, straggler, load = shown.figure.axes
+    for axes, values_of in (
+        (straggler, lambda ms: ms.max(axis=1) / ms.mean(axis=1)),
+        (load, np.ravel),
     ):
-        values = {side: np.sort(values_of(ms)) for side, ms in loads.items()}
-        high = 1.02 * max(v[-1] for v in values.values())
-        drawn = root.find(f"{SVG}g[@class='{name}']")
-        axis = drawn.find(f"{SVG}line[@class='axis']")
-        x_start, x_end, bottom = (float(axis.get(key)) for key in ("x1", "x2", "y1"))
-        top = min(float(line.get("y1")) for line in drawn.findall(f"{SVG}line[@class='grid']"))
-        for side, ordered in values.items():
-            curve = drawn.find(f"{SVG}polyline[@class='{side}']").get("points")
-            points = np.array([point.split(",") for point in curve.split()], float)
-            pixels = (x_end - x_start) / (high - lowest)
-            reached = lowest + (points[:, 0] - x_start) / pixels
-            share = (bottom - points[:, 1]) / (bottom - top)
-            slack = 0.06 / pixels
-            at_most = np.searchsorted(ordered, reached + slack, side="right") / len(ordered)
-            below = np.searchsorted(ordered, reached - slack, side="left") / len(ordered)
-            assert (below - 0.001 <= share).all()
-            assert (share <= at_most + 0.001).all()
-            assert reached[-1] == pytest.approx(ordered[-1], abs=slack)
-
-
-def test_one_rank_has_no_straggler() -> None:
-    """Prevents an empty plot where nobody can wait."""
-    root = ElementTree.fromstring(case(dp=1).svg)
-    assert root.find(f"{SVG}g[@class='straggler']") is None
-    assert root.find(f"{SVG}g[@class='load']") is not None
+        for line in axes.lines:
+            ordered = np.sort(values_of(loads[line.get_label()]))
+            reached, share = line.get_xdata(), line.get_ydata() / 100
+            at_most = np.searchsorted(ordered, reached * (1 + 1e-9), side="right") / len(ordered)
+            below = np.searchsorted(ordered, reached * (1 - 1e-9), side="left") / len(ordered)
+            assert (below - 1e-9 <= share).all()
+            assert (share <= at_most + 1e-9).all()
+            assert reached[-1] == pytest.approx(ordered[-1])
 
 
 def test_common_practice_is_a_plain_loop() -> None:
@@ -323,31 +285,31 @@ def test_common_practice_of_too_few_samples_is_none(samples: int) -> None:
 def test_title_says_what_is_shown() -> None:
     """Prevents a picture without its model, device, caps or size, or taken for a measurement."""
     shown = case()
-    written = " ".join(words(ElementTree.fromstring(shown.svg)))
     for word in (
         "Predicted load of ranks: internvl-digits on laptop-cpu",
         f"900 samples in {len(shown.scheduled)} packs of at most 8 tiles and 512 tokens",
         "4 data-parallel ranks, up to 2 packs each per step",
-        "simulated from predicted time",
+        "Simulated from predicted time",
         "seed 5",
     ):
-        assert word in written
+        assert word in words(shown)
+
+
+def words(shown: Case) -> str:
+    """All text of the picture."""
+    root = ElementTree.fromstring(shown.svg)
+    return " ".join(element.text for element in root.iter(f"{SVG}text"))
 
 
 def test_names_are_text_whatever_they_hold(tmp_path) -> None:
     """Prevents markup from a name, and a file that no browser opens."""
-    write_ascii(draw_loads(*parts(case(name=HOSTILE))), tmp_path / "new" / "l.svg")
+    write_ascii(case(name=HOSTILE).svg, tmp_path / "new" / "l.svg")
     written = (tmp_path / "new" / "l.svg").read_bytes()
     root = ElementTree.fromstring(written)
     assert root.find(f".//{SVG}script") is None
     assert "<script>&\"'????\N{SNOWMAN}" in root.findtext(f"{SVG}title")
     assert written.isascii()
-    long = ElementTree.fromstring(case(name="n" * 200).svg)
-    assert max(map(len, words(long))) <= 160
-
-
-def parts(shown: Case) -> tuple[JobSpec, SampleData, ScheduledPacks]:
-    return shown.job, shown.data, shown.scheduled
+    assert len(case(name="n" * 200).compared.title) <= 90
 
 
 def without_tiles() -> Lengths:
@@ -373,40 +335,14 @@ ODD: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_sizes_are_drawn_inside_the_picture(name: str) -> None:
-    """Prevents division by nothing, boxes outside the picture, and figures that are not numbers."""
-    svg = ODD[name]().svg
-    root = ElementTree.fromstring(svg)
-    assert not re.search(r"\b(nan|inf)\b", svg)
-    assert bars(panel(svg, "after"), "after")
-    assert (panel(svg, "before") is None) == (name == "no step before")
-    assert ("do not make one complete step" in svg) == (name == "no step before")
-    for box in root.iter(f"{SVG}rect"):
-        assert 0 <= float(box.get("x", 0)) <= 1100 - float(box.get("width")) + ROUNDING
-        assert 0 <= float(box.get("y", 0)) <= float(root.get("height"))
-    tops = [float(g.get("transform").split()[-1][:-1]) for g in root.findall(f"{SVG}g")]
-    assert max(tops) + 220 < float(root.get("height"))
-
-
-def text_box(element: ElementTree.Element) -> tuple[float, float, float]:
-    """Left, right and baseline of a text in a wide font."""
-    kind, *anchor = element.get("class").split()
-    width = {"title": 12.5, "heading": 9.2, "value": 9.8, "mark": 8.6}.get(kind, 6.8)
-    width *= len(element.text)
-    left = float(element.get("x")) - width * {"middle": 0.5, "end": 1.0}.get("".join(anchor), 0.0)
-    return left, left + width, float(element.get("y"))
-
-
-@pytest.mark.parametrize(("dp", "samples"), [(16, 900), (1, 6000), (8, 900)])
-def test_labels_do_not_touch(dp: int, samples: int) -> None:
-    """Prevents numbers of short steps, or names of thin rows, from being drawn over one another."""
-    svg = case(dp=dp, micro_batches=1, lengths=example_lengths(count=samples)).svg
-    for side in ("before", "after"):
-        boxes = [text_box(element) for element in panel(svg, side).iter(f"{SVG}text")]
-        assert len(boxes) > 30
-        assert all(left >= 0 and right <= 1100 for left, right, _ in boxes)
-        for (left, right, y), (other_left, other_right, other_y) in combinations(boxes, 2):
-            assert right <= other_left or other_right <= left or abs(y - other_y) >= 11
+def test_odd_sizes_are_drawn(name: str) -> None:
+    """Prevents division by nothing, and figures that are not numbers."""
+    shown = ODD[name]()
+    assert not re.search(r"\b(nan|inf)\b", shown.svg)
+    assert ("before" in shown.compared.sides) == (name != "no step before")
+    assert ("do not make one complete step" in words(shown)) == (name == "no step before")
+    *_, straggler, load = shown.figure.axes
+    assert all(np.isfinite(line.get_xdata()).all() for line in [*straggler.lines, *load.lines])
 
 
 def test_equal_inputs_give_equal_bytes() -> None:
@@ -423,7 +359,8 @@ def test_command_draws_its_own_schedule(capsys, tmp_path) -> None:
     drawn = picture.read_text("ascii")
     assert f"300 samples in {len(scheduled)} packs" in drawn
     straggler = re.search(r"straggler factor +([\d.]+)", capsys.readouterr().out)[1]
-    assert straggler in words(panel(drawn, "after"))
+    after = drawn.split("After: packed")[1].split("</text>")[1]
+    assert f"straggler factor {straggler};" in after
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,20 @@ from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.workload import Workload
+from omnibal.report.figures import (
+    curve_figure,
+    lengths_figure,
+    memory_figure,
+    packs_figure,
+    split_figure,
+    time_figure,
+)
 from omnibal.report.formatting import milliseconds
 from omnibal.report.length_sources import sources_table
 from omnibal.report.page import render, write_report
 from omnibal.report.page_tables import accuracy_table, memory_table
-from omnibal.report.timeline import representative_step
+from omnibal.report.summary import figures_by_source
+from omnibal.report.timeline import representative_step, timeline_figure
 
 pytestmark = pytest.mark.quick
 
@@ -447,38 +456,60 @@ def test_terminal_and_page_show_the_same_cells(directories: tuple[Path, Path], p
         assert printed == shown
 
 
-def test_split_draws_every_layer_once_and_hatches_recomputed(page: str) -> None:
+def test_split_draws_every_layer_once_and_hatches_recomputed(
+    directories: tuple[Path, Path],
+) -> None:
     """Prevents a picture of another split than the plan's."""
-    drawn = page.split("Layers on each pipeline stage</h3>")[1].split("</figure>")[0]
-    boxes = re.findall(r'<rect[^>]*class="(\w+)"><title>([^<]*)</title>', drawn)
-    layers = [name.removesuffix(", recomputed") for css, name in boxes if css != "hatched"]
-    assert layers == [
-        "vision embedding",
-        *(f"vision layer {i}" for i in range(4)),
-        "projector",
-        "language embedding",
-        *(f"language layer {i}" for i in range(4)),
-        "head",
+    drawn = split_figure(read_plan(directories[0])).drawn
+    blocks = [
+        (round(box.get_y() + 0.4), box.get_x(), box.get_width(), box.get_hatch())
+        for box in drawn.axes[0].patches
     ]
-    assert [name for css, name in boxes if css == "hatched"] == [
-        "vision layer 0, recomputed",
-        "vision layer 1, recomputed",
-        "language layer 3, recomputed",
+    # Embedding and vision 0 to 3, projector, embedding, language 0 to 3, head.
+    hatched = {(0, 1), (0, 2), (1, 6)}
+    assert blocks == [
+        (stage, place, 1, "//" if (stage, place) in hatched else None)
+        for stage, units in enumerate((4, 8))
+        for place in range(units)
+    ]
+    assert [text.get_text() for text in drawn.legends[0].texts] == [
+        "embedding, projector, head",
+        "vision layer, recomputed",
+        "vision layer",
+        "language layer",
+        "language layer, recomputed",
     ]
 
 
-def test_pack_density_draws_every_cell(directories: tuple[Path, Path], page: str) -> None:
+def test_pack_density_draws_every_cell(page: str) -> None:
     """Prevents packs that the density leaves out, and figures of fill that are not the packs'."""
     packs = make_packs(make_lengths("documents"))
-    # 640 tokens over 32 cells: 20 tokens a cell, one tile a cell.
+    # 640 tokens over 64 cells: 10 tokens a cell, one tile a cell.
     cells = {
-        (tiles, tokens // 20)
+        (tiles, tokens // 10 * 10)
         for tiles, tokens in zip(packs.column("tiles"), packs.tokens, strict=True)
     }
-    assert page.count('class="pack shade') == len(cells)
+    axes = packs_figure(packs, CAPS).drawn.axes[0]
+    drawn = [tuple(point) for shade in axes.collections for point in shade.get_offsets()]
+    assert len(drawn) == len(cells)
+    assert set(drawn) == cells
+    assert sorted(line.get_xdata()[0] or line.get_ydata()[0] for line in axes.lines) == [12, 640]
     text = Page(page).text
     assert f"fill of tiles {100 * packs.column('tiles').sum() / (12 * len(packs)):.1f} %" in text
     assert f"fill of tokens {100 * packs.tokens.sum() / (640 * len(packs)):.1f} %" in text
+
+
+def test_lengths_are_drawn_by_source() -> None:
+    """Prevents quartiles of another source than the row's name, or of the wrong feature."""
+    lengths = make_lengths("documents")
+    tiles, tokens = lengths_figure(lengths, most=2).drawn.axes
+    names = [label.get_text() for label in tiles.get_yticklabels()]
+    counts = np.bincount(lengths.source)
+    order = np.argsort(-counts)
+    assert names == [*(lengths.source_names[i] for i in order[:2]), "1 smaller sources", "all"]
+    medians = [line.get_xdata()[0] for line in tokens.lines[4::5]]
+    expected = [np.median(lengths.tokens[lengths.source == i]) for i in order]
+    assert medians == [*expected, np.median(lengths.tokens)]
 
 
 def test_page_needs_nothing_else(page: str) -> None:
@@ -491,40 +522,33 @@ def test_page_needs_nothing_else(page: str) -> None:
     assert all(attrs["aria-label"] for attrs in drawings)
 
 
-def test_timeline_draws_every_pass_and_none_overlap(page: str) -> None:
-    """Prevents a schedule with passes missing, or two at once on one stage."""
-    drawn = page.split("as simulated</h3>")[1].split("</figure>")[0]
-    found = re.findall(
-        r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"[^>]*class="(?:forward|backward)">', drawn
-    )
-    rows: dict[str, list[tuple[float, float]]] = {}
-    for x, y, width in found:
-        rows.setdefault(y, []).append((float(x), float(width)))
-    assert len(rows) == len(STAGES)
-    for boxes in rows.values():
-        boxes.sort()
-        assert len(boxes) == 2 * MICRO_BATCHES
-        assert all(x + width <= after for (x, width), (after, _) in pairwise(boxes))
-
-
-def test_timeline_is_as_long_as_the_simulated_step(page: str) -> None:
-    """Prevents a drawn step that is on another scale than the plan's costs."""
+def test_timeline_draws_every_pass_of_the_simulated_step(directories: tuple[Path, Path]) -> None:
+    """Prevents a schedule with passes missing, two at once on one stage, or on another scale."""
     lengths = make_lengths("documents")
-    packs = make_packs(lengths)
-    model, cluster = load_model("internvl-digits"), load_cluster("laptop-cpu")
-    parallel = Parallel(pipeline=2, data=DP)
-    cost = analytic_cost(model, cluster, parallel, "fp32")
+    packs, files = make_packs(lengths), files_of(directories[0])
+    figure = timeline_figure(files.plan, files.job, packs, lengths)
+    cost = analytic_cost(files.plan.model, files.plan.cluster, files.plan.parallel, "fp32")
     times = stage_times(cost, STAGES, pack_features(packs.packs, lengths, cost.features))
-    found = re.search(r"Step (\d+) as simulated</h3>.*? stages in ([\d.]+) ms", page, re.S)
-    number, length = found.groups()
-    rows = (packs.step == int(number)) & (packs.dp_rank == 0)
+    number = int(re.search(r"Step (\d+) as simulated", figure.title)[1])
+    rows = (packs.step == number) & (packs.dp_rank == 0)
     step = simulate_step(
         times.forward_ms[rows],
         times.backward_ms[rows],
         times.forward_link_ms[rows],
         times.backward_link_ms[rows],
     )
-    assert float(length) == pytest.approx(float(step.step_ms), rel=0.01)
+    drawn: dict[int, list[tuple[float, float]]] = {}
+    for bars in figure.drawn.axes[0].collections:
+        for path in bars.get_paths():
+            box = path.get_extents()
+            drawn.setdefault(round(box.y0 + 0.4), []).append((box.x0, box.x1))
+    assert len(drawn) == len(STAGES)
+    for stage, boxes in drawn.items():
+        ends = [(s[:, stage], step.end_ms[kind][:, stage]) for kind, s in step.start_ms.items()]
+        expected = np.concatenate([np.stack(pair, axis=1) for pair in ends])
+        np.testing.assert_allclose(np.sort(boxes, axis=0), np.sort(expected, axis=0))
+        boxes.sort()
+        assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(boxes))
 
 
 def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
@@ -537,12 +561,17 @@ def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
     page = (tmp_path / "r.html").read_text("ascii")
     assert "Samples per second" not in page
     assert "Whole training" not in page
+    updates_ms = []
     for stage, row in zip(PREDICTION.stages, rows_under(page, "Stages"), strict=True):
         assert row[4] == f"{MICRO_BATCHES * stage.forward_ms:.1f}"
         update_ms = PREDICTION.step_ms * (1 - stage.wait_fraction) - MICRO_BATCHES * (
             stage.forward_ms + stage.backward_ms
         )
-        assert f"update: {max(update_ms, 0):.3g} ms" in page
+        updates_ms.append(max(update_ms, 0.0))
+    shapes_only = read_plan(tmp_path / "plan")
+    drawn = time_figure(shapes_only, figures_by_source(shapes_only, None, None)).drawn
+    [update] = [bars for bars in drawn.axes[0].containers if bars.get_label() == "update"]
+    assert [bar.get_width() for bar in update] == pytest.approx(updates_ms)
     assert "4 micro-batches on 2 stages" in page
     assert "<h2>Data</h2>" not in page
 
@@ -607,7 +636,7 @@ def test_page_of_a_short_or_long_run(tmp_path: Path, steps: int) -> None:
     write_run_directory(tmp_path / "run", steps=steps)
     write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "r.html")
     assert f"{steps:,} steps, 0 to {steps - 1:,}" in Page((tmp_path / "r.html").read_text()).text
-    assert (tmp_path / "r.html").stat().st_size < 200_000
+    assert (tmp_path / "r.html").stat().st_size < 400_000
 
 
 def test_diverged_run_is_said_to_have_diverged(tmp_path: Path) -> None:
@@ -677,8 +706,6 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
         append_record(validation, tmp_path / "run" / VALIDATION_FILE)
     write_report(files_of(tmp_path / "plan"), tmp_path / "run", tmp_path / "report.html")
     page = Page((tmp_path / "report.html").read_text())
-    [held_out] = [attrs for tag, attrs in page.tags if attrs.get("class") == "held-out"]
-    assert tag_points(held_out) == 2
     words = " ".join(page.words)
     assert "held-out data, 1.25 at the end" in words
     assert "skipped steps: 1, spikes of the loss: 1, unreadable samples passed over: 3" in words
@@ -686,8 +713,21 @@ def test_held_out_loss_and_incidents_are_shown(tmp_path: Path) -> None:
     assert "Provider of the run's layers te" in words
 
 
-def tag_points(attributes: dict[str, str | None]) -> int:
-    return len((attributes["points"] or "").split())
+def test_curve_shows_what_it_can() -> None:
+    """Prevents one slow step that flattens a curve, and points or validations that are lost."""
+    records = make_records(STEPS)
+    values = [record.step_ms for record in records]
+    held_out = [(39, 180.0), (79, float("nan")), (119, 170.0)]
+    figure = curve_figure(
+        "Step time", records, values, "ms", predicted=150.0, held_out=held_out, from_zero=True
+    )
+    points, mean, predicted, validated = figure.drawn.axes[0].lines
+    assert points.get_ydata() == pytest.approx(values[1:])  # The first is three times as slow.
+    window = values[9 - 2 : 9 + 3]  # A fortieth of the 119 steps on each side.
+    assert mean.get_ydata()[8] == pytest.approx(statistics.mean(window))
+    assert predicted.get_ydata()[0] == 150
+    assert validated.get_xydata().tolist() == [[39, 180], [119, 170]]
+    assert "Steps above the axis: 1." in figure.caption
 
 
 REPLAYED = (3, 50, 110)
@@ -759,7 +799,10 @@ def test_replay_has_its_own_step_bubble_and_memory(
     rows = rows_under(three_columns, "Time and memory")
     assert [row[8:] for row in rows] == [["2.97", "1.50", "3.41"], ["2.41", "2.50", "3.11"]]
     assert "A replay on a CPU measures no working memory" in text
-    assert three_columns.count('class="replayed"><title>replayed: ') == len(STAGES)
+    drawn = memory_figure(plan, figures_by_source(plan, None, replay), replay).drawn
+    peaks, usable = drawn.axes[0].lines
+    assert peaks.get_xdata().tolist() == pytest.approx([1.5, 2.5])
+    assert usable.get_xdata()[0] == pytest.approx(3.6)
     key = re.search(r"ideal ([\d.]+ \w+) \([\d.]+ %\) / ([\d.]+ \w+) \(", three_columns)
     assert key.groups() == ("141 ms", milliseconds(replay.lost.ideal_ms))
     assert "exchange gradients and weights for 6.25 ms, of which 1.75 ms are exposed" in text

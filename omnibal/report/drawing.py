@@ -1,0 +1,116 @@
+"""Figures drawn by matplotlib, as SVG that is readable on light and dark pages.
+
+Equal inputs give equal bytes. Figures are made without pyplot, which keeps state.
+"""
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from omnibal.report.formatting import escape
+
+WIDE, NARROW = 1080, 520
+"""Widths of figures in pixels: of the whole page and of one of its two columns."""
+_FOLDER = Path(__file__).parent
+_PALETTE = (_FOLDER / "palette.css").read_text()
+COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))
+"""Light colours by their names in palette.css."""
+_NAMES = {colour: name for name, colour in COLOURS.items()}
+_COLOUR = re.compile('(fill=)"(#[0-9a-f]{6})"|(?<=: )(#[0-9a-f]{6})')
+"""A colour of an attribute of its own, or of a style."""
+_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+"""Attributes that a file needs and an element of a page does not."""
+_NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+style = partial(rc_context, fname=_FOLDER / "omnibal.mplstyle")
+"""Context manager and decorator under which figures are drawn."""
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of this size in pixels."""
+    return Figure(figsize=(width / 72, height / 72))
+
+
+def printable(text: str) -> str:
+    """Text with a question mark in place of every character that XML cannot hold."""
+    return _NOT_XML.sub("?", text)
+
+
+@style()
+def to_svg(figure: Figure, label: str) -> str:
+    """Return a figure as an `svg` element, whose colours are the variables of palette.css.
+
+    Args:
+        label: what it shows, for readers who cannot see it.
+    """
+    file = StringIO()
+    with warnings.catch_warnings():
+        # Browsers have other fonts for characters that this one lacks.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        nothing = dict.fromkeys(["Creator", "Date", "Format", "Type"])
+        figure.savefig(file, format="svg", metadata=nothing)
+    svg = file.getvalue()
+    svg = _COLOUR.sub(_as_variable, svg[svg.index("<svg") :])
+    head, rest = svg.split(">", 1)
+    size = " ".join(re.findall(r'(?:width|height|viewBox)="[\d. ]+"', head.replace("pt", "")))
+    return f'<svg {size} role="img" aria-label="{escape(label)}">{rest}'
+
+
+def _as_variable(found: re.Match[str]) -> str:
+    name = _NAMES.get(found[2] or found[3])
+    if name is None:
+        return found[0]
+    # An attribute of its own cannot hold a variable.
+    return f'style="fill: var(--{name})"' if found[1] else f"var(--{name})"
+
+
+def svg_file(figure: Figure, title: str) -> str:
+    """Return the text of an SVG file that follows the reader's light or dark scheme."""
+    head, rest = to_svg(figure, title).removeprefix("<svg").split(">", 1)
+    return (
+        f"<svg {_NAMESPACES}{head}><title>{escape(title)}</title>\n<style>{_PALETTE}</style>{rest}"
+    )
+
+
+def stack_bars(
+    axes: Axes,
+    rows: Sequence[float],
+    parts: Mapping[str, Sequence[float]],
+    colours: Mapping[str, str],
+    height: float = 0.7,
+) -> None:
+    """Draw a horizontal bar in every row, of parts one after another.
+
+    Args:
+        parts: values of all rows, by the part's label in the legend.
+        colours: names of the parts' colours.
+    """
+    left = np.zeros(len(rows))
+    for label, values in parts.items():
+        axes.barh(rows, values, height, left, label=label, color=COLOURS[colours[label]])
+        left += values
+
+
+def label_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name rows from the top down: all, or the first and the last of more than 24."""
+    shown = range(len(names)) if len(names) <= 24 else (0, len(names) - 1)
+    axes.set_yticks(list(shown), [names[row] for row in shown])
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+
+
+def make_logarithmic(axes: Axes) -> None:
+    """Give the horizontal axis a logarithmic scale with ticks at 1, 2 and 5 times powers of 10."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
