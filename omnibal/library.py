@@ -37,8 +37,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
-from omnibal.pipeline.encoder_rounds import simulate_with_rounds
-from omnibal.pipeline.simulate import StepTimes
+from omnibal.pipeline.simulate import StepTimes, simulate_levels
 from omnibal.planning import Planned, plan
 from omnibal.search.goal import Free, Goal, Samples
 
@@ -156,7 +155,7 @@ def simulate(directory: Path | str) -> StepTimes:
     packs, lengths = files.steps
     workload = files.job.workload(packs, lengths, files.plan.pack_levels)
     cost = files.job.cost_of_all(files.plan.pack_levels)
-    return simulate_with_rounds(cost, files.plan.stages_at_levels, workload, files.plan.schedule)
+    return simulate_levels(cost, files.plan.stages_at_levels, workload, files.plan.schedule)
 
 
 def export_plan(

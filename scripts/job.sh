@@ -12,18 +12,16 @@ fail() {
 
 # read_job USAGE ARGUMENTS...: fills `arguments`, and sets the number of hardware queues.
 read_job() {
-    local usage=$1 option options=() queues=1
+    local usage=$1 option options=()
     shift
     if [[ $# -lt 4 ]]; then
         echo "usage: $usage PLAN META.json TOKENIZER.model RUN [pretrain_vlm.py options]" >&2
         exit 2
     fi
-    # With one queue, kernels start in the order of their launches, so that a tensor-parallel linear's
-    # exchange begins before the product that it shall run beside; core asks for it on devices before
-    # Blackwell. Where encoders go by rounds, an exchange may stand behind one that waits for other
-    # ranks, and would hold up the product too.
-    if grep -qs '"rounds"' "$1/plan.json"; then queues=32; fi
-    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-$queues}"
+    # With one hardware queue, kernels start in the order of their launches, so that a tensor-parallel
+    # linear's exchange begins before the product that it shall run beside; core asks for it on devices
+    # before Blackwell.
+    export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # shellcheck disable=SC2034  # the launcher's
     arguments=(--plan "$1" --data "$2" --tokenizer-model "$3" --save "$4")
     if [[ ! -e $4/latest_checkpointed_iteration.txt ]]; then

@@ -4,11 +4,9 @@ import json
 import os
 import shutil
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 from commands import launcher
 from end_to_end_cases import (
@@ -46,48 +44,15 @@ def beside(single, tmp_path_factory) -> Path:
     return folder
 
 
-def edited(beside: Path, folder: Path, **changes: object) -> Path:
-    """The same plan without rounds, or with those that are given, and other changes by hand."""
-    shutil.copytree(beside, folder)
-    plan = json.loads((folder / "plan.json").read_text())
-    plan["beside"].pop("rounds", None)
-    plan["beside"] |= changes
-    (folder / "plan.json").write_text(json.dumps(plan))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def divided(beside, tmp_path_factory) -> Path:
     """The same plan, with the encoders' weights divided over all ranks."""
-    return edited(beside, tmp_path_factory.mktemp("plans") / "divided", sharded=4)
-
-
-@pytest.fixture(scope="module")
-def by_rounds(beside, tmp_path_factory) -> Path:
-    """The same plan by rounds of one micro-batch and the others, in 1F1B on two stages."""
-    packs = pq.read_table(beside / "packs.parquet").to_pydict()
-    number = max(Counter(zip(packs["step"], packs["dp_rank"], strict=True)).values())
-    sizes = {"micro_batches": [1, number - 1], "forward_after": [[0, 0], [1, 0]]}
-    places = {"backward_after": [[3, 2], [2 * number] * 2], "load_ms": [[0, 1], [1, 0]]}
-    tables = sizes | places
-    of_number = [
-        dict(zip(tables, each, strict=True)) for each in zip(*tables.values(), strict=True)
-    ]
-    rounds = [{"micro_batches": number, "rounds": of_number}]
-    folder = tmp_path_factory.mktemp("plans") / "by_rounds"
-    return edited(beside, folder, rounds=rounds, pipelines=1)
-
-
-def test_encoders_by_rounds_train_as_all_at_once(beside, by_rounds, digits, tmp_path):
-    """Prevents: a plan with rounds that the trainer cannot read or follow, and data that is read in
-    another order than stages take it."""
-    at_once = edited(beside, tmp_path / "plan")
-    for plan, save in ((at_once, "whole"), (by_rounds, "rounds")):
-        workers = ("--train-iters", "2", "--num-workers", "1")
-        ranks_succeed(4, *training(plan, digits, tmp_path / save, *workers))
-    assert losses(tmp_path / "rounds") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
-    for record in records(tmp_path / "rounds"):
-        assert all(stage["encoder_ms"] > 0 for stage in record["stages"])
+    folder = tmp_path_factory.mktemp("plans") / "divided"
+    shutil.copytree(beside, folder)
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["beside"]["sharded"] = 4
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
 
 
 def test_divided_encoders_go_on_with_whole_ones_and_answer_as_they(

@@ -127,17 +127,6 @@ def refused(result: subprocess.CompletedProcess[str], bench: Bench) -> str:
     return result.stderr
 
 
-def test_rounds_of_encoders_have_queues_of_their_own(bench, tmp_path):
-    """Prevents: exchanges that wait for other ranks and hold up what these wait for."""
-    for text, queues in (('{"beside": {"rounds": []}}', "32"), ('{"beside": {}}', "1")):
-        (tmp_path / "plan.json").write_text(text)
-        bench.job[0] = str(tmp_path)
-        result = bench.start(NODES_SCRIPT, 1, 0, "localhost", *bench.job)
-        assert result.returncode == 0, result.stderr
-        _, environment = bench.started()[-1]
-        assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
-
-
 @pytest.mark.parametrize("nodes", [4, 64])
 def test_nodes_under_torchrun(bench, nodes):
     """Prevents: nodes that wait for each other at different places, or a save cut off at 30 s."""

@@ -578,12 +578,8 @@ def _note_on_choices(found: "StrategySearch") -> str:
 
 def _encoder_summary(plan: Plan, choice: "PlacementChoice") -> dict[str, Any]:
     """The placement of encoders, and both predicted steps; None of what was not planned. Of
-    data-parallel ones how many ranks divide their weights, and what rounds hide of them, too."""
-    sharded = {}
-    if plan.beside is not None and plan.prediction is not None:
-        predicted = plan.prediction.beside
-        hidden_ms = None if predicted is None else predicted.hidden_ms
-        sharded = {"sharded_ranks": plan.beside.sharded, "hidden_ms": hidden_ms}
+    data-parallel ones how many ranks divide their weights, too."""
+    sharded = {} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}
     return {
         "placement": choice.chosen.value,
         "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),

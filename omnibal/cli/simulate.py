@@ -30,7 +30,7 @@ def simulate(
 ) -> None:
     """Simulate all steps of a plan on its own packs."""
     from omnibal.job.check import open_plan
-    from omnibal.pipeline.encoder_rounds import simulate_with_rounds
+    from omnibal.pipeline.simulate import simulate_levels
     from omnibal.report.trace import chrome_trace
 
     check_files({"--trace": trace}, plan_files(directory))
@@ -40,7 +40,7 @@ def simulate(
     cost, stages_at = job.cost_of_all(planned.pack_levels), planned.stages_at_levels
     schedule = planned.schedule
     with status("simulating"):
-        steps = simulate_with_rounds(cost, stages_at, workload, schedule)
+        steps = simulate_levels(cost, stages_at, workload, schedule)
     shown = int(steps.step_ms.argmax()) if step is None else step
     if shown >= packs.steps:
         raise UserError(

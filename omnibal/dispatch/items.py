@@ -19,7 +19,7 @@ Encoders whose items attend to each other take whole samples, which `omnibal.dis
 deals before all other items.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -62,24 +62,6 @@ def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -
     """
     whole = [item_ms[name] + each for name, each in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
-
-
-def load_of_stages(
-    load_ms: Sequence[float], unit_ms: float, *, pipelines: int, tensor: int
-) -> np.ndarray:
-    """Load that ranks of a group have by their stage before they are dealt anything, in units.
-
-    Args:
-        load_ms: of every pipeline stage.
-        unit_ms: `unit_of_time`.
-        tensor: tensor-parallel ranks of a stage.
-
-    Returns:
-        int64 [L x stages x tensor].
-    """
-    units = np.asarray(load_ms, np.float64) / unit_ms if unit_ms else np.zeros(len(load_ms))
-    of_stage = np.minimum(np.rint(units), HEAVIEST).astype(np.int64)
-    return np.tile(np.repeat(of_stage, tensor), pipelines)
 
 
 def share_items(

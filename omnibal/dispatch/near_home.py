@@ -98,11 +98,7 @@ def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> n
 
 
 def brought_home(
-    weight: np.ndarray,
-    pipeline: np.ndarray,
-    rank: np.ndarray,
-    homes: Homes,
-    before: np.ndarray = NO_LOAD,
+    weight: np.ndarray, pipeline: np.ndarray, rank: np.ndarray, homes: Homes
 ) -> np.ndarray:
     """Bring samples that are away from home there, alone or for another that is away, as far as no
     rank gets busier than the busiest one is. The rank of every sample, int64 [samples]
@@ -114,13 +110,12 @@ def brought_home(
         weight: of every sample, whole, [samples].
         pipeline: that holds it, [samples].
         rank: that encodes it, [samples].
-        before: load of every rank without samples, int64 [ranks].
     """
     target = homes.home[pipeline]
     away = np.flatnonzero(homes.node[rank] != target)
     if not len(away):
         return rank
-    load = before + np.bincount(rank, weight, len(homes.node)).astype(np.int64)
+    load = np.bincount(rank, weight, len(homes.node)).astype(np.int64)
     moves = _Moves(
         weight=weight.tolist(),
         target=target.tolist(),

@@ -11,7 +11,6 @@ from typing import Self
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.near_home import NO_LOAD
 from omnibal.dispatch.whole_samples import DealtSamples, deal_samples, weights_of
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import SampleTimes, takes_whole_samples
@@ -108,7 +107,6 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
         node: np.ndarray,
-        load: np.ndarray = NO_LOAD,
     ) -> DealtSamples:
         """Deal the samples to the ranks of their groups (`deal_samples`).
 
@@ -117,9 +115,8 @@ class SampleItems:
             unit_ms: what is counted as one; 0 where nothing takes any time.
             node: of every rank, int64 [some groups, ranks of a group], the same in every call of
                 these sizes.
-            load: of every rank of a group before, in units, int64 [ranks of a group].
         """
-        sizes = pipelines, ranks_of_pipeline, times, unit_ms, load.tobytes()
+        sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = (each[self.rows.samples] for each in (self.items, self.squares))
             self._dealt[sizes] = deal_samples(
@@ -130,7 +127,6 @@ class SampleItems:
                 pipelines=pipelines,
                 ranks_of_pipeline=ranks_of_pipeline,
                 node=node,
-                load=load,
             )
         return self._dealt[sizes]
 

@@ -37,21 +37,17 @@ class SamplePasses:
         return np.arange(len(self)) - _of_run(np.flatnonzero(begins), begins)
 
 
-def passes_of_samples(
-    dealt: DealtSamples, items_per_pass: int, kept_items: int | np.ndarray
-) -> SamplePasses:
+def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
     """The passes of dealt samples.
 
     Args:
         items_per_pass: most items of a pass of more than one sample.
-        kept_items: most items of a rank whose activations are kept; of all ranks, or of each, int64
-            [ranks of all groups]. Below 0 it is as 0.
+        kept_items: most items of a rank whose activations are kept.
     """
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)
-    kept = kept_items[dealt.rank] if isinstance(kept_items, np.ndarray) else kept_items
-    is_kept = ends - before_rank <= kept
+    is_kept = ends - before_rank <= kept_items
     begins_run = _begins(2 * dealt.rank + ~is_kept)
     run_firsts = np.flatnonzero(begins_run)
     run_stop = _of_run(np.append(run_firsts[1:], len(items)), begins_run)

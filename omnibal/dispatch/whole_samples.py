@@ -23,7 +23,7 @@ import numpy as np
 from omnibal.dispatch.balance import balance
 from omnibal.dispatch.even_out import evened_out
 from omnibal.dispatch.load_bounds import load_bound
-from omnibal.dispatch.near_home import NO_LOAD, Homes, brought_home
+from omnibal.dispatch.near_home import Homes, brought_home
 
 _NEAR = 1e-3
 """Share of the busiest rank's time that a better dealing must save: a pipeline's own samples are
@@ -71,7 +71,6 @@ def deal_samples(
     pipelines: int,
     ranks_of_pipeline: int,
     node: np.ndarray,
-    load: np.ndarray = NO_LOAD,
 ) -> DealtSamples:
     """Deal samples of many groups to their groups' ranks.
 
@@ -86,7 +85,6 @@ def deal_samples(
         pipelines: L, of a group.
         ranks_of_pipeline: R; rank r of all is of pipeline r // R.
         node: of every rank of one group after the other, which are repeated, int64 [some, N].
-        load: of every rank of a group before, in units, int64 [N].
     """
     homes = [Homes.of(each[None], ranks_of_pipeline) for each in node]
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
@@ -95,8 +93,8 @@ def deal_samples(
     for own in np.split(by_group, bounds) if len(items) else ():
         of_group = group[own[0]] * pipelines
         held = weight[own], pipeline[own] - of_group
-        dealt = deal_group(*held, pipelines, ranks_of_pipeline, load)
-        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)], load)
+        dealt = deal_group(*held, pipelines, ranks_of_pipeline)
+        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)])
         rank[own] = of_group * ranks_of_pipeline + dealt
     place = np.argsort(rank, kind="stable")
     return DealtSamples(
@@ -115,28 +113,19 @@ def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
 
 
 def deal_group(
-    weight: np.ndarray,
-    pipeline: np.ndarray,
-    pipelines: int,
-    ranks_of_pipeline: int,
-    load: np.ndarray = NO_LOAD,
+    weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
 ) -> np.ndarray:
     """The rank of every sample of one group, from 0. int64 [samples]
 
     Args:
         weight: of every sample, whole and at least 1, [samples].
         pipeline: that holds it, 0 to `pipelines` - 1, [samples].
-        load: of every rank before, int64 [ranks].
     """
     ranks, sizes = pipelines * ranks_of_pipeline, (pipelines, ranks_of_pipeline)
     if ranks == 1:
         return np.zeros(len(weight), np.int64)
-    before = np.broadcast_to(load, ranks)
-    if load.any():
-        enough = max(_level(before, int(weight.sum())), int(weight.max(initial=0)))
-        return _own_first(weight.tolist(), pipeline.tolist(), sizes, before.tolist(), enough)
     enough = load_bound(weight, ranks) * (1 + _NEAR)
-    own = _own_first(weight.tolist(), pipeline.tolist(), sizes, before.tolist(), enough)
+    own = _own_first(weight.tolist(), pipeline.tolist(), sizes, enough)
     rank = evened_out(weight.astype(np.float64), own, ranks, enough)
     busiest = float(np.bincount(rank, weight, ranks).max())
     if busiest <= enough:
@@ -147,27 +136,14 @@ def deal_group(
     return _nearest_home(weight, best.rank, pipeline, sizes)
 
 
-def _level(load: np.ndarray, weight: int) -> float:
-    """The least that the busiest rank may have, if samples could be divided: loads that are filled
-    up with this weight."""
-    filled = (np.cumsum(np.sort(load)) + weight) / np.arange(1, len(load) + 1)
-    return float(filled.min())
-
-
 def _own_first(
-    weight: Sequence[int],
-    pipeline: Sequence[int],
-    sizes: tuple[int, int],
-    before: Sequence[int],
-    enough: float,
+    weight: Sequence[int], pipeline: Sequence[int], sizes: tuple[int, int], enough: float
 ) -> np.ndarray:
     """Every sample to the rank of its pipeline with the least load if that stays within `enough`,
     else to the one with the least of all; longest samples first. int64 [samples]"""
     pipelines, of_pipeline = sizes
-    heaps = [[(before[rank], rank) for rank in range(home * of_pipeline, (home + 1) * of_pipeline)]
+    heaps = [[(0, rank) for rank in range(home * of_pipeline, (home + 1) * of_pipeline)]
              for home in range(pipelines)]  # fmt: skip
-    for heap in heaps:
-        heapq.heapify(heap)
     rank = np.empty(len(weight), np.int64)
     over = []
     for sample in sorted(range(len(weight)), key=lambda sample: -weight[sample]):

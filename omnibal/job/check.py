@@ -23,7 +23,6 @@ from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.encoder_rounds import check_rounds
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.stage_memory import fits_cap
@@ -74,8 +73,6 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     job = job_of_plan(plan, directory)
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
-    if plan.beside is not None:
-        check_rounds(plan.beside, plan.schedule, plan.parallel.pipeline)
     shapes = plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)

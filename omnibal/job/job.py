@@ -41,7 +41,6 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.round_work import with_rounds
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
@@ -300,8 +299,7 @@ class JobSpec:
             workload = self._with_exchange(workload)
         if self.beside is None or self.encoders_cost is None:
             return workload
-        encoders = names, self.encoders_cost, self.beside
-        return with_rounds(with_encoders(workload, *encoders), *encoders)
+        return with_encoders(workload, names, self.encoders_cost, self.beside)
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:

@@ -1,11 +1,10 @@
 """The planner: a job and its data in; stages, recomputed layers and a prediction out."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.errors import UserError
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -20,31 +19,17 @@ from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.chunk_search import Effort, search_parts
-from omnibal.pipeline.encoder_rounds import hide_encoders
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.round_search import (
-    RoundChoice,
-    RoundProblem,
-    improved_rounds,
-    search_rounds,
-)
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
-
-_ROUND_SEARCHES = 2
-"""Times that encoders' rounds are searched for, each but the first on stages that were searched for
-beside the rounds before."""
-_QUICK_EFFORT = 0.1
-"""Effort of a search for stages beside one of several choices of rounds."""
-
 
 Dealt = tuple[ScheduledPacks, Lengths]
 """Packs, dealt to ranks, and the lengths of all samples."""
@@ -237,26 +222,24 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
     )
 
 
-def make_ordered_plan(request: PlanRequest, *, in_rounds: bool = True) -> PlanResult:
+def make_ordered_plan(request: PlanRequest) -> PlanResult:
     """Plan a job on its data, as `make_plan` does, in the order of `ordered_plan`.
 
     Raises:
         UserError: a sample exceeds the caps, or no partition fits into memory.
     """
-    return ordered_plan(request, make_plan(request), in_rounds=in_rounds)
+    return ordered_plan(request, make_plan(request))
 
 
-def ordered_plan(request: PlanRequest, result: PlanResult, *, in_rounds: bool = True) -> PlanResult:
+def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     """The plan of a request with every rank's micro-batches of a step in the order that is found
-    best on the planned stages (`omnibal.pipeline.slot_order`), and encoders that are data-parallel
-    in rounds (`omnibal.pipeline.round_search`).
+    best on the planned stages (`omnibal.pipeline.slot_order`).
 
     Plans for other trainers and of given methods keep the order in which packs were dealt, and so
     do ranks that wait for each other within a step.
 
     Args:
         result: of `make_plan`.
-        in_rounds: whether data-parallel encoders may run in rounds.
     """
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
@@ -264,17 +247,9 @@ def ordered_plan(request: PlanRequest, result: PlanResult, *, in_rounds: bool = 
     plan = result.plan
     job = request.job if plan.beside is None else replace(request.job, beside=plan.beside)
     packs = in_best_order(plan, job, request.data.levels, packs, lengths)
-    usual = plan.model_copy(update={"data": request.data.described(packs, job)})
-    best = _predicted(usual, job, packs, lengths)
-    in_rounds = in_rounds and job.beside is not None
-    placed = _in_rounds(request, usual, job, packs, lengths) if in_rounds else []
-    if placed:
-        beside = min((_predicted(each, job, packs, lengths) for each in placed), key=_step_ms)
-        of_beside = replace(job, beside=beside.beside)
-        loads = improved_rounds(_round_problem(beside, of_beside, packs, lengths))
-        improved = beside.model_copy(update={"beside": loads})
-        best = min(best, _predicted(improved, job, packs, lengths), key=_step_ms)
-    return replace(result, plan=best, data=(packs, lengths))
+    prediction = prediction_of(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))
+    described = {"data": request.data.described(packs, job), "prediction": prediction}
+    return replace(result, plan=plan.model_copy(update=described), data=(packs, lengths))
 
 
 def in_best_order(
@@ -304,95 +279,6 @@ def in_best_order(
         effort=effort,
     )
     return in_slots(packs, slot)
-
-
-def _predicted(plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths) -> Plan:
-    """The plan with its prediction."""
-    job = replace(job, beside=plan.beside)
-    workload = job.workload(packs, lengths, plan.pack_levels)
-    return plan.model_copy(update={"prediction": prediction_of(plan, job, packs, workload)})
-
-
-def _step_ms(plan: Plan) -> float:
-    assert plan.prediction is not None, "the plan is predicted"
-    return plan.prediction.step_ms
-
-
-def _in_rounds(
-    request: PlanRequest, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths
-) -> list[Plan]:
-    """A plan with its data-parallel encoders in rounds, and one with stages that were searched for
-    again beside these; none where no rounds save time."""
-    found = list[Plan]()
-    for _ in range(_ROUND_SEARCHES):
-        choices = search_rounds(_round_problem(plan, job, packs, lengths))
-        if not choices:
-            break
-        if choices[-1].fits:
-            found.append(plan.model_copy(update={"beside": choices[-1].beside}))
-        workloads = [_beside_rounds(plan, job, each, packs, lengths) for each in choices]
-        try:
-            stages_at = _searched_again(request, job, workloads)
-        except DoesNotFit:
-            break
-        plan = plan.model_copy(update=_stage_keys(request.data.levels, stages_at))
-    return found
-
-
-def _beside_rounds(
-    plan: Plan, job: JobSpec, choice: RoundChoice, packs: ScheduledPacks, lengths: Lengths
-) -> Workload:
-    """The workload with the memory of encoders in rounds, and the waits that these leave on the
-    stages of a plan."""
-    levels, placed = plan.pack_levels, replace(job, beside=choice.beside)
-    workload = placed.workload(packs, lengths, levels)
-    cost = placed.cost_of_all(levels)
-    return hide_encoders(workload, cost, plan.stages_at_levels, plan.schedule)
-
-
-def _round_problem(
-    plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths
-) -> RoundProblem:
-    assert job.beside is not None, "encoders are data-parallel"
-    assert job.encoders_cost is not None, "encoders are data-parallel"
-    return RoundProblem(
-        workload=job.workload(packs, lengths, plan.pack_levels),
-        features=feature_names_at(job.cost.features, plan.pack_levels),
-        cost=job.cost_of_all(plan.pack_levels),
-        encoders=job.encoders_cost,
-        beside=job.beside,
-        stages_at=plan.stages_at_levels,
-        schedule=plan.schedule,
-        memory_cap_bytes=job.memory_cap_gib * GIB,
-    )
-
-
-def _searched_again(
-    request: PlanRequest, job: JobSpec, workloads: Sequence[Workload]
-) -> tuple[tuple[Stage, ...], ...]:
-    """Stages beside encoders whose waits and memory some workloads have: of the one whose step is
-    the shortest by a quick search.
-
-    Raises:
-        DoesNotFit: there are none.
-    """
-    asked, levels, is_few = replace(request, job=job), request.data.levels, len(workloads) == 1
-
-    def searched(workload: Workload, effort: float) -> SearchResult:
-        if request.schedule != ONE_FORWARD_ONE_BACKWARD:
-            return searched_parts(asked, workload, effort)
-        sizes = job.parallel.pipeline, job.memory_cap_gib * GIB
-        cost, model = job.cost_of_all(levels), job.pipeline_model
-        return search_stages(cost, model, workload, *sizes, effort=effort)
-
-    def quick_ms(workload: Workload) -> float:
-        try:
-            return searched(workload, _QUICK_EFFORT).step_ms
-        except DoesNotFit:
-            return math.inf
-
-    best = workloads[0] if is_few else min(workloads, key=quick_ms)
-    return searched(best, 1.0).stages_at
 
 
 def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -> dict[str, object]:

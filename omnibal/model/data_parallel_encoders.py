@@ -5,11 +5,6 @@ encoding group (all ranks of a few pipelines) encode what the packs of these pip
 equal share of the work; one exchange brings the features to the stages that embed tokens. After the
 last backward, another brings their gradients back. OrchMLLM (arXiv 2503.23830) balances each
 modality so over data-parallel ranks, by what it finds at run time; here the plan knows all sizes.
-
-A step may be encoded in *rounds* of consecutive micro-batches, each with exchanges of its own, so
-that a rank encodes while its stage would wait: features of later micro-batches after the first
-forwards, gradients of earlier ones before the last backwards. Optimus (arXiv 2408.03505) lays
-encoders into bubbles so, by kernels and on each pipeline's own ranks.
 """
 
 from dataclasses import dataclass
@@ -17,7 +12,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from omnibal.base.frozen import Count, Frozen
 from omnibal.model.config import ClusterConfig, ModelConfig
@@ -55,62 +50,6 @@ class SampleTimes:
         return self.item_ms * items + self.square_ms * squares
 
 
-_Place = Annotated[int, Field(ge=0, strict=True)]
-
-
-class EncoderRound(Frozen):
-    """Consecutive micro-batches of which the features are encoded and exchanged together; tables
-    are by pipeline stage."""
-
-    micro_batches: Count
-    """Micro-batches of every pipeline of the group, after those of the rounds before."""
-    forward_after: tuple[_Place, ...]
-    """Operations of the stage's list in the plan's schedule, without encoders, after which its
-    ranks encode their share and send it."""
-    backward_after: tuple[_Place, ...]
-    """Operations after which they receive gradients of what they have encoded, and run its
-    backward."""
-    load_ms: tuple[_Ms, ...]
-    """Time that a rank of the stage counts as having before the round's items are dealt, so that
-    stages with little time to spare encode less."""
-
-
-class EncoderRounds(Frozen):
-    """The rounds of steps in which every pipeline of the group runs so many micro-batches.
-
-    Every stage encodes all rounds, in their order, before the first round's backward, so that all
-    ranks of a group begin the same exchanges in one order.
-    """
-
-    micro_batches: Count
-    rounds: tuple[EncoderRound, ...] = Field(min_length=2)
-
-    @model_validator(mode="after")
-    def _are_in_order(self) -> "EncoderRounds":
-        held = sum(one.micro_batches for one in self.rounds)
-        if held != self.micro_batches:
-            raise ValueError(
-                f"rounds of {held} micro-batches for steps of {self.micro_batches}; a step's "
-                "rounds have all of its micro-batches"
-            )
-        tables = [
-            table
-            for one in self.rounds
-            for table in (one.forward_after, one.backward_after, one.load_ms)
-        ]
-        if len({len(table) for table in tables}) != 1:
-            raise ValueError("tables of rounds for different numbers of stages; each stage has one")
-        places = [one.forward_after for one in self.rounds]
-        places += [one.backward_after for one in self.rounds]
-        for stage, of_stage in enumerate(zip(*places, strict=True)):
-            if list(of_stage) != sorted(of_stage):
-                raise ValueError(
-                    f"stage {stage} encodes after {of_stage} operations; rounds are encoded in "
-                    "their order, all of them before the first one's backward"
-                )
-        return self
-
-
 class DataParallelEncoders(Frozen):
     """How data-parallel encoders run; tables are by encoder."""
 
@@ -133,28 +72,6 @@ class DataParallelEncoders(Frozen):
     """Neighbouring ranks of the job, in Megatron's order, that divide weights, gradients and
     optimizer state of the encoders: an aligned block. 1: every rank has all weights. They run
     equally many passes of each kind, of which some may be empty."""
-    rounds: tuple[EncoderRounds, ...] = Field(default=(), exclude_if=lambda rounds: not rounds)
-    """Rounds of steps by their number of micro-batches, each number once. Steps of other numbers,
-    or of pipelines with different ones, are encoded before their first micro-batch and after their
-    last. Items are kept round after round up to `kept_items`. Only where ranks have all weights."""
-
-    @model_validator(mode="after")
-    def _has_each_number_once(self) -> "DataParallelEncoders":
-        numbers = [one.micro_batches for one in self.rounds]
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"rounds of steps of {numbers} micro-batches; give each number once")
-        if self.rounds and self.sharded > 1:
-            raise ValueError(
-                f"rounds beside encoders whose weights {self.sharded} ranks divide; leave out "
-                "`rounds`, or set `sharded` to 1"
-            )
-        return self
-
-    def rounds_of(self, micro_batches: int) -> tuple[EncoderRound, ...]:
-        """Rounds of a step in which every pipeline of a group runs so many micro-batches; empty
-        where it has none."""
-        found = [one.rounds for one in self.rounds if one.micro_batches == micro_batches]
-        return found[0] if found else ()
 
     @property
     def sample_times(self) -> dict[str, SampleTimes]:

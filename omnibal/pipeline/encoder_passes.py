@@ -27,8 +27,8 @@ class EqualPasses:
     items: np.ndarray
     """Items of every rank, int64 [...]."""
     items_per_pass: int
-    kept_items: int | np.ndarray
-    """Items that are kept at most, of all ranks or of every one."""
+    kept_items: int
+    """Items that a rank keeps at most."""
 
     def work(self, *, is_kept: bool) -> np.ndarray:
         """Passes that are kept, or the others, and their items. [..., 2]"""

@@ -20,14 +20,14 @@ its last backward, as two features of these micro-batches (`omnibal.model.units.
 Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
-from omnibal.dispatch.items import items_at_home, load_of_stages, shares_of_ranks, unit_of_time
+from omnibal.dispatch.items import items_at_home, shares_of_ranks, unit_of_time
 from omnibal.dispatch.near_home import NO_LOAD, Homes
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
@@ -54,9 +54,6 @@ class ItemShares:
     """Items that every rank encodes, by encoder, int64 [S * B, N]."""
     samples: Mapping[str, DealtSamples] = field(default_factory=dict)
     """Samples that ranks encode, of encoders that take whole ones; ranks are as in `encoded`."""
-    before: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Items that ranks encode in earlier rounds of the step, by encoder; as `encoded`, and none
-    where it is empty."""
 
     @classmethod
     def of(
@@ -65,23 +62,14 @@ class ItemShares:
         features: tuple[str, ...],
         cost: EncodersCost,
         beside: DataParallelEncoders,
-        load_ms: Sequence[float] = (),
     ) -> "ItemShares":
-        """Share the items of a workload whose features have these names.
-
-        Args:
-            load_ms: that ranks have before, by pipeline stage; none where it is empty.
-        """
+        """Share the items of a workload whose features have these names."""
         steps, step = np.unique(workload.step, return_inverse=True)
         ranks, pipelines = workload.data_parallel_size, beside.pipelines
         cell, cells = step * ranks + workload.dp_rank, len(steps) * ranks
         of_pipeline = cost.ranks_of_pipeline
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-        held, encoded, samples, before = {}, {}, {}, NO_LOAD
-        if load_ms:
-            tensor = cost.parallel.tensor
-            before = load_of_stages(load_ms, unit_ms, pipelines=pipelines, tensor=tensor)
-        load = before
+        held, encoded, samples, load = {}, {}, {}, NO_LOAD
         for name, one in cost.encoders.items():
             of_rows = workload.features[:, features.index(one.feature)]
             if name in beside.square_ms:
@@ -94,7 +82,6 @@ class ItemShares:
                     times=times,
                     unit_ms=unit_ms,
                     node=cost.nodes(pipelines),
-                    load=before,
                 )
                 ranks_of_all = cells * of_pipeline
                 by_group = -1, pipelines * of_pipeline
@@ -114,23 +101,15 @@ class ItemShares:
 
     def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
         """Passes that every rank makes of an encoder."""
-        kept: int | np.ndarray = beside.kept_items[name]
-        if name in self.before:
-            kept = np.maximum(kept - self.before[name], 0)
-        return self.passes_of(name, beside.items_per_pass[name], kept)
+        return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
 
-    def passes_of(self, name: str, items_per_pass: int, kept_items: int | np.ndarray) -> Passes:
-        """Passes of so many items at most, of which so many are kept: by all ranks, or by every
-        one, [S * B, N]."""
+    def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
+        """Passes of at most `items_per_pass` items, of which every rank keeps `kept_items`."""
         items = self.encoded[name]
         if name not in self.samples:
             return EqualPasses(items=items, items_per_pass=items_per_pass, kept_items=kept_items)
         return WholePasses(
-            passes=passes_of_samples(
-                self.samples[name],
-                items_per_pass,
-                kept_items if isinstance(kept_items, int) else kept_items.ravel(),
-            ),
+            passes=passes_of_samples(self.samples[name], items_per_pass, kept_items),
             place=np.arange(items.size).reshape(items.shape),
         )
 
@@ -226,7 +205,6 @@ def with_encoders(
             memory=_memory(encoder_memory),
         ),
         exchange_ms=cost.gather_ms + cost.reduction_ms,
-        once_ms=(cost.gather_ms, cost.reduction_ms),
     )
     return replace(workload, features=values, encoding=encoding)
 
@@ -381,7 +359,6 @@ def _waits(
     forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
     silent = times.mean_forward, times.mean_backward + times.mean_again
     ahead, behind = times.mean_exposed.T
-    needed = at_ends(times.mean_forward, times.mean_backward)
     return EncoderWaits(
         all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
         even=at_ends(
@@ -389,7 +366,6 @@ def _waits(
             silent[1] + behind + times.exchange_back + cost.reduction_ms,
         ),
         silent=at_ends(*silent),
-        needed=needed,
-        work=needed,
+        needed=at_ends(times.mean_forward, times.mean_backward),
         unreduced=at_ends(forward, backward),
     )

@@ -5,7 +5,6 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.model.data_parallel_encoders import EncoderRound
 from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 
@@ -27,8 +26,6 @@ class EncoderMemory:
     encoding: float = 0.0
     """Most that encoding takes besides what is kept, while nothing of the pipeline and none of its
     features are there."""
-    among_passes: float = 0.0
-    """Most that encoding in rounds takes besides what is kept, while the pipeline runs."""
     evaluation: float = 0.0
     """Most that encoding held-out data takes."""
     whole: float = 0.0
@@ -54,7 +51,7 @@ class EncoderMemory:
     def _least(self) -> tuple[float, ...]:
         """Memory of a device on which nothing of the pipeline is: in a step, while encoders run,
         where tokens are embedded, and in an evaluation."""
-        embeds = self.held + self.features + self.among_passes
+        embeds = self.held + self.features
         in_step = self.held, embeds, self.held + self.encoding, embeds + self.arrival
         return (*in_step, self.evaluating, self.evaluating + self.evaluation)
 
@@ -75,8 +72,6 @@ class EncoderWaits:
     """Waits with ranks that are equally busy, without what is exchanged."""
     needed: np.ndarray
     """Waits with ranks that are equally busy, without exchanges and what runs again."""
-    work: np.ndarray
-    """Time that ranks encode so, whether or not a pipeline waits for it."""
     unreduced: np.ndarray
     """As they are, but for the exchange of gradients and weights of all ranks."""
 
@@ -88,51 +83,7 @@ class EncoderWaits:
             even=self.even[picked],
             silent=self.silent[picked],
             needed=self.needed[picked],
-            work=self.work[picked],
             unreduced=self.unreduced[picked],
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RoundWork:
-    """What the ranks of groups that go by rounds encode and exchange, of one number of
-    micro-batches; times are in ms, of G groups of L pipelines of p stages, in W rounds."""
-
-    rounds: tuple[EncoderRound, ...]
-    step: np.ndarray
-    """Number of every group's step, [G]."""
-    first_rank: np.ndarray
-    """First data-parallel rank of every group, [G]."""
-    forward_ms: np.ndarray
-    """Encoding of the busiest rank of every stage, [G, L, W, p]."""
-    backward_ms: np.ndarray
-    """Its backward, with what runs again, [G, L, W, p]."""
-    exchange_ms: np.ndarray
-    """Exchange of features, [G, W]."""
-    exchange_back_ms: np.ndarray
-    """Exchange of their gradients, [G, W]."""
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of every pipeline."""
-        return sum(one.micro_batches for one in self.rounds)
-
-    @property
-    def ranks(self) -> np.ndarray:
-        """Data-parallel rank of every pipeline, group by group, [G * L]."""
-        return (self.first_rank[:, None] + np.arange(self.forward_ms.shape[1])).ravel()
-
-    def chosen(self, steps: np.ndarray) -> Self:
-        """The groups of some steps."""
-        picked = np.isin(self.step, steps)
-        return replace(
-            self,
-            step=self.step[picked],
-            first_rank=self.first_rank[picked],
-            forward_ms=self.forward_ms[picked],
-            backward_ms=self.backward_ms[picked],
-            exchange_ms=self.exchange_ms[picked],
-            exchange_back_ms=self.exchange_back_ms[picked],
         )
 
 
@@ -146,12 +97,6 @@ class Encoding:
     """Mean times over the steps of the run."""
     exchange_ms: float
     """Time that ranks exchange weights and gradients of encoders in a step."""
-    once_ms: tuple[float, float] = (0.0, 0.0)
-    """Parts of the waits before and after a pipeline in which weights and gradients are exchanged
-    once a step."""
-    rounds: tuple[RoundWork, ...] = ()
-    """What groups encode that go by rounds; `waits` are those before and after all micro-batches,
-    until `omnibal.pipeline.encoder_rounds.hide_encoders` knows the stages."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
         """Encoding of some rows; room and means stay those of all."""

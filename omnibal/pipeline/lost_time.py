@@ -117,7 +117,7 @@ def lost_time_of(
     # Unequal stages can suit few micro-batches better than equal ones, and then cost nothing.
     left[-1] = min(left[-2:])
     work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum()) * schedule.chunks
-    work_ms += 0.0 if waits is None else float(waits.work.sum())
+    work_ms += 0.0 if waits is None else float(waits.needed.sum())
     left.append(work_ms / ranks)
     lost = [before - after for before, after in pairwise(left)]
     return LostTime(

@@ -7,7 +7,6 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.encoder_rounds import computing_ms, hide_encoders
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.reading import StageReading
@@ -53,13 +52,10 @@ def predict(
     for stages in stages_at:
         check_stages(model, stages)
     memories = schedule_memories(cost, stages_at, all_steps, schedule)
-    some_steps = all_steps.some_steps(MAX_SIMULATED_STEPS)
-    workload = hide_encoders(some_steps, cost, stages_at, schedule)
+    workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
     times = workload_times(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
     simulated = predict_steps(times, workload, once, schedule)
-    encoding_ms = computing_ms(some_steps, workload, simulated.busy_ms.shape[1])
-    simulated = replace(simulated, busy_ms=simulated.busy_ms + encoding_ms)
     simulated_ms = float(simulated.step_ms.mean())
     lost = lost_time(cost, stages_at, workload, simulated_ms, schedule)
     exchange = _exchange(times, once, workload, simulated_ms, schedule)

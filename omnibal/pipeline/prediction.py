@@ -137,9 +137,6 @@ class EncoderPhasePrediction(Frozen):
     """Both exchanges of features between encoders and pipelines."""
     busiest: NonNegativeFloat
     """Encoding time of the busiest rank over that of the mean one; 1 where nothing is encoded."""
-    hidden_ms: float | None = Field(default=None, exclude_if=lambda ms: ms is None)
-    """Mean time by which a step is shorter than with all encoders before its first and after its
-    last micro-batch, since they run in rounds; absent where they do not."""
     memory: StageMemory
     """Memory of a device that embeds tokens; part of the memory of every stage."""
 

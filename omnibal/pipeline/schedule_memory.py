@@ -328,7 +328,6 @@ def _stage_memory(
         counts,
         table,
         held_bytes=float(held_bytes),
-        link_bytes=links,
         pass_bytes=np.array([passes_bytes + links]),
     )
 

@@ -396,6 +396,42 @@ def simulate_ranks(
     return rows.simulated(np.repeat(before_ms, rows.stages, axis=1))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderBlock:
+    """Time in which all stages of a data-parallel rank run data-parallel encoders, exchanges and
+    waits included."""
+
+    rank: int
+    is_back: bool
+    start_ms: float
+    end_ms: float
+
+    @property
+    def label(self) -> str:
+        """Words for a drawing."""
+        return f"encoders {'backward' if self.is_back else 'forward'}"
+
+
+def encoder_blocks(
+    timeline: Timeline, times: StageTimes, workload: Workload
+) -> Iterator[EncoderBlock]:
+    """Yield times of data-parallel encoders before the first forward and after the last backward.
+
+    Args:
+        timeline: of `simulate_ranks`, of the same times and workload.
+    """
+    if times.waits_ms is None:
+        return
+    for rank, finish_ms in enumerate(timeline.finish_ms):
+        before_ms, after_ms = times.waits_ms[workload.dp_rank == rank].sum(axis=0).tolist()
+        last_ms = float(finish_ms.max())
+        if before_ms > 0:
+            yield EncoderBlock(rank=rank, is_back=False, start_ms=0.0, end_ms=before_ms)
+        if after_ms > 0:
+            end_ms = last_ms + after_ms
+            yield EncoderBlock(rank=rank, is_back=True, start_ms=last_ms, end_ms=end_ms)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SimulatedRows:
     """What is simulated side by side: every rank of a step, and the next step's after them."""

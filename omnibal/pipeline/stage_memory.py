@@ -262,30 +262,15 @@ class MemoryTable:
         if running is None:
             running = self.running_bytes(counts, recomputed)
         pass_bytes = running + self._in_flight_bytes(counts, recomputed)
-        between = None
-        if self.encoder_memory.among_passes:
-            held = self.activation_bytes(counts, recomputed) + self.link_bytes(counts)
-            between = held.max(axis=-1)
-        return state + self.with_encoders(counts, pass_bytes, between)
+        return state + self.with_encoders(counts, pass_bytes)
 
-    def with_encoders(
-        self,
-        counts: np.ndarray,
-        pass_bytes: np.ndarray,
-        between_bytes: np.ndarray | float | None = None,
-    ) -> np.ndarray:
+    def with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
         """Largest of some passes [..., passes], with what data-parallel encoders take; what
-        they take besides that while they run comes without any pass, or between two. [...]
-
-        Args:
-            between_bytes: most that is held between passes, [...]; None for as much as in them.
+        they take besides that while they run comes without any pass. [...]
         """
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         taken = self.encoder_memory
         running = np.maximum(pass_bytes.max(axis=-1), taken.arrival * embeds)
-        if taken.among_passes:
-            between = running if between_bytes is None else between_bytes
-            running = np.maximum(running, between + taken.among_passes)
         in_step = taken.held + np.maximum(running + taken.features * embeds, taken.encoding)
         if not taken.whole:  # then an evaluation takes less than a step
             return in_step
@@ -914,7 +899,6 @@ def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -
         counts,
         table,
         held_bytes=held_bytes,
-        link_bytes=float(table.link_bytes(counts).max()),
         pass_bytes=table.stage_bytes(runs),
     )
 
@@ -925,7 +909,6 @@ def memory_of_stage(
     table: MemoryTable,
     *,
     held_bytes: float,
-    link_bytes: float,
     pass_bytes: np.ndarray,
 ) -> StageMemory:
     """Memory of one device of a stage of so many units of each kind [kinds].
@@ -933,7 +916,6 @@ def memory_of_stage(
     Args:
         table: of any passes.
         held_bytes: most activations of all micro-batches that are held.
-        link_bytes: most of tensors between stages, and of what the units share.
         pass_bytes: what the stage needs besides its state in every pass, [passes].
     """
     held, of_held, copies = counts @ np.array(
@@ -948,7 +930,7 @@ def memory_of_stage(
     of_experts = float(trained_expert_parameters(cost, counts[None])[0])
     encoder_memory = table.encoder_memory
     embeds = bool(counts[[kind.name for kind in cost.kinds].index(LANGUAGE_EMBED)])
-    beside_bytes = float(table.with_encoders(counts, pass_bytes, held_bytes + link_bytes))
+    beside_bytes = float(table.with_encoders(counts, pass_bytes))
     running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,

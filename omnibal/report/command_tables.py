@@ -240,14 +240,6 @@ def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
             entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
         times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
         entries.append(("forward + backward", times))
-        if beside.hidden_ms is not None:
-            whole_ms = beside.forward_ms + beside.backward_ms + beside.exchange_ms
-            hidden = f"{milliseconds(beside.hidden_ms)} of {milliseconds(whole_ms)}"
-            numbers = ", ".join(
-                f"{len(each.rounds)} of {each.micro_batches} micro-batches"
-                for each in encoders.rounds
-            )
-            entries += [("rounds", numbers), ("hidden by rounds", hidden)]
         entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
         entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
     return [Facts("Encoders", entries)]

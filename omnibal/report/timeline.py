@@ -9,9 +9,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.encoder_rounds import EncoderBlock, simulate_with_encoders
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import Timeline
+from omnibal.pipeline.simulate import EncoderBlock, Timeline, encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, style
@@ -38,7 +37,8 @@ def timeline_figure(
     step = representative_step(workload, (times.forward_ms + times.backward_ms).sum(axis=1))
     of_step = workload.of_steps([step])
     times = workload_times(cost, plan.stages_at_levels, of_step)
-    of_ranks, blocks = simulate_with_encoders(times, of_step, plan.schedule)
+    of_ranks = simulate_ranks(times, of_step, plan.schedule)
+    blocks = encoder_blocks(of_ranks, times, of_step)
     micro_batches = int((of_step.dp_rank == 0).sum())
     timeline, encoding = of_ranks.of_step(0), [one for one in blocks if one.rank == 0]
     figure = new_figure(WIDE, 90 + 30 * len(timeline.finish_ms))
@@ -98,9 +98,12 @@ def draw_step(
                     fontsize=10,
                     in_layout=False,
                 )
-    for number, one in enumerate(encoding):
-        label = "" if number else "data-parallel encoders"
-        _bars(axes, one.stage, [one.start_ms], [one.end_ms - one.start_ms], "teal", label=label)
+    if encoding:
+        starts = [block.start_ms for block in encoding]
+        took = [block.end_ms - block.start_ms for block in encoding]
+        for stage in range(stages):
+            label = "" if stage else "data-parallel encoders"
+            _bars(axes, stage, starts, took, "teal", label=label)
     axes.set_xlim(0, end_ms)
     axes.set_xlabel("ms")
     label_rows(axes, [f"stage {stage}" for stage in range(stages)])

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.encoder_rounds import simulate_with_encoders
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.simulate import Timeline
+from omnibal.pipeline.simulate import Timeline, encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
@@ -38,7 +37,7 @@ def chrome_trace(
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
     times = workload_times(cost, stages_at, of_step)
-    timeline, encoding = simulate_with_encoders(times, of_step, schedule)
+    timeline = simulate_ranks(times, of_step, schedule)
     stages = len(stages_at[0]) // schedule.chunks
     sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
     for rank in range(workload.data_parallel_size):
@@ -48,9 +47,14 @@ def chrome_trace(
         events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
     events += [
         _block(
-            one.label, "encoders", (one.rank, one.stage), one.start_ms, one.end_ms - one.start_ms
+            block.label,
+            "encoders",
+            (block.rank, stage),
+            block.start_ms,
+            block.end_ms - block.start_ms,
         )
-        for one in encoding
+        for block in encoder_blocks(timeline, times, of_step)
+        for stage in range(stages)
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

@@ -168,8 +168,8 @@ def with_best_schedule(
     Args:
         planned: the plan in 1F1B.
         names: schedules to choose from.
-        is_ordered: whether its micro-batches are in their best order (`ordered_plan`), and encoders
-            in rounds; else plans are compared as dealt, and the fastest is put in order.
+        is_ordered: whether its micro-batches are in their best order (`ordered_plan`); else plans
+            are compared as dealt, and the fastest is put in order.
     """
     fastest, result, choice = _fastest(request, planned, names, is_ordered=is_ordered)
     return (result, choice) if is_ordered else _ordered(fastest, result, choice)
@@ -268,8 +268,7 @@ def _possible(
     """Schedules with their requests, or why they cannot be."""
     job = request.job
     if planned.plan.beside is not None:
-        # Rounds are laid into the idle time of a schedule.
-        job = replace(job, beside=planned.plan.beside.model_copy(update={"rounds": ()}))
+        job = replace(job, beside=planned.plan.beside)
     for schedule in schedules_of(names, request.job):
         why = obstacle(request, schedule, planned.micro_batches)
         yield schedule, why or replace(request, job=job, schedule=schedule)

@@ -77,7 +77,6 @@ def shares_of(
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
-        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=scheduled,
@@ -106,14 +105,11 @@ def encoding_stream(
         packs: whole, in their rows.
         own: this rank's micro-batches, packs or its shares of them.
     """
-    rounds = shares_of(plan, scheduled, dist.get_rank()).step(0)
+    shares = shares_of(plan, scheduled, dist.get_rank()).step(0)
     fields = [name for names in ITEM_FIELDS.values() for name in names]
     texts = [replace(batch, **dict.fromkeys(fields)) for batch in own]
-    read = [
-        _pass(one, packs) if isinstance(one, EncoderPass) else texts[one]
-        for one in rounds.reading_order(len(own))
-    ]
-    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=rounds)
+    read = [*(_pass(one, packs) for one in shares.passes), *texts]
+    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=shares)
 
 
 def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:

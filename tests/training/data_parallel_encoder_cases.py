@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from chunk_cases import with_chunks
 from data_parallel_cases import data_parallel_plan, own_stream
-from encoder_round_cases import with_rounds
 from tensor_parallel_cases import (
     OPTIONS,
     gradients_of,
@@ -50,10 +49,6 @@ class Case:
     sharded: int = 1
     chunks: int = 1
     schedule: str = "1f1b"
-    rounds: tuple[tuple[int, ...], ...] = ()
-    """Sizes of the rounds of steps of some numbers of micro-batches; others go without."""
-    places: int = 0
-    """Seed of their places."""
 
 
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
@@ -111,39 +106,9 @@ CASES = {
         {"tensor": 2, "sequence_parallel": True, "data": 2, "sharded": 2}, pipelines=2, kept=1,
         tied=True, sharded=2,
     ),
-    # By rounds; of two pipelines, the first step alone has equally many on both.
-    "pp2-dp2-rounds": Case(
-        {"data": 2}, pipelines=2, cuts=(2,), kept=1, rounds=((1, 2),), drop_path=0.3,
-    ),
-    "pp2-dp2-rounds-of-one": Case(
-        {"data": 2}, pipelines=1, cuts=(1,), kept=3, audio=True, rounds=((1, 1, 1),), places=1,
-    ),
-    "pp4-rounds": Case({}, cuts=(1, 2, 3), per_pass=1, rounds=((2, 1, 3), (1, 4), (1, 1, 1))),
-    "pp2-tp2-rounds": Case(
-        {"tensor": 2, "sequence_parallel": True}, cuts=(2,), kept=0, audio=True,
-        frozen=("vision", "projector"), rounds=((1, 2, 3), (2, 2, 1), (2, 1)), places=2,
-    ),
-    "pp2-tp2-rounds-zb-h1": Case(
-        {"tensor": 2}, cuts=(2,), kept=2, schedule="zb-h1", rounds=((3, 3), (2, 3), (1, 2)),
-    ),
-    "pp2-dp2-rounds-zb-v": Case(
+    "pp2-tp2-zb-h1": Case({"tensor": 2}, cuts=(2,), kept=2, schedule="zb-h1"),
+    "pp2-dp2-zb-v": Case(
         {"data": 2}, pipelines=2, cuts=(1, 2, 3), kept=1, tied=True, chunks=2, schedule="zb-v",
-        rounds=((1, 2),), places=3,
-    ),
-    "pp2-dp2-rounds-interleaved": Case(
-        {"data": 2}, pipelines=1, cuts=(1, 2, 3), kept=99, frozen=("language",), chunks=2,
-        schedule="interleaved", rounds=((2, 1),), places=4,
-    ),
-    "pp2-dp2-rounds-frozen": Case(
-        {"data": 2}, pipelines=2, cuts=(2,), frozen=("vision", "projector"), rounds=((1, 1, 1),),
-    ),
-    # A rank with fewer packs runs empty ones, and goes by rounds as others do.
-    "pp2-dp2-rounds-experts": Case(
-        {"data": 2, "expert": 2}, pipelines=2, cuts=(2,), audio=True, experts=True,
-        rounds=((2, 1), (1, 1)),
-    ),
-    "pp2-dp2-rounds-language-divided": Case(
-        {"data": 2, "sharded": 2}, pipelines=2, cuts=(2,), kept=1, rounds=((2, 1), (1, 1)),
     ),
 }  # fmt: skip
 
@@ -168,8 +133,7 @@ def plan_of(case):
         kept=case.kept, frozen=case.frozen, recompute=case.recompute, divided=case.sharded,
         **case.sizes,
     )  # fmt: skip
-    plan = with_chunks(plan, case.chunks, case.schedule)
-    return with_rounds(plan, case.rounds, case.places) if case.rounds else plan
+    return with_chunks(plan, case.chunks, case.schedule)
 
 
 def packs_of(model, number, drop_path):

@@ -37,11 +37,7 @@ from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.planner import PlanRequest, make_plan, prediction_of
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster, load_model, with_imbalance
-from omnibal.model.data_parallel_encoders import (
-    EncoderPlacement,
-    EncoderRound,
-    EncoderRounds,
-)
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, expert_counts
@@ -55,9 +51,6 @@ from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
 """Of predicted from allocated peaks."""
-MOST_OF_ROUNDS = 0.01
-"""The same of encoders by rounds, whose passes are counted beside the fullest moment between two of
-the pipeline."""
 MOST_OF_ADAPTERS = 0.005
 """The same with adapters: the first layer that has any keeps no input, which is of no one's
 gradient; of models of two layers that is much."""
@@ -450,15 +443,12 @@ class Beside:
     sharded: int = 1
     all_sharded: int = 1
     """Ranks that divide the language model."""
-    by_rounds: bool = False
-    """Whether steps are encoded by rounds."""
     vision: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Changes of an encoder of images at their native resolution."""
 
 
 BESIDE = (
     Beside(model="internvl2.5-8b", kept=5, stages=2),
-    Beside(model="internvl2.5-8b", kept=5, stages=2, by_rounds=True),
     Beside(model="internvl-chat-1.5-6b-20b", kept=99, frozen=("vision",)),
     Beside(model="internvl2.5-8b", kept=5, stages=2, sharded=8),
     Beside(model="internvl2.5-8b", kept=0, sharded=2),
@@ -491,28 +481,8 @@ def beside_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]
         "pipelines": 2, "items_per_pass": {"vision": 4}, "kept_items": {"vision": layout.kept},
         "sharded": layout.sharded,
     }  # fmt: skip
-    if layout.by_rounds:
-        changed["rounds"] = (_rounds_of_two_stages(int(scheduled[0].slot.max()) + 1),)
     plan = plan.model_copy(update={"beside": plan.beside.model_copy(update=changed)})
     return _predicted_anew(plan, scheduled), scheduled
-
-
-def _rounds_of_two_stages(micro_batches: int) -> EncoderRounds:
-    """Three rounds of 1F1B: the first and the last micro-batch alone."""
-    rounds = []
-    firsts = [0, 1, micro_batches - 1]
-    for first, stop in zip(firsts, [*firsts[1:], micro_batches], strict=True):
-        # Stage 0 begins with two forwards, and then takes turns.
-        needed = first if first < 2 else 2 * first - 1
-        rounds.append(
-            EncoderRound(
-                micro_batches=stop - first,
-                forward_after=(needed, 2 * max(first - 2, 0)),
-                backward_after=(2 * micro_batches - (first == 0), 2 * micro_batches),
-                load_ms=(0.0, 0.0),
-            )
-        )
-    return EncoderRounds(micro_batches=micro_batches, rounds=tuple(rounds))
 
 
 def images_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
@@ -587,14 +557,10 @@ def _check_beside(
         encoding = HeaviestEncoding.of(plan, job, packs, lengths, workload)
         for stage in range(layout.stages):
             windows = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
-            load, chosen = (
-                random_rows(plan, stage, packs, lengths),
-                encoding.with_steps(windows[:1]),
-            )
-            counted = run_fake_stage(plan, stage, chosen, load, lambda: None, encoding)
+            load = random_rows(plan, stage, packs, lengths)
+            counted = run_fake_stage(plan, stage, windows[:1], load, lambda: None, encoding)
             deviation = counted.deviation or 1.0
-            most = MOST_OF_ROUNDS if layout.by_rounds else MOST_DEVIATION
-            assert -MOST_DEVIATION < deviation < most, (layout, stage, deviation)
+            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
             assert any(one.phase == "encoder" for one in counted.operations)
             assert not [read for read in counted.host_reads if read.phase != "optimizer"]
 

@@ -122,14 +122,11 @@ def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBat
     if plan.beside is None:
         return MicroBatchStream.of(own)
     held, lengths, order = scheduled(number, plan.parallel.data)
-    rounds = shares_of(plan, held, dist.get_rank(), lengths).step(0)
+    shares = shares_of(plan, held, dist.get_rank(), lengths).step(0)
     in_order = [packs[place] for place in order]
     texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
-    read = [
-        _pass(one, in_order) if isinstance(one, EncoderPass) else texts[one]
-        for one in rounds.reading_order(len(own))
-    ]
-    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=rounds)
+    read = [*(_pass(one, in_order) for one in shares.passes), *texts]
+    return replace(MicroBatchStream.of(own), batches=iter(read), encoding=shares)
 
 
 def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:

@@ -13,13 +13,8 @@ from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset, load
 from megatron.vlm.inputs.encoder_data import EncodingDataset
 from omnibal.base.errors import UserError
 from omnibal.model.config import load_cluster
-from omnibal.model.data_parallel_encoders import (
-    DataParallelEncoders,
-    EncoderRound,
-    EncoderRounds,
-)
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.unit_runs import encoders_stage
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
@@ -29,18 +24,6 @@ PARALLEL = Parallel(pipeline=2, data=2)
 BESIDE = DataParallelEncoders(
     pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
 )
-ROUNDS = EncoderRounds(
-    micro_batches=2,
-    rounds=tuple(
-        EncoderRound(
-            micro_batches=1, forward_after=(after, 0), backward_after=(4, 4), load_ms=(0, 0)
-        )
-        for after in (0, 1)
-    ),
-)
-"""The first stage encodes a pack, runs its forward and encodes the next; the second, both first."""
-BY_ROUNDS = BESIDE.model_copy(update={"pipelines": 1, "rounds": (ROUNDS,)})
-"""Each pipeline encodes for itself; the one with two packs in every step by rounds."""
 RANKS = range(PARALLEL.world_size)
 CLUSTER = load_cluster("laptop-cpu")
 
@@ -51,7 +34,10 @@ class Job:
 
     whole: PackDataset
     text_stage: object = TEXT
-    beside: DataParallelEncoders = BESIDE
+
+    @property
+    def beside(self):
+        return BESIDE
 
     @property
     def parallel(self):
@@ -60,10 +46,6 @@ class Job:
     @property
     def cluster(self):
         return CLUSTER
-
-    @property
-    def schedule(self):
-        return ONE_FORWARD_ONE_BACKWARD
 
     @property
     def levels(self):
@@ -103,19 +85,17 @@ def read(job, rank, first_step=0):
     items, packs = iter(job.dataset(rank, first_step)), job.whole.scheduled
     for step in range(first_step, 2):
         texts = int(((packs.step == step) & (packs.dp_rank == data_rank(rank))).sum())
-        order = job.shares(rank).step(step).reading_order(texts)
-        taken = list(zip(order, itertools.islice(items, len(order)), strict=True))
-        passes = [(one, batch) for one, batch in taken if not isinstance(one, int)]
-        yield passes, [batch for one, batch in taken if isinstance(one, int)]
+        passes = job.shares(rank).step(step).passes
+        taken = zip(passes, itertools.islice(items, len(passes)), strict=True)
+        yield list(taken), list(itertools.islice(items, texts))
     assert next(items, None) is None
 
 
-@pytest.mark.parametrize("beside", [BESIDE, BY_ROUNDS], ids=["whole", "rounds"])
-def test_ranks_read_what_they_encode_and_their_own_text(pictures, beside):
+def test_ranks_read_what_they_encode_and_their_own_text(pictures):
     """Prevents: another rank's tile, or another drop-path draw or degradation of it, and texts of
     another pack."""
     options = DataOptions(augment=True, drop_path=True, seed=3)
-    job = replace(job_of(pictures, options), beside=beside)
+    job = job_of(pictures, options)
     whole = [job.whole[row] for row in range(len(PACKS))]
     seen = []
     for rank in RANKS:
@@ -139,22 +119,6 @@ def test_ranks_read_what_they_encode_and_their_own_text(pictures, beside):
     ]
 
 
-def test_rounds_are_read_where_they_run(pictures):
-    """Prevents: a stage that needs text which is read behind items of a later round, or items of
-    another round."""
-    job = replace(job_of(pictures, DataOptions()), beside=BY_ROUNDS)
-    for step, rows in ((0, (0, 1)), (1, (3, 4))):  # of the pipeline with two packs
-        found = []
-        for rank in (0, 2):
-            read = job.shares(rank).step(step).reading_order(2)
-            first, second = (read.index(number) for number in (0, 1))
-            parts = read[:first], read[first + 1 : second], read[second + 1 :]
-            found.append([{run.row for one in part for run in one.runs} for part in parts])
-        (early, late, none), (both, *nothing) = found
-        assert early <= {rows[0]} and late <= {rows[1]} and not none and not any(nothing)
-        assert early | late | both == {row for row in rows if job.whole[row].tiles}
-
-
 def test_reading_begins_anywhere(pictures):
     """Prevents: a resumed run that reads the items of another step."""
     job = job_of(pictures, DataOptions())
@@ -169,7 +133,7 @@ def test_reading_begins_anywhere(pictures):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_read_the_same(pictures):
     """Prevents: passes in another order where several processes read."""
-    dataset = replace(job_of(pictures, DataOptions()), beside=BY_ROUNDS).dataset(0)
+    dataset = job_of(pictures, DataOptions()).dataset(0)
     expected = [one.shape for one in dataset]
     for workers in (0, 2):
         assert [one.shape for one in load_batches(dataset, workers, CPU)] == expected

@@ -22,7 +22,6 @@ from megatron.vlm.step.train import build_trainer
 from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
 from omnibal.cost.shaped_rates import Line
 from omnibal.dispatch.items import shares_of_ranks
-from omnibal.model.data_parallel_encoders import EncoderRound, EncoderRounds
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 
 WIDTH = 512
@@ -79,13 +78,9 @@ def peak_of_a_step(links, plan, packs):
     batches = own_stream(plan, packs)
     with LiveBytes() as live:
         step = EncoderStep(encoders, batches, PhaseClock())
-        by_rounds = bool(batches.encoding.planned)
-        if not by_rounds:
-            step.begin(0)
-        for number in range(len(batches)) if step.embeds else ():
-            if by_rounds:  # a forward and a backward of each, in a pipeline of one stage
-                step.begin(2 * number)
-                batches.take(number)
+        step.encode()
+        ranks = batches.encoding.ranks
+        for number in range(len(batches)) if ranks.number in ranks.embedding_numbers else ():
             taken = step.take(number)
             if step.trained:
                 # A micro-batch's own gradients are the pipeline's, and not counted here.
@@ -162,38 +157,6 @@ def test_features_and_gradients_at_once_are_those_planned(name):
     rows = sum(batch.tiles for batch in packs) * model.encoders["vision"].tokens_per_item
     if not frozen:  # every row's gradient of ones came back once
         assert sum(total for _, total in ranks) == rows * WIDTH
-
-
-def test_features_of_a_round_are_gone_with_it():
-    """Prevents: features of a whole step at once where it is encoded by rounds, which are planned
-    to save them."""
-    model = toy_model()
-    language = model.language.model_copy(update={"hidden_size": WIDTH})
-    plan = data_parallel_plan(
-        model.model_copy(update={"language": language}), pipelines=2, per_pass=1,
-        frozen=("vision", "projector"), data=2,
-    )  # fmt: skip
-    rounds = EncoderRounds(
-        micro_batches=3,
-        rounds=tuple(
-            EncoderRound(
-                micro_batches=1, forward_after=(2 * number,), backward_after=(6,), load_ms=(0.0,)
-            )
-            for number in range(3)
-        ),
-    )
-    beside = plan.beside.model_copy(update={"rounds": (rounds,)})
-    plan = plan.model_copy(update={"beside": beside})
-    tile_bytes = 4.0 * WIDTH * model.encoders["vision"].tokens_per_item
-    most = max(max(tiles) for tiles in TILES)
-    for _ in range(RUNS):
-        ranks = run_ranks(plan.parallel, peak_of_a_step, plan, packs_of(plan))
-        peak = max(peak for peak, _ in ranks)
-        # As they arrive and in order; of all micro-batches it would be a third more.
-        if peak <= (2 * most + 3) * tile_bytes:
-            break
-    assert peak <= (2 * most + 3) * tile_bytes
-    assert 2 * most + 3 < 0.8 * 2 * max(map(sum, TILES))
 
 
 def packs_of(plan):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from encoder_round_cases import random_rounds
 from toy import toy_model
 
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
@@ -13,7 +12,6 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, one_forward_one_backward
 
 pytestmark = pytest.mark.quick
 
@@ -36,15 +34,9 @@ MODELS = (
 )
 
 
-def random_packs(random, data, steps, *, by_rounds=False):
-    """Packs of random items, and lengths of their samples; some ranks have none in a step.
-
-    Args:
-        by_rounds: whether ranks have equally many in most steps.
-    """
+def random_packs(random, data, steps):
+    """Packs of random items, and lengths of their samples; some ranks have none in a step."""
     each = random.integers(0, 4, (steps, data))
-    if by_rounds:
-        each[: steps - 1] = random.integers(2, 5, (steps - 1, 1))
     places = [
         (step, rank, slot)
         for step in range(steps)
@@ -84,7 +76,7 @@ def random_packs(random, data, steps, *, by_rounds=False):
     return scheduled, lengths
 
 
-def shares_of_all(seed, *, by_rounds=False):
+def shares_of_all(seed):
     """Shares of every rank of a random job, by global rank."""
     random = np.random.default_rng(seed)
     pipelines = int(random.choice([1, 2, 3]))
@@ -101,14 +93,12 @@ def shares_of_all(seed, *, by_rounds=False):
         kept_items={name: int(random.integers(0, 9)) for name in names},
         item_ms={name: float(random.random()) for name in names},
         square_ms=dict.fromkeys(takes_whole_samples(model), 0.01),
-        rounds=random_rounds_of(parallel.pipeline, seed) if by_rounds else (),
     )
-    packs, lengths = random_packs(random, parallel.data, steps=3, by_rounds=by_rounds)
+    packs, lengths = random_packs(random, parallel.data, steps=3)
     return [
         EncoderShares(
             model=model,
             beside=beside,
-            schedule=ONE_FORWARD_ONE_BACKWARD,
             ranks=EncodingRanks(pipelines=pipelines, parallel=parallel, rank=rank),
             gpus_per_node=(2, 3, 8)[seed % 3],
             packs=packs,
@@ -117,14 +107,6 @@ def shares_of_all(seed, *, by_rounds=False):
         )
         for rank in range(parallel.world_size)
     ]
-
-
-def random_rounds_of(stages, seed):
-    """Rounds of steps of two to four micro-batches."""
-    sizes = [(1, 1), ((1, 2), (1, 1, 1))[seed % 2], ((2, 2), (1, 3), (1, 2, 1))[seed % 3]]
-    return tuple(
-        random_rounds(one_forward_one_backward(stages, 1, sum(each)), each, seed) for each in sizes
-    )
 
 
 def rows_made(share, model):
@@ -145,16 +127,15 @@ def cut(values, slices):
     return [value for one in slices for value in values[one]]
 
 
-@pytest.mark.parametrize("by_rounds", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_every_feature_arrives_at_its_place(seed, by_rounds):
+def test_every_feature_arrives_at_its_place(seed):
     """Prevents: features in another pack's places, which no shape would show.
 
     Ranks are played one after the other; rows are names, and are sent as the route says.
     """
-    ranks = shares_of_all(seed, by_rounds=by_rounds)
+    ranks = shares_of_all(seed)
     parallel, model = ranks[0].ranks.parallel, ranks[0].model
-    for shares in (one for step in range(3) for one in shares_of_step(ranks, step)):
+    for shares in ([rank.step(step) for rank in ranks] for step in range(3)):
         for block in range(parallel.data // ranks[0].ranks.pipelines):
             group = sorted(ranks[0].ranks.global_ranks(block))
             leaving = {}
@@ -166,13 +147,6 @@ def test_every_feature_arrives_at_its_place(seed, by_rounds):
                     leaving[rank, target] = rows[bounds[place] : bounds[place + 1]]
             for rank in group:
                 check_arrived(shares[rank], [leaving[source, rank] for source in group], rank)
-
-
-def shares_of_step(ranks, step):
-    """Shares of every rank, round by round; of groups that go by fewer rounds, their last again."""
-    steps = [rank.step(step).rounds for rank in ranks]
-    for number in range(max(map(len, steps))):
-        yield [rounds[min(number, len(rounds) - 1)].shares for rounds in steps]
 
 
 def check_arrived(share, by_source, rank):
@@ -204,12 +178,11 @@ def check_arrived(share, by_source, rank):
     assert max(share.route.parts) - min(share.route.parts) <= 1
 
 
-@pytest.mark.parametrize("by_rounds", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_counted_passes_are_those_of_every_step(seed, by_rounds):
+def test_counted_passes_are_those_of_every_step(seed):
     """Prevents: a dataset whose items are not the passes that training takes, and more items kept
-    in all rounds together than there is memory for."""
-    for rank in shares_of_all(seed, by_rounds=by_rounds):
+    than there is memory for."""
+    for rank in shares_of_all(seed):
         counted = rank.passes_of_steps(0, 3).tolist()
         passes = [rank.step(step).passes for step in range(3)]
         assert counted[1:] == rank.passes_of_steps(1, 3).tolist()
@@ -236,55 +209,20 @@ def test_counted_passes_are_those_of_every_step(seed, by_rounds):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rounds_have_the_items_of_their_packs(seed):
-    """Prevents: an item that is encoded twice or never where a step goes by rounds, or in another
-    round than its micro-batch is of."""
-    seen, ranks = set(), shares_of_all(seed, by_rounds=True)
-    for rank in ranks:
-        for step in range(3):
-            found = rank.step(step)
-            for one in found.rounds if found.planned else ():
-                for run in (run for each in one.shares.passes for run in each.runs):
-                    assert rank.packs.slot[run.row] in one.micro_batches
-            named = [
-                (run.row, each.encoder, item)
-                for each in found.passes
-                for run in each.runs
-                for item in run.items
-            ]
-            assert not seen & set(named) and len(set(named)) == len(named)
-            seen |= set(named)
-    encoders = ranks[0].model.encoders
-    packs = ranks[0].packs
-    assert len(seen) == sum(int(packs.column(one.feature).sum()) for one in encoders.values())
-
-
-def test_ranks_with_little_time_to_spare_encode_less():
-    """Prevents: a plan's loads that are read for other ranks, or not at all."""
-    model, parallel = MODEL, Parallel(tensor=2, pipeline=2)
-    packs, _ = random_packs(np.random.default_rng(1), 1, steps=2, by_rounds=True)
-    number = int((packs.step == 0).sum())
-    rounds = random_rounds(one_forward_one_backward(2, 1, number), (1, number - 1), 0)
-    busy = [one.model_copy(update={"load_ms": load})
-            for one, load in zip(rounds.rounds, ((1e6, 0.0), (0.0, 1e6)), strict=True)]  # fmt: skip
-    beside = DataParallelEncoders(
-        pipelines=1, items_per_pass={"vision": 4}, kept_items={"vision": 3},
-        item_ms={"vision": 1.0}, rounds=(rounds.model_copy(update={"rounds": tuple(busy)}),),
-    )  # fmt: skip
-    for rank in range(4):
-        ranks = EncodingRanks(pipelines=1, parallel=parallel, rank=rank)
-        shares = EncoderShares(
-            model=model, beside=beside, schedule=ONE_FORWARD_ONE_BACKWARD, ranks=ranks,
-            gpus_per_node=8, packs=packs, levels=[Level(caps=Caps.of(tokens=100))],
-        )  # fmt: skip
-        tiles = packs.items["tiles"][packs.step == 0]
-        for one, idle in zip(shares.step(0).rounds, (1, 0), strict=True):
-            items = int(tiles[list(one.micro_batches)].sum())
-            encoded = one.shares.encoded("vision")
-            if rank // 2 == idle:
-                assert encoded in (items // 2, -(-items // 2))
-            else:
-                assert encoded == 0
+def test_every_item_is_encoded_once(seed):
+    """Prevents: an item that is encoded twice or never."""
+    ranks = shares_of_all(seed)
+    named = [
+        (run.row, one.encoder, item)
+        for rank in ranks
+        for step in range(3)
+        for one in rank.step(step).passes
+        for run in one.runs
+        for item in run.items
+    ]
+    encoders, packs = ranks[0].model.encoders, ranks[0].packs
+    assert len(set(named)) == len(named)
+    assert len(named) == sum(int(packs.column(one.feature).sum()) for one in encoders.values())
 
 
 def samples_of(planned, rank):

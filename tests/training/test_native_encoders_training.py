@@ -4,7 +4,6 @@ process with everything in its pipeline: same loss, every gradient, same weights
 import functools
 
 import pytest
-from encoder_round_cases import with_rounds
 from native_encoder_cases import in_pipeline, plan_of, train_steps
 from native_resolution_cases import qwen2_5_vl, qwen3_vl, qwen3_vl_moe
 from ranks import run_ranks
@@ -41,19 +40,7 @@ PLANS = {
     "windows": ("Qwen2.5-VL", {"cuts": (2,), "data": 2, "pipelines": 2}),
     "windows-divided": ("Qwen2.5-VL", {"cuts": (3,), "data": 2, "divided": 4, "kept": 3}),
     "windows-tensor": ("Qwen2.5-VL", {**IN_PARTS, "data": 2, "pipelines": 2}),
-    # By rounds. Of two pipelines, the first two steps have other numbers of packs on each.
-    "rounds": ("Qwen3-VL", {"cuts": (1,), "data": 2, "kept": 12}),
-    "rounds-of-four": ("Qwen3-VL", {"cuts": (1, 2, 3), "per_pass": 4}),
-    "rounds-tensor": ("tied", {**IN_PARTS, "cuts": (2,), "kept": 4}),
-    "rounds-frozen-vision": ("Qwen3-VL", {"cuts": (2,), "data": 2, "frozen": ("vision",)}),
 }  # fmt: skip
-ROUNDS = {
-    "rounds": ((1, 2), (1, 1)),
-    "rounds-of-four": ((1, 1, 3), (2, 1), (1, 1)),
-    "rounds-tensor": ((2, 3), (1, 1, 1), (1, 1)),
-    "rounds-frozen-vision": ((2, 1), (1, 1)),
-}
-"""Sizes of the rounds of steps of some numbers of micro-batches."""
 
 
 @functools.cache
@@ -91,7 +78,7 @@ def test_encoders_of_whole_samples_train_as_one_process(name):
     gradients mixed up on their way to and from first stages and over the cuts behind these, and
     ranks that wait for ever for one without images."""
     model, options = PLANS[name]
-    plan = with_rounds(plan_of(MODELS[model], **options), ROUNDS.get(name, ()), seed=len(name))
+    plan = plan_of(MODELS[model], **options)
     ranks = run_ranks(plan.parallel, train_steps, plan)
     of_whole = {"gated": GATED[model]} if model in GATED else {}
     assert_same_training(ranks, plan.parallel.tensor, alone(model, plan.frozen), **of_whole)

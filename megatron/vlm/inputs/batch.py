@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron.vlm.inputs.encoder_share import EncoderPass, StepRounds
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.inputs.pack_share import Share, Sharing
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
@@ -336,13 +336,13 @@ class MicroBatchStream:
     """Iterator over one step's micro-batches, with the planned shape of each."""
 
     batches: Iterator[MicroBatch]
-    """Micro-batches in order, with the passes of data-parallel encoders among them where the stage
-    runs these; those after the step's own are not taken."""
+    """Passes of data-parallel encoders if any, then micro-batches in order; those after the step's
+    own are not taken."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
     """Whether all data-parallel ranks have equally many micro-batches in the step."""
-    encoding: StepRounds | None = None
+    encoding: StepShares | None = None
     """What this rank encodes, where encoders are data-parallel."""
     empty: MicroBatch | None = None
     """What stands after the step's own micro-batches, for planned shapes that are of none of them:
@@ -372,8 +372,8 @@ class MicroBatchStream:
         if batch is None or batch.shape != shape:
             raise ValueError(
                 f"{'nothing' if batch is None else batch.shape} was read for a pass of {shape} of "
-                f"the encoder {planned.encoder}; read the step's passes in the order in which the "
-                "stage runs them among its micro-batches"
+                f"the encoder {planned.encoder}; read the step's passes in their order, before its "
+                "micro-batches"
             )
         return batch
 

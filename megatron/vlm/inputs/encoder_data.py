@@ -12,7 +12,7 @@ from omnibal.base.errors import UserError
 
 
 class EncodingDataset(torch.utils.data.Dataset):
-    """Every step's passes through the encoders and its micro-batches, as its stage takes them.
+    """Every step's passes through the encoders, then its micro-batches.
 
     Items are those of a `PackDataset`, or a UserError.
 
@@ -35,21 +35,20 @@ class EncodingDataset(torch.utils.data.Dataset):
         passes_of_step = shares.passes_of_steps(first_step, last_step)
         steps = texts.scheduled.step[texts.rows] - first_step
         texts_of_step = np.bincount(steps, minlength=last_step - first_step)
-        self._texts_of_step = texts_of_step
         self._text_start = np.cumsum(texts_of_step) - texts_of_step
         self._end = np.cumsum(passes_of_step + texts_of_step)
-        self._start = self._end - passes_of_step - texts_of_step
-        self._read: tuple[int, list[EncoderPass | int]] | None = None
+        self._passes_end = self._end - texts_of_step
+        self._read: tuple[int, tuple[EncoderPass, ...]] | None = None
 
     def __len__(self) -> int:
         return int(self._end[-1]) if len(self._end) else 0
 
     def __getitem__(self, item: int) -> MicroBatch | UserError:
         step = int(np.searchsorted(self._end, item, "right"))
-        taken = self._order_of(step)[item - int(self._start[step])]
-        if isinstance(taken, EncoderPass):
-            return self._load_pass(taken)
-        batch = self._texts[int(self._text_start[step]) + taken]
+        place = item - int(self._passes_end[step])
+        if place < 0:
+            return self._load_pass(self._passes_of(step)[place])
+        batch = self._texts[int(self._text_start[step]) + place]
         # Whoever encodes an item tells of it, once in the job.
         return batch if isinstance(batch, UserError) else replace(batch, unreadable=())
 
@@ -64,9 +63,8 @@ class EncodingDataset(torch.utils.data.Dataset):
         except UserError as error:
             return error
 
-    def _order_of(self, step: int) -> list[EncoderPass | int]:
-        """A step's passes and texts, by number, in order."""
+    def _passes_of(self, step: int) -> tuple[EncoderPass, ...]:
+        """A step's passes, in order."""
         if self._read is None or self._read[0] != step:
-            rounds = self._shares.step(self._first_step + step)
-            self._read = (step, rounds.reading_order(int(self._texts_of_step[step])))
+            self._read = step, self._shares.step(self._first_step + step).passes
         return self._read[1]

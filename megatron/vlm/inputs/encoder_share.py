@@ -1,11 +1,10 @@
 """What a rank of data-parallel encoders encodes in a step, and where the features go.
 
-A step is one *round*, or goes by several, of consecutive micro-batches, whose items are dealt and
-exchanged for themselves. All of it follows from the plan, so that every rank knows what all others
-send it. A row is the feature of one image or audio token; of an item with deepstack features these
-are more rows, behind its own. The rows of a pipeline's round are in the order of the encoders,
-within one of its packs, within a pack of its items. Of a pack that ranks share, a pipeline has the
-items of its share, whose features go on to the ranks of their tokens as they embed them.
+All of it follows from the plan, so that every rank knows what all others send it. A row is the
+feature of one image or audio token; of an item with deepstack features these are more rows, behind
+its own. The rows of a pipeline are in the order of the encoders, within an encoder of the packs,
+within a pack of its items. Of a pack that ranks share, a pipeline has the items of its share,
+whose features go on to the ranks of their tokens as they embed them.
 
 Shapes: G runs of items of all encoders, D ranks that embed tokens.
 """
@@ -17,30 +16,17 @@ from functools import cached_property
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import (
-    ItemRuns,
-    load_of_stages,
-    share_items,
-    shares_of_ranks,
-    unit_of_time,
-)
+from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks, unit_of_time
 from omnibal.dispatch.near_home import NO_LOAD
 from omnibal.dispatch.sample_items import SampleItems, samples_of_shares
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import (
-    DataParallelEncoders,
-    EncoderRound,
-    nodes_of_groups,
-)
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
 from omnibal.model.encoders import Encoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.operation_graph import schedule_graph
-from omnibal.pipeline.round_places import gradients_begun, micro_batches_of
-from omnibal.pipeline.schedules import Pass, PipelineSchedule, StageOperations
 from omnibal.steps.cut import first_item
 from omnibal.steps.shares import Shares, shares_of
 
@@ -161,12 +147,10 @@ class _Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
-    """Shares of the items of a step, or of a round of it, in the encoding group of this rank."""
+    """Shares of the items of a step in the encoding group of this rank."""
 
     ranks: EncodingRanks
     beside: DataParallelEncoders
-    kept_items: Mapping[str, int]
-    """Most items of each encoder of which this rank keeps the activations."""
     rows: np.ndarray
     """Rows of the plan's packs, or shares of them, that the group's pipelines have in the step, in
     their order."""
@@ -184,11 +168,6 @@ class StepShares:
     most_passes: Mapping[tuple[str, bool], int]
     """Most passes of an encoder, kept or not, that any rank makes of those that divide its weights
     with this one; empty where all have them whole."""
-
-    def encoded(self, name: str) -> int:
-        """Items of an encoder that this rank encodes."""
-        runs = self.runs[name]
-        return int(runs.count[runs.rank == self.ranks.number].sum())
 
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
         """This rank's passes of an encoder, those that are kept or the others."""
@@ -215,10 +194,11 @@ class StepShares:
         runs = self.runs[name]
         own = np.flatnonzero(runs.rank == self.ranks.number)
         stops = np.cumsum(runs.count[own])
-        most, kept = self.beside.items_per_pass[name], self.kept_items[name]
         bounds = self.sample_passes.get(name)
         if bounds is None:
-            bounds = pass_bounds(self.encoded(name), most, kept)
+            encoded = int(runs.count[own].sum())
+            most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+            bounds = pass_bounds(encoded, most, kept)
         for begin, end, is_kept in bounds:
             taken = []
             for run, stop in zip(own, stops, strict=True):
@@ -339,67 +319,12 @@ def rows_of_item(encoder: Encoder) -> int:
     return encoder.tokens_per_item * (1 + encoder.deepstack_features)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RankRound:
-    """A round of a step on a rank, and its places among the operations of the rank's stage."""
-
-    shares: StepShares
-    micro_batches: range
-    """Micro-batches of the rank's pipeline whose items are encoded."""
-    encoded_after: int = 0
-    """Operations after which the rank encodes its share, and begins to send it."""
-    returned_after: int | None = None
-    """Operations after which it begins the exchange of gradients; None: after all."""
-    backward_after: int | None = None
-    """Operations after which it waits for gradients and runs its backward; None: after all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepRounds:
-    """The rounds of a step on a rank."""
-
-    rounds: tuple[RankRound, ...]
-    planned: tuple[EncoderRound, ...] = ()
-    """The plan's rounds, for all stages, where the step goes by them."""
-    operations: StageOperations = ()
-    """The stage's operations, where it does."""
-
-    @classmethod
-    def whole(cls, shares: StepShares, micro_batches: int) -> "StepRounds":
-        """A step of so many micro-batches of this rank that does not go by rounds."""
-        return cls(rounds=(RankRound(shares=shares, micro_batches=range(micro_batches)),))
-
-    @property
-    def passes(self) -> tuple[EncoderPass, ...]:
-        """What this rank encodes, in the order in which it does."""
-        return tuple(each for one in self.rounds for each in one.shares.passes)
-
-    def reading_order(self, packs: int) -> list[EncoderPass | int]:
-        """What the rank takes of its data, in order: passes, and its packs by number.
-
-        Args:
-            packs: of the rank's pipeline in the step.
-        """
-        found: list[EncoderPass | int] = []
-        read = 0
-        for position, operation in enumerate((*self.operations, None)):
-            for one in self.rounds:
-                if one.encoded_after == position:
-                    found += one.shares.passes
-            if operation is None or operation.kind is Pass.FORWARD:
-                stop = packs if operation is None else min(operation.micro_batch + 1, packs)
-                found += range(read, stop)
-                read = max(read, stop)
-        return found
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderShares:
     """Shares of every step of a plan's packs, in the encoding group of this rank."""
 
     model: ModelConfig
     beside: DataParallelEncoders
-    schedule: PipelineSchedule
     ranks: EncodingRanks
     gpus_per_node: int
     """GPUs of a node of the plan's cluster."""
@@ -436,50 +361,15 @@ class EncoderShares:
             found[name] = first, first_item(items, held.part + 1, held.context) - first
         return found
 
-    def step(self, step: int) -> StepRounds:
-        """Share the items of a step's packs, round by round where the step goes by rounds."""
-        rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        rows = rows[self._is_of_group(rows)]
-        own = int(self._micro_batches(step, step + 1)[0, self.ranks.pipeline])
-        planned = self._planned(int(self._common_numbers(step, step + 1)[0]))
-        left = dict(self.beside.kept_items)
-        if not planned:
-            most_passes = self._most_passes(step) if self.beside.sharded > 1 else {}
-            shares = self._shares(rows, NO_LOAD, left)
-            return StepRounds.whole(replace(shares, most_passes=most_passes), own)
-        stage = self.ranks.parallel.place(self.ranks.rank)["pipeline"]
-        graph = schedule_graph(self.schedule, self.ranks.parallel.pipeline, own)
-        operations = graph.schedule.operations[stage]
-        begun = gradients_begun(operations, planned, stage)
-        rounds, slot = [], self._held.slot[rows]
-        for one, inside, after in zip(planned, micro_batches_of(planned), begun, strict=True):
-            of_round = rows[(slot >= inside.start) & (slot < inside.stop)]
-            shares = self._shares(of_round, self._load_of(one), left)
-            left = {name: most - shares.encoded(name) for name, most in left.items()}
-            rounds.append(
-                RankRound(
-                    shares=shares,
-                    micro_batches=inside,
-                    encoded_after=one.forward_after[stage],
-                    returned_after=after,
-                    backward_after=one.backward_after[stage],
-                )
-            )
-        return StepRounds(rounds=tuple(rounds), planned=planned, operations=operations)
-
-    def _shares(self, rows: np.ndarray, load: np.ndarray, kept: Mapping[str, int]) -> StepShares:
-        """Share the items of what is held in these rows, of this group and one step.
-
-        Args:
-            load: of every rank of the group before.
-            kept: most items of each encoder that this rank keeps.
-        """
+    def step(self, step: int) -> StepShares:
+        """Share the items of a step's packs."""
         held = self._held
+        rows = self._rows_of_group(step, step + 1)
         pipeline = (held.dp_rank[rows] - self.ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         equal = {name: counts for name, counts in items.items() if name not in self._whole}
         node = self._node[[self.ranks.block]]
-        dealt, load = self._dealt(rows, pipeline, node, 1, load)
+        dealt, load = self._dealt(rows, pipeline, node, 1)
         runs = share_items(
             equal,
             pipeline,
@@ -494,84 +384,40 @@ class EncoderShares:
         return StepShares(
             ranks=self.ranks,
             beside=self.beside,
-            kept_items=kept,
             rows=held.pack[rows],
             pipeline=pipeline,
             items=items,
             first_item={name: first[rows] for name, (first, _) in self._items.items()},
             encoders=self.model.encoders,
-            sample_passes={
-                name: self._own_passes(name, one, kept[name]) for name, one in dealt.items()
-            },
-            most_passes={},
+            sample_passes={name: self._own_passes(name, one) for name, one in dealt.items()},
+            most_passes=self._most_passes(step) if self.beside.sharded > 1 else {},
             runs={name: runs[name] for name in items},
         )
 
     def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
         """How many passes this rank has in each step from `first_step` to before `last_step`."""
-        numbers = self._common_numbers(first_step, last_step)
-        passes = np.zeros(last_step - first_step, np.int64)
-        for number in np.unique(numbers).tolist():
-            steps = np.flatnonzero(numbers == number)
-            passes[steps] = self._passes_of_alike(first_step + steps, self._planned(number))
-        return passes
-
-    def _passes_of_alike(self, steps: np.ndarray, planned: Sequence[EncoderRound]) -> np.ndarray:
-        """This rank's passes in each of some steps that go by the same rounds, or by none."""
-        ranks, held, passes = self.ranks, self._held, np.zeros(len(steps), np.int64)
-        rows = np.flatnonzero(np.isin(held.step, steps))
-        rows = rows[self._is_of_group(rows)]
-        cell = np.searchsorted(steps, held.step[rows]) * ranks.pipelines
+        ranks, held, steps = self.ranks, self._held, last_step - first_step
+        rows = self._rows_of_group(first_step, last_step)
+        cell = (held.step[rows] - first_step) * ranks.pipelines
         cell += held.dp_rank[rows] - ranks.data_ranks.start
-        left: dict[str, np.ndarray | int] = dict(self.beside.kept_items)
-        loads = [self._load_of(one) for one in planned] or [NO_LOAD]
-        round_of_slot = np.repeat(np.arange(len(planned)), [one.micro_batches for one in planned])
-        number = round_of_slot[held.slot[rows]] if planned else np.zeros(len(rows), np.int64)
-        node = self._node[[ranks.block]]
-        for each, load in enumerate(loads):
-            own = number == each
-            found = self._encoded_by_ranks(cell[own], rows[own], node, len(steps), load)
-            for name, both in self._numbers_of_passes(found, left).items():
-                passes += np.add(*both)[:, ranks.number]
-                left[name] = left[name] - found[name][0]
+        found = self._encoded_by_ranks(cell, rows, self._node[[ranks.block]], steps)
+        passes = np.zeros(steps, np.int64)
+        for both in self._numbers_of_passes(found).values():
+            passes += np.add(*both)[:, ranks.number]
         return passes
 
-    def _is_of_group(self, rows: np.ndarray) -> np.ndarray:
-        """Whether this group's pipelines have what is held in these rows."""
-        data_rank, own = self._held.dp_rank[rows], self.ranks.data_ranks
-        return (data_rank >= own.start) & (data_rank < own.stop)
-
-    def _micro_batches(self, first_step: int, last_step: int) -> np.ndarray:
-        """Micro-batches that the group's pipelines run in some steps, with empty ones that join
-        others, int64 [steps, pipelines]."""
-        held, parallel, own = self._held, self.ranks.parallel, self.ranks.data_ranks
-        rows = slice(*np.searchsorted(held.step, [first_step, last_step]))
-        cell = (held.step[rows] - first_step) * parallel.data + held.dp_rank[rows]
-        counts = np.bincount(cell, minlength=(last_step - first_step) * parallel.data)
-        of_blocks = counts.reshape(-1, parallel.lockstep_ranks).max(axis=1)
-        run = np.repeat(of_blocks, parallel.lockstep_ranks).reshape(-1, parallel.data)
-        return run[:, own.start : own.stop].astype(np.int64)
-
-    def _common_numbers(self, first_step: int, last_step: int) -> np.ndarray:
-        """Micro-batches of all the group's pipelines in some steps, 0 where they have different
-        numbers; int64 [steps]."""
-        run = self._micro_batches(first_step, last_step)
-        return np.where((run == run[:, :1]).all(axis=1), run[:, 0], 0)
-
-    def _planned(self, micro_batches: int) -> tuple[EncoderRound, ...]:
-        return self.beside.rounds_of(micro_batches)
-
-    def _load_of(self, planned: EncoderRound) -> np.ndarray:
-        """Load of every rank of a group before a round's items are dealt, int64 [ranks]."""
-        sizes = {"pipelines": self.ranks.pipelines, "tensor": self.ranks.parallel.tensor}
-        return load_of_stages(planned.load_ms, self._unit_ms, **sizes)
+    def _rows_of_group(self, first_step: int, last_step: int) -> np.ndarray:
+        """Rows of what this group's pipelines have in some steps."""
+        held, own = self._held, self.ranks.data_ranks
+        rows = np.arange(*np.searchsorted(held.step, [first_step, last_step]))
+        return rows[(held.dp_rank[rows] >= own.start) & (held.dp_rank[rows] < own.stop)]
 
     def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        found = self._encoded_by_ranks(self._held.dp_rank[rows], rows, self._node, blocks, NO_LOAD)
-        passes = self._numbers_of_passes(found, self.beside.kept_items)
+        found = self._encoded_by_ranks(self._held.dp_rank[rows], rows, self._node, blocks)
+        passes = self._numbers_of_passes(found)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
         return {
@@ -581,12 +427,7 @@ class EncoderShares:
         }
 
     def _encoded_by_ranks(
-        self,
-        cell: np.ndarray,
-        rows: np.ndarray,
-        node: np.ndarray,
-        groups: int,
-        load: np.ndarray,
+        self, cell: np.ndarray, rows: np.ndarray, node: np.ndarray, groups: int
     ) -> dict[str, tuple[np.ndarray, DealtSamples | None]]:
         """Items that every rank of some groups encodes, int64 [groups, ranks], by encoder, and the
         samples that they are of where it takes whole ones.
@@ -595,10 +436,9 @@ class EncoderShares:
             cell: place of what is held among the groups' pipelines.
             rows: of it.
             node: of every rank of the groups, which repeat.
-            load: of every rank of a group before.
         """
         pipelines, size = self.ranks.pipelines, len(node[0])
-        dealt, load = self._dealt(rows, cell, node, groups, load)
+        dealt, load = self._dealt(rows, cell, node, groups)
         held = {
             name: np.bincount(cell, count[rows], groups * pipelines)
             .astype(np.int64)
@@ -620,26 +460,22 @@ class EncoderShares:
         return {**of_samples, **{name: (share, None) for name, share in shares.items()}}
 
     def _numbers_of_passes(
-        self,
-        found: Mapping[str, tuple[np.ndarray, DealtSamples | None]],
-        kept: Mapping[str, np.ndarray | int],
+        self, found: Mapping[str, tuple[np.ndarray, DealtSamples | None]]
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Passes of every rank of some groups by encoder, those that are kept and the others, int64
         [groups, ranks] each.
 
         Args:
             found: what ranks encode.
-            kept: most items that a rank keeps; of all ranks, or of each, int64 [groups, ranks].
         """
         passes = {}
         for name, (items, samples) in found.items():
-            most = self.beside.items_per_pass[name]
+            most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
             if samples is None:
-                first = np.clip(kept[name], 0, items)
+                first = np.minimum(kept, items)
                 passes[name] = -(-first // most), -(-(items - first) // most)
                 continue
-            of_each = np.broadcast_to(kept[name], items.shape).ravel()
-            own = passes_of_samples(samples, most, of_each)
+            own = passes_of_samples(samples, most, kept)
             numbers = (
                 np.bincount(own.rank[chosen], minlength=items.size).reshape(items.shape)
                 for chosen in (own.is_kept, ~own.is_kept)
@@ -662,7 +498,7 @@ class EncoderShares:
         return unit_of_time(self.beside.item_ms, self.beside.square_ms)
 
     def _dealt(
-        self, rows: np.ndarray, cell: np.ndarray, node: np.ndarray, groups: int, before: np.ndarray
+        self, rows: np.ndarray, cell: np.ndarray, node: np.ndarray, groups: int
     ) -> tuple[dict[str, DealtSamples], np.ndarray]:
         """Samples of every rank of some groups, of encoders that take whole ones, and the ranks'
         load, int64 [groups, ranks].
@@ -671,10 +507,9 @@ class EncoderShares:
             rows: of what is held.
             cell: its place among the groups' pipelines.
             node: of every rank of the groups, which repeat.
-            before: load of every rank of a group before.
         """
         size = self.ranks.pipelines * self.ranks.ranks_of_pipeline
-        dealt, load = dict[str, DealtSamples](), before
+        dealt, load = dict[str, DealtSamples](), NO_LOAD
         for name, times in self.beside.sample_times.items():
             of_rows = self._samples[self.model.encoders[name].feature].take(rows)
             dealt[name] = of_rows.deal(
@@ -684,7 +519,6 @@ class EncoderShares:
                 times=times,
                 unit_ms=self._unit_ms,
                 node=node,
-                load=before,
             )
             weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
             load = load + weights.reshape(groups, size)
@@ -700,9 +534,10 @@ class EncoderShares:
             pack=row[dealt.place], first=first[dealt.place], count=dealt.items, rank=dealt.rank
         )
 
-    def _own_passes(self, name: str, dealt: DealtSamples, kept: int) -> list[tuple[int, int, bool]]:
+    def _own_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
         """This rank's passes of whole samples of a step, by the items that it encodes."""
-        passes = passes_of_samples(dealt, self.beside.items_per_pass[name], kept)
+        most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
+        passes = passes_of_samples(dealt, most, kept)
         own = np.flatnonzero(passes.rank == self.ranks.number)
         stops = np.cumsum(passes.items[own])
         bounds = np.stack([stops - passes.items[own], stops, passes.is_kept[own]], axis=1)
@@ -722,8 +557,8 @@ def _before_in_pack(items: np.ndarray, held: Shares) -> np.ndarray:
 
 def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, int, bool]]:
     """First item and item after the last of every pass of equal items, and whether it is kept; none
-    holds kept items and others. Below 0, `kept` is as 0."""
-    kept = min(max(kept, 0), items)
+    holds kept items and others."""
+    kept = min(kept, items)
     return [
         (begin, min(begin + items_per_pass, stop), stop <= kept)
         for first, stop in ((0, kept), (kept, items))

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.vlm.backend import current_device, has_cuda, prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset
-from megatron.vlm.inputs.encoder_share import StepRounds
+from megatron.vlm.inputs.encoder_share import StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
     OPTIMIZATION,
@@ -220,8 +220,8 @@ class _RecomputeClock(PhaseClock):
         return in_place(self._links, in_turn_ms, *kinds)
 
 
-EncodingWork = tuple[StepRounds, list[MicroBatch]]
-"""Rounds of a step of data-parallel encoders on this rank, and its passes in their order."""
+EncodingWork = tuple[StepShares, list[MicroBatch]]
+"""Shares of a step of data-parallel encoders on this rank, and its passes in their order."""
 
 
 class StageReplayer:
@@ -274,11 +274,11 @@ class StageReplayer:
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
-        rounds, passes = (None, []) if encoding is None else encoding
+        shares, passes = (None, []) if encoding is None else encoding
         coming = MicroBatchStream(
-            batches=(batch.to(current_device()) for batch in _in_order(batches, rounds, passes)),
+            batches=(batch.to(current_device()) for batch in (*passes, *batches)),
             shapes=[batch.shape for batch in batches],
-            encoding=rounds,
+            encoding=shares,
         )
         self._clock.switch(Phase.WAIT)
         self._trainer.run_step(coming, self._clock)
@@ -304,15 +304,6 @@ class StageReplayer:
         """Time of the work done once a step; see `RepeatedUpdate`."""
         self._clock.announce(Phase.OPTIMIZER)
         return self._update.timed_ms()
-
-
-def _in_order(
-    batches: Sequence[MicroBatch], rounds: StepRounds | None, passes: Sequence[MicroBatch]
-) -> Iterator[MicroBatch]:
-    """A rank's micro-batches and passes as the stage takes them."""
-    order = range(len(batches)) if rounds is None else rounds.reading_order(len(batches))
-    coming = iter(passes)
-    return (batches[one] if isinstance(one, int) else next(coming) for one in order)
 
 
 def state_bytes_of(trainer: Trainer) -> int:

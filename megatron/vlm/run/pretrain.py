@@ -467,7 +467,6 @@ def _encoder_shares(run: Run, packs: ScheduledPacks, lengths: Lengths) -> Encode
     return EncoderShares(
         model=plan.model,
         beside=plan.beside,
-        schedule=plan.schedule,
         ranks=ranks,
         gpus_per_node=plan.cluster.gpus_per_node,
         packs=packs,

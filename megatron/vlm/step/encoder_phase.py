@@ -1,29 +1,14 @@
 """A step of data-parallel encoders.
 
-By rounds, every rank encodes its share of a round's items, and one exchange brings the features to
-the ranks that embed tokens. After the last backward of the round another brings their gradients
-back. A step that the plan has no rounds for is one round, encoded before the first micro-batch and
-after the last. Sizes are those of the plan. All ranks of an encoding group join in all exchanges,
-those with nothing to encode too.
+Before the first micro-batch every rank encodes its share of the step's items, and one exchange
+brings the features to the ranks that embed tokens. After the last backward another exchange brings
+their gradients back. Sizes are those of the plan. All ranks of an encoding group join in both
+exchanges, those with nothing to encode too. Beginning the first one waits for nothing: ranks that
+embed tokens wait when their first micro-batch needs it.
 
-What a stage does between its operations, and what it waits for there, is as planned
-(`omnibal.pipeline.round_places`). One process group is enough, and no rank waits for ever:
-
-- All ranks begin the group's exchanges in one order, of features round by round and then of
-  gradients. The plan has every round encoded before the first one's backward, and a rank that is
-  done with the backwards of a round early begins to send its gradients when it has encoded all.
-- Beginning waits for nothing. Gloo runs the first exchanges of a group that have not ended, so that
-  of all ranks' exchanges the first one always goes on. NCCL runs them on a stream of their own, one
-  after the other, beside the stream that computes.
-- An exchange ends when all ranks have begun it. Ranks begin that of gradients when they have none
-  of the round to compute any more: the first stage, whose gradients come last, then depends on
-  nobody who waits for them. That no other wait closes a ring, `step_messages` has checked.
-- With one hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS=1`), an exchange behind another that has not
-  ended would hold up what is launched after it; with rounds there have to be more (scripts/job.sh).
-
-Shapes: R rows of a pipeline's round (one an image or audio token, and one for each of its deepstack
-features), P of them that this rank
-receives, Q of encoders that are trained, S rows that this rank makes, E language hidden size.
+Shapes: R rows of a pipeline's step (one an image or audio token, and one for each of its deepstack
+features), P of them that this rank receives, Q of encoders that are trained, S rows that this rank
+makes, E language hidden size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,14 +24,12 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute, RankRound, StepShares
-from megatron.vlm.model.exchange import BegunExchange
+from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute, StepShares
+from megatron.vlm.model.exchange import BegunExchange, exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import DataParallel
 from megatron.vlm.step.sharded import ShardedStage
-from omnibal.pipeline.round_places import ExchangeWait, exchange_waits
-from omnibal.pipeline.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,36 +104,39 @@ class _Joined:
 
 
 class _Features:
-    """Features of a pipeline's round, and their gradients, on a rank that embeds tokens.
+    """Features of a pipeline's step, and their gradients, on a rank that embeds tokens.
 
     Args:
-        round: with the shares of all encoders.
+        shares: of all encoders.
         trained: shares of encoders that are trained; their gradients have rows of their own.
         made: names of what each encoder makes.
+        micro_batches: of the pipeline.
+        coming: exchange that brings the features.
     """
 
     def __init__(
-        self, round: RankRound, trained: StepShares, made: Mapping[str, tuple[str, ...]]
+        self,
+        shares: StepShares,
+        trained: StepShares,
+        made: Mapping[str, tuple[str, ...]],
+        micro_batches: int,
+        coming: BegunExchange,
     ) -> None:
-        self._route, self._made = round.shares.route, made
-        self._first, number = round.micro_batches.start, len(round.micro_batches)
-        self._slices, self._gradient_slices = round.shares.slices(number), trained.slices(number)
-        self._coming: BegunExchange | None = None
+        self._route, self._made = shares.route, made
+        self._slices = shares.slices(micro_batches)
+        self._gradient_slices = trained.slices(micro_batches)
+        self._coming: BegunExchange | None = coming
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
         # On a fake device there are slices of micro-batches that do not run, whose rows stay.
         self._left = len(self._slices)
-
-    def come(self, exchange: BegunExchange) -> None:
-        """Take the exchange that brings them."""
-        self._coming = exchange
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
         """A micro-batch's features by encoder, and its deepstack features by name; they share the
         rows' memory, which has no other name when all micro-batches have theirs."""
         rows_RE = self._arrived()
         found = dict[str, torch.Tensor]()
-        for name, own in self._slices[micro_batch - self._first].items():
+        for name, own in self._slices[micro_batch].items():
             names = self._made[name]
             parts = _parts(rows_RE[own], len(names))
             found |= {each: part.detach() for each, part in zip(names, parts, strict=True)}
@@ -161,7 +147,7 @@ class _Features:
 
     def _arrived(self) -> torch.Tensor:
         if self._rows_RE is None:
-            assert self._coming is not None, "encoded before it is needed"
+            assert self._coming is not None, "features come once"
             # What the plan counts is alive at once (`memory_of_encoders`): nothing has a name for
             # longer than it is needed.
             coming, self._coming = self._coming, None
@@ -176,7 +162,7 @@ class _Features:
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Take a micro-batch's gradients; those of features without any stay 0."""
         assert self._gradients_QE is not None, "after the micro-batch's forward"
-        for name, own in self._gradient_slices[micro_batch - self._first].items():
+        for name, own in self._gradient_slices[micro_batch].items():
             names = self._made[name]
             parts = _parts(self._gradients_QE[own], len(names))
             for each, part in zip(names, parts, strict=True):
@@ -198,154 +184,99 @@ class _Features:
         return like.new_zeros((rows, like.shape[1]))
 
     def finish(self) -> None:
-        """Wait for what comes to a pipeline that runs no micro-batch of the round."""
+        """Wait for what comes to a pipeline that runs no micro-batch."""
         self._rows_RE = None
         if self._coming is not None:
             self._coming.arrived()
             self._coming = None
 
 
-class _Round:
-    """A round under way on a rank."""
-
-    def __init__(self, planned: RankRound, encoders: Encoders, *, embeds: bool) -> None:
-        self.planned = planned
-        self.trained = planned.shares.only(encoders.trained)
-        self.features = _Features(planned, self.trained, encoders.made) if embeds else None
-        self.made: list[_Made | _Joined] = []
-        self.leaving: BegunExchange | None = None
-        """Exchange of features on a rank that gets none."""
-        self.returning: BegunExchange | None = None
-        self.is_returned = False
-
-    def let_go(self) -> None:
-        """Let go of features, when they have left."""
-        if self.leaving is not None:
-            self.leaving.arrived()
-            self.leaving = None
-
-
 class EncoderStep:
-    """One step of the encoders on a rank: features there, gradients back, round by round.
+    """One step of the encoders on a rank: features there, gradients back.
 
-    A stage tells it before which of its operations it is, and takes features from it and puts their
-    gradients where a later stage has messages of its neighbours.
+    A stage encodes before its operations, and takes features from it and puts their gradients where
+    a later stage has messages of its neighbours.
     """
 
     def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
-        assert batches.encoding is not None, "the step's rounds are with its micro-batches"
+        assert batches.encoding is not None, "the step's shares are with its micro-batches"
         self._encoders, self._batches, self._clock = encoders, batches, clock
-        self._step = batches.encoding
-        ranks = self._step.rounds[0].shares.ranks
-        self.embeds = ranks.number in ranks.embedding_numbers
-        """Whether this rank embeds tokens."""
-        self._rounds = [_Round(one, encoders, embeds=self.embeds) for one in self._step.rounds]
+        self._shares = batches.encoding
+        self._trained = self._shares.only(encoders.trained)
+        self._made: list[_Made | _Joined] = []
+        self._features: _Features | None = None
+        """On a rank that embeds tokens, when it has encoded."""
+        self._leaving: BegunExchange | None = None
+        """Exchange of features on a rank that gets none."""
 
     @property
     def trained(self) -> frozenset[str]:
         """Names of features that need a gradient."""
-        made = (
-            each for name in self._rounds[0].trained.items for each in self._encoders.made[name]
-        )
+        made = (each for name in self._trained.items for each in self._encoders.made[name])
         return frozenset(made) & self._encoders.trained_features
 
-    def waits(self, schedule: Schedule) -> tuple[ExchangeWait, ...]:
-        """What all stages wait for in this step, where it goes by rounds."""
-        trained = bool(self._encoders.trained)
-        planned = self._step.planned
-        return exchange_waits(schedule, planned, trained=trained) if planned else ()
-
-    def begin(self, position: int) -> None:
-        """Encode what stands before the operation at a position of the stage's list, or after all
-        of it, and begin to send gradients that are complete there; waits for nothing."""
-        for one in self._rounds:
-            if one.planned.encoded_after == position:
-                self._encode_round(one)
-        for one in self._rounds:
-            if one.planned.returned_after == position:
-                self._return(one)
-
-    def end(self, position: int) -> None:
-        """Run the backwards that stand before the operation at a position; waits for gradients."""
-        for one in self._rounds:
-            if one.planned.backward_after == position and self._encoders.trained:
-                self._backward(one)
-
-    def finish(self) -> None:
-        """Do what is left after the last operation."""
-        if self._encoders.trained:
-            left = [one for one in self._rounds if not one.is_returned]
-            for one in left:
-                if one.returning is None:
-                    self._return(one)
-            for one in left:
-                self._backward(one)
-        self._clock.switch(Phase.EXCHANGE)
-        for one in self._rounds:
-            one.let_go()
-            if one.features is not None:
-                one.features.finish()
+    def encode(self) -> None:
+        """Encode this rank's share, and begin to send it; waits for nothing."""
+        ranks, route = self._shares.ranks, self._shares.route
+        leaving_SE = _sliced(self._encoded(), route.sent_slices)
+        exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
+        if ranks.number in ranks.embedding_numbers:
+            self._features = _Features(
+                self._shares, self._trained, self._encoders.made, len(self._batches), exchange
+            )
+        else:
+            self._leaving = exchange
+        self._clock.switch(Phase.WAIT)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """A micro-batch's features by encoder, and its deepstack features by name; waits for those
-        of its round."""
+        """A micro-batch's features by encoder, and its deepstack features by name; waits for all of
+        the step."""
         self._clock.switch(Phase.EXCHANGE)
-        return self._features_of(micro_batch).take(micro_batch)
+        assert self._features is not None, "where tokens are embedded"
+        return self._features.take(micro_batch)
 
-    def reached(self, micro_batch: int) -> None:
-        """Let go of what was sent of a micro-batch's round, when a later part has its input: what
-        was needed of it has arrived."""
-        for one in self._rounds:
-            if micro_batch in one.planned.micro_batches:
-                one.let_go()
+    def let_go(self) -> None:
+        """Let go of features that have left, when a later part has an input: what was needed of
+        them has arrived."""
+        if self._leaving is not None:
+            self._leaving.arrived()
+            self._leaving = None
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
         """Take the gradients of a micro-batch's features."""
         if message:
-            self._features_of(micro_batch).put(micro_batch, message)
+            assert self._features is not None, "where tokens are embedded"
+            self._features.put(micro_batch, message)
 
-    def _features_of(self, micro_batch: int) -> _Features:
-        found = next(one for one in self._rounds if micro_batch in one.planned.micro_batches)
-        assert found.features is not None, "where tokens are embedded"
-        return found.features
-
-    def _encode_round(self, one: _Round) -> None:
-        """Encode this rank's share of a round, and begin to send it."""
-        route = one.planned.shares.route
-        leaving_SE = _sliced(self._encoded(one), route.sent_slices)
-        exchange = self._exchange(leaving_SE, route.sent, route.received)
-        if one.features is None:
-            one.leaving = exchange
-        else:
-            one.features.come(exchange)
-        self._clock.switch(Phase.WAIT)
-
-    def _return(self, one: _Round) -> None:
-        """Begin to bring the gradients of a round's features back."""
-        if not self._encoders.trained:
-            return
-        route, back_PE = one.trained.route, self._no_rows()
+    def finish(self) -> None:
+        """Bring gradients back and run this rank's backward, after the stage's last operation."""
+        if self._encoders.trained:
+            self._backward()
         self._clock.switch(Phase.EXCHANGE)
-        if one.features is not None:
-            gradients_QE = one.features.take_gradients(like=back_PE)
+        self.let_go()
+        if self._features is not None:
+            self._features.finish()
+
+    def _returned(self) -> torch.Tensor:
+        """Gradients of the features that this rank has made, [S, E]; waits for them."""
+        route, back_PE = self._trained.route, self._no_rows()
+        self._clock.switch(Phase.EXCHANGE)
+        if self._features is not None:
+            gradients_QE = self._features.take_gradients(like=back_PE)
             back_PE = _restored(_own_part(gradients_QE, route), route.received_slices)
             del gradients_QE
-        one.returning = self._exchange(back_PE, route.received, route.sent)
-        self._clock.switch(Phase.WAIT)
+        group = self._encoders.group
+        returned_SE = exchange_without_gradient(back_PE, route.received, route.sent, group)
+        del back_PE
+        return _restored(returned_SE, route.sent_slices)
 
-    def _backward(self, one: _Round) -> None:
-        """Wait for the gradients of a round's features and run this rank's backward."""
-        self._clock.switch(Phase.EXCHANGE)
-        assert one.returning is not None, "gradients are complete before the round's backward"
-        returning, one.returning, one.is_returned = one.returning, None, True
-        returned_SE = returning.arrived()
-        del returning
-        gradients_SE = _restored(returned_SE, one.trained.route.sent_slices)
-        del returned_SE
+    def _backward(self) -> None:
+        """Run this rank's backward on the gradients of the features that it has made."""
+        gradients_SE = self._returned()
         start = 0
-        one.made.reverse()
-        while one.made:
-            made = one.made.pop()
+        self._made.reverse()
+        while self._made:
+            made = self._made.pop()
             if isinstance(made, _Joined):
                 self._begin(made.encoder, made.is_kept, backward=True)
                 continue
@@ -354,15 +285,15 @@ class EncoderStep:
         self._finish()
         self._clock.switch(Phase.WAIT)
 
-    def _encoded(self, one: _Round) -> torch.Tensor:
-        """Rows of all passes of this rank in a round, in their order, [S, E]."""
-        rows, shares = [self._no_rows()], one.planned.shares
+    def _encoded(self) -> torch.Tensor:
+        """Rows of all passes of this rank, in their order, [S, E]."""
+        rows, shares = [self._no_rows()], self._shares
         for name in shares.items:
             for is_kept in (True, False):
                 own = shares.passes_of(name, is_kept)
-                rows += [self._encode(planned, one.made) for planned in own]
+                rows += [self._encode(planned) for planned in own]
                 for _ in range(shares.lockstep_passes(name, is_kept) - len(own)):
-                    self._join(name, is_kept, one.made)
+                    self._join(name, is_kept)
         self._finish()
         self._clock.switch(Phase.EXCHANGE)
         return torch.cat(rows)
@@ -380,14 +311,14 @@ class EncoderStep:
         if self._encoders.sharded is not None:
             self._encoders.sharded.finish_pass()
 
-    def _join(self, encoder: str, is_kept: bool, made: "list[_Made | _Joined]") -> None:
+    def _join(self, encoder: str, is_kept: bool) -> None:
         """Join in the exchanges of a pass that others make."""
         self._begin(encoder, is_kept, backward=False)
         if encoder in self._encoders.trained:
-            made.append(_Joined(encoder, is_kept))
+            self._made.append(_Joined(encoder, is_kept))
 
-    def _encode(self, planned: EncoderPass, made: "list[_Made | _Joined]") -> torch.Tensor:
-        """Run a pass, which goes to what is made; returns its features, without a graph."""
+    def _encode(self, planned: EncoderPass) -> torch.Tensor:
+        """Run a pass; returns its features, without a graph."""
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
@@ -398,9 +329,9 @@ class EncoderStep:
         rows_SE = output.detach()
         if is_trained and planned.is_kept:
             output.data = output.new_empty(1)  # only its graph is needed
-            made.append(_Made(planned, len(rows_SE), output=output))
+            self._made.append(_Made(planned, len(rows_SE), output=output))
         elif is_trained:
-            made.append(_Made(planned, len(rows_SE), batch=batch))
+            self._made.append(_Made(planned, len(rows_SE), batch=batch))
         return rows_SE
 
     def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
@@ -421,11 +352,6 @@ class EncoderStep:
         # its memory would stay with the graph of a pass that is kept.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
-
-    def _exchange(
-        self, rows_SE: torch.Tensor, sent: list[int], received: list[int]
-    ) -> BegunExchange:
-        return BegunExchange(rows_SE, sent, received, self._encoders.group)
 
     def _no_rows(self) -> torch.Tensor:
         stage = self._encoders.stage

@@ -22,10 +22,6 @@ No stage waits for ever, by gloo's rules or by NCCL's:
   on. Nor is any asked for at the first launch of the operation that took the one before it. Later,
   only two neighbours that both wait for their devices could block each other; the launchers'
   settings (scripts/job.sh) keep them from it.
-
-Rounds of data-parallel encoders add waits of their own, for exchanges between all ranks of a group
-(`omnibal.pipeline.round_places`). That these and the lists make no ring is checked here, and
-whether sends may wait is found with them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,9 +29,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 
-from omnibal.base.errors import UserError
 from omnibal.pipeline.operation_graph import OperationGraph
-from omnibal.pipeline.round_places import ExchangeWait
 from omnibal.pipeline.schedules import Pass, StageOperations
 
 _KEPT_STEPS = 8
@@ -82,29 +76,14 @@ class StepMessages:
 
 
 @lru_cache(maxsize=_KEPT_STEPS)
-def step_messages(
-    graph: OperationGraph,
-    trained_cuts: frozenset[int],
-    exchange_waits: tuple[ExchangeWait, ...] = (),
-) -> StepMessages:
+def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
     """Find the messages of a step, and when each may be asked for.
 
     Args:
         trained_cuts: cuts over which gradients come back.
-        exchange_waits: of rounds of data-parallel encoders.
-
-    Raises:
-        UserError: with these, stages wait for each other for ever.
     """
-    flows = _Flows(graph, trained_cuts, exchange_waits)
+    flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
-    if flows.order(waits) is None:
-        raise UserError(
-            f"rounds of steps of {graph.schedule.micro_batches} micro-batches in the plan's "
-            "`beside` have stages wait for each other for ever: a stage encodes a round, or begins "
-            "to send its gradients, after operations that need them; plan anew, or leave `rounds` "
-            "out"
-        )
     sends_wait = flows.order(with_sends) is not None
     asked = flows.asked(with_sends if sends_wait else waits)
     channels = {
@@ -141,12 +120,7 @@ before the stage's first; None of a channel's first message."""
 class _Flows:
     """Messages between operations, which are numbered in the order of the lists of all stages."""
 
-    def __init__(
-        self,
-        graph: OperationGraph,
-        trained_cuts: frozenset[int],
-        exchange_waits: Sequence[ExchangeWait],
-    ) -> None:
+    def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
         schedule = graph.schedule
         self.first = [0]
         """Number of every stage's first operation, and last how many there are."""
@@ -174,38 +148,21 @@ class _Flows:
             _first_launches(operations, first)
             for operations, first in zip(schedule.operations, self.first, strict=False)
         ]
-        self._exchanged: list[tuple[int, int]] = []
-        """Operations that stages run before they begin an exchange, and those that wait for it."""
-        for one in exchange_waits:
-            if (waiting := self.first[one.stage] + one.position) < self.first[one.stage + 1]:
-                begun = zip(self.first, one.begun_after, strict=False)
-                self._exchanged += [(first + after - 1, waiting) for first, after in begun if after]
-        held_up = dict.fromkeys(waiting for _, waiting in self._exchanged)
-        self._ready = {one: number for number, one in enumerate(held_up, start=self.first[-1])}
-        """Numbers of stages' being ready for operations before which they wait for an exchange."""
 
     def waits(self) -> list[tuple[int, int]]:
         """Waits by the lists, and for what operations need."""
-        stages, ready = zip(self.first, self.first[1:], strict=False), self._ready
-        followed = (one for first, end in stages for one in range(first, end - 1))
-        by_list = [(one, ready.get(one + 1, one + 1)) for one in followed]
+        stages = zip(self.first, self.first[1:], strict=False)
+        by_list = [(one, one + 1) for first, end in stages for one in range(first, end - 1)]
         sent = (one for transfers in self.channels.values() for one in transfers)
-        exchanged = [(one, ready[waiting]) for one, waiting in self._exchanged]
-        after_exchanges = [(number, one) for one, number in ready.items()]
-        waits = [*by_list, *exchanged, *after_exchanges]
-        return waits + [(one.sender, one.receiver) for one in sent]
+        return by_list + [(one.sender, one.receiver) for one in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
         """Waits, in an operation that sends, until the receiver comes to where it takes the message
         before at the latest."""
         for channel, sent in self.channels.items():
             for taken, following in zip(self._taken[channel], sent[1:], strict=False):
-                yield from self._until_taken(channel, taken, following.sender)
-
-    def _until_taken(self, channel: Channel, taken: int, waiting: int) -> _Waits:
-        if taken in self._ready:
-            return [(self._ready[taken], waiting)]
-        return [(taken - 1, waiting)] if taken > self.first[channel.target] else []
+                if taken > self.first[channel.target]:
+                    yield taken - 1, following.sender
 
     def _launches_between(self, channel: Channel, number: int) -> list[int]:
         """The receiver's first launches while a message is on its way, if it is asked for when the
@@ -242,7 +199,7 @@ class _Flows:
         return needed
 
     def _before(self, waits: _Waits) -> list[list[int]]:
-        before: list[list[int]] = [[] for _ in range(self.first[-1] + len(self._ready))]
+        before: list[list[int]] = [[] for _ in range(self.first[-1])]
         for one, waiting in waits:
             before[waiting].append(one)
         return before

@@ -34,7 +34,6 @@ from megatron.vlm.step.messages import Content, Message, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
 from omnibal.pipeline.operation_graph import OperationGraph, operation_graph
-from omnibal.pipeline.round_places import ExchangeWait
 from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
 from omnibal.pipeline.stage import Stage
 
@@ -96,14 +95,13 @@ class _Mail:
         graph: OperationGraph,
         links: PipelineLinks,
         batches: MicroBatchStream,
-        exchange_waits: tuple[ExchangeWait, ...] = (),
     ) -> None:
         self.links, self.operations = links, graph.schedule.operations[links.rank]
         self._plan, self._shapes = plan, batches.shapes
         cuts = range(links.last_part)
         self.trained = {cut: towers for cut in cuts if (towers := plan.trained_towers(cut))}
         """Towers of which gradients come back over a cut, of cuts that have any."""
-        step = step_messages(graph, frozenset(self.trained), exchange_waits)
+        step = step_messages(graph, frozenset(self.trained))
         self._staying: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
         self._inboxes: dict[tuple[int, Content], Inbox] = {}
         self._outboxes: dict[tuple[int, Content], Outbox] = {}
@@ -202,11 +200,10 @@ class _StageRun:
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
         """Run the stage's list; returns the last part's output of every micro-batch."""
         before: Operation | None = None
+        if self.encoders is not None:
+            self.encoders.encode()
         following = zip_longest(self.operations, self.operations[1:])
         for position, (operation, after) in enumerate(following):
-            if self.encoders is not None:
-                self.encoders.begin(position)
-                self.encoders.end(position)
             if operation.kind is Pass.BACKWARD_WEIGHT:
                 self._backward_weight(operation, position)
                 self.mail.launched(position)
@@ -225,9 +222,6 @@ class _StageRun:
                 self._forward(operation, position)
             before = operation
         assert not self.late, "the second part of a backward is missing"
-        if self.encoders is not None:
-            # Others may wait for what begins here before they take what is still to leave.
-            self.encoders.begin(len(self.operations))
         self.clock.switch(Phase.WAIT)
         self.mail.flush()
         return [self.results[micro_batch] for micro_batch in sorted(self.results)]
@@ -276,7 +270,7 @@ class _StageRun:
             before = part - 1
             received = self.mail.take(Content.ACTIVATIONS, before, before, micro_batch, position)
             if self.encoders is not None:
-                self.encoders.reached(micro_batch)
+                self.encoders.let_go()
         for name in self.trained_inputs[operation.chunk] & received.keys():
             received[name].requires_grad_()
         return received
@@ -399,8 +393,7 @@ def run_forward_backward(
     """
     schedule = links.schedule
     graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
-    waits = () if encoders is None else encoders.waits(graph.schedule)
-    mail = _Mail(plan, graph, links, batches, waits)
+    mail = _Mail(plan, graph, links, batches)
     run = _StageRun(plan, models, mail, batches, clock, begin_pass, encoders)
     return run.run(before_last_backward)
 

@@ -1,7 +1,5 @@
 """What a rank of data-parallel encoders does on a fake device: the most that any rank encodes in a
 step of the run, and the most features that any pipeline takes, beside micro-batches of its own.
-
-A step that goes by rounds runs as it is, since what meets in it follows from the rounds' places.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +14,6 @@ from megatron.vlm.inputs.encoder_share import (
     EncoderShares,
     EncodingRanks,
     FeatureRoute,
-    StepRounds,
     StepShares,
     rows_of_item,
 )
@@ -26,7 +23,6 @@ from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
 from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
-from omnibal.job.fake_replay import Window
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.encoders import ImagesEncoder
@@ -161,60 +157,28 @@ class HeaviestEncoding:
             ),
         )
 
-    def with_steps(self, windows: Sequence[Window]) -> list[Window]:
-        """Windows of a stage, each the whole of a rank's step where that goes by rounds; and where
-        there are any, those of the rank that encodes most and of the pipeline that takes most."""
-        if not self.plan.beside or not self.plan.beside.rounds:
-            return [*windows]
-        sizes, packs = self.plan.parallel, self.packs
-        step, rank = self.encodes
-        ranks = dict.fromkeys([(step, sizes.place(rank)["data"]), self.receives], windows[0])
-        for each in windows:
-            ranks.setdefault((packs.step[each.rows[0]], packs.dp_rank[each.rows[0]]), each)
-        found = {}
-        for (step, data_rank), each in ranks.items():
-            rows = each.rows
-            if self._rounds(step, data_rank * sizes.tensor).planned:
-                rows = np.flatnonzero((packs.step == step) & (packs.dp_rank == data_rank))
-            found[tuple(rows.tolist())] = replace(each, rows=rows)
-        return sorted(found.values(), key=lambda each: -each.predicted_gib)
-
     def of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
         """What a rank of a stage encodes that runs these rows of the packs, and its passes, on the
-        host: its own rounds, where the rows are those of a step that goes by rounds."""
+        host."""
         sizes = self.plan.parallel
-        step, data_rank = int(self.packs.step[rows[0]]), int(self.packs.dp_rank[rows[0]])
-        own = self._rounds(step, (stage * sizes.data + data_rank) * sizes.tensor)
-        if own.planned:
-            return own, [self._pass(planned) for planned in own.passes]
         step, data_rank = self.receives
-        receiver = (stage * sizes.data + data_rank) * sizes.tensor
-        model = self.plan.model
         shares = HeaviestShares(
             encoding=self._shares(*self.encodes),
-            receiving=self._shares(step, receiver),
+            receiving=self._shares(step, (stage * sizes.data + data_rank) * sizes.tensor),
             window={
                 name: self.packs.column(encoder.feature)[rows]
-                for name, encoder in model.encoders.items()
+                for name, encoder in self.plan.model.encoders.items()
             },
         )
-        whole = StepRounds.whole(cast(StepShares, shares), len(rows))
-        return whole, [self._pass(planned) for planned in whole.passes]
+        return cast(StepShares, shares), [self._pass(planned) for planned in shares.passes]
 
     def _shares(self, step: int, rank: int) -> StepShares:
-        [whole] = self._rounds(step, rank, by_rounds=False).rounds
-        return whole.shares
-
-    def _rounds(self, step: int, rank: int, *, by_rounds: bool = True) -> StepRounds:
         plan = self.plan
         assert plan.beside is not None
-        ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
-        beside = plan.beside if by_rounds else plan.beside.model_copy(update={"rounds": ()})
         every_step = EncoderShares(
             model=plan.model,
-            beside=beside,
-            schedule=plan.schedule,
-            ranks=ranks,
+            beside=plan.beside,
+            ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
             gpus_per_node=plan.cluster.gpus_per_node,
             packs=self.packs,
             levels=plan.pack_levels,

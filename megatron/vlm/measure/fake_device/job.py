@@ -84,8 +84,6 @@ def run_fake_stages(
     cost, workload = job.cost, job.workload
     encoding = HeaviestEncoding.of(job.plan, job.planned.job, job.packs, job.lengths, workload)
     windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
-    if encoding is not None:
-        windows = {stage: encoding.with_steps(each) for stage, each in windows.items()}
     runs = sum(1 + len(windows[stage]) for stage in left)
     with shared_progress("trying stages", launch, store, runs) as on_run:
         for stage in left[launch.rank :: launch.world_size]:
