@@ -2,13 +2,11 @@
 
 The features of an item go to the first stage of the pipeline that holds it, which is its *home*. A
 node's links are many times as fast as the network, so that what is encoded on the home's node costs
-next to nothing to send. No rank's load grows for that: ranks have their shares before, and of whole
-samples none is moved to where the busiest rank would be busier.
+next to nothing to send. No rank's load grows for that: ranks have their shares before.
 
 Shapes: L pipelines of a group, R ranks of a pipeline, N = L x R.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -95,107 +93,3 @@ def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> n
     of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
     before_in_group = before - (np.cumsum(of_group) - of_group)[group]
     return np.clip(limit[group] - before_in_group, 0, counts)
-
-
-def brought_home(
-    weight: np.ndarray, pipeline: np.ndarray, rank: np.ndarray, homes: Homes
-) -> np.ndarray:
-    """Bring samples that are away from home there, alone or for another that is away, as far as no
-    rank gets busier than the busiest one is. The rank of every sample, int64 [samples]
-
-    Heaviest samples come first; of their exchanges one that brings both home, or else the one that
-    leaves the busier of the two ranks with least.
-
-    Args:
-        weight: of every sample, whole, [samples].
-        pipeline: that holds it, [samples].
-        rank: that encodes it, [samples].
-    """
-    target = homes.home[pipeline]
-    away = np.flatnonzero(homes.node[rank] != target)
-    if not len(away):
-        return rank
-    load = np.bincount(rank, weight, len(homes.node)).astype(np.int64)
-    moves = _Moves(
-        weight=weight.tolist(),
-        target=target.tolist(),
-        rank=rank.tolist(),
-        node=homes.node.tolist(),
-        load=load.tolist(),
-        most=int(load.max()),
-    )
-    heaviest_first = away[np.argsort(-weight[away], kind="stable")].tolist()
-    moves.bring_home(heaviest_first)
-    return np.array(moves.rank, np.int64)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Moves:
-    """Samples and ranks, as lists: a node's are too few for arrays to be quick."""
-
-    weight: list[int]
-    target: list[int]
-    """Node that every sample is to be on."""
-    rank: list[int]
-    node: list[int]
-    load: list[int]
-    most: int
-    """No rank's load may be more."""
-
-    def bring_home(self, away: list[int]) -> None:
-        """Bring home those of some samples, heaviest first, for which there is an exchange."""
-        ranks_on, guests = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        for rank, node in enumerate(self.node):
-            ranks_on[node].append(rank)
-        for sample in away:
-            guests[self.node[self.rank[sample]]].append(sample)
-        for sample in away:
-            home, source = self.target[sample], self.node[self.rank[sample]]
-            if home == source:  # came home for another
-                continue
-            given, place = self._best(sample, guests[home], ranks_on[home])
-            if place is None:
-                continue
-            guests[source].remove(sample)
-            if given is not None:
-                self._put(given, self.rank[sample])
-                guests[home].remove(given)
-                if self.target[given] != source:
-                    guests[source].append(given)
-            self._put(sample, place)
-
-    def _best(
-        self, sample: int, guests: list[int], ranks: list[int]
-    ) -> tuple[int | None, int | None]:
-        """The best of a sample's exchanges: what is given for it if anything, and its new rank;
-        None without any.
-
-        Args:
-            guests: samples that are encoded on its home and away from their own.
-            ranks: on its home.
-        """
-        own, weight, load = self.rank[sample], self.weight[sample], self.load
-        source, best = self.node[own], (True, self.most + 1)
-        # Most exchanges would leave a rank busier than any may be: these are told first.
-        upper, lower = self.most - weight, load[own] - weight - self.most
-        found: tuple[int | None, int | None] = None, None
-        for given in guests:
-            place, less = self.rank[given], self.weight[given]
-            if load[place] - less > upper or lower + less > 0:
-                continue
-            busier = max(load[place] + weight - less, load[own] - weight + less)
-            offer = self.target[given] != source, busier
-            if offer < best:
-                best, found = offer, (given, place)
-        for place in ranks:
-            if load[place] > upper:
-                continue
-            offer = True, max(load[place] + weight, load[own] - weight)
-            if offer < best:
-                best, found = offer, (None, place)
-        return found
-
-    def _put(self, sample: int, rank: int) -> None:
-        self.load[self.rank[sample]] -= self.weight[sample]
-        self.load[rank] += self.weight[sample]
-        self.rank[sample] = rank

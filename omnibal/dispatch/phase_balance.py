@@ -15,8 +15,7 @@ import numpy as np
 from omnibal.dispatch.items import NO_LOAD, shares_of_ranks, unit_of_time
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
-from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
-from omnibal.model.parallel import Parallel
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 ALL_ENCODERS = "encoders"
 LANGUAGE_PHASE = "language"
@@ -37,22 +36,12 @@ class PhaseBalance:
     """
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class HeldSamples:
-    """Samples of an encoder that takes whole ones, by the pipeline that holds them."""
-
-    samples: SampleItems
-    pipeline: np.ndarray
-    """Place of every row's pipeline among those of all steps, step x D + rank, int64 [rows]."""
-    parallel: Parallel
-    gpus_per_node: int
-
-
 def encoder_balances(
     held: Mapping[str, np.ndarray],
     ranks_of_pipeline: int,
     beside: DataParallelEncoders | None,
-    whole: Mapping[str, HeldSamples] | None = None,
+    whole: Mapping[str, SampleItems],
+    pipeline: np.ndarray,
 ) -> list[PhaseBalance]:
     """Balance of every encoder, and of all together where several are data-parallel.
 
@@ -63,6 +52,7 @@ def encoder_balances(
             balance is that of pipelines.
         whole: samples of data-parallel encoders that take whole ones, by encoder, whose balance is
             of time.
+        pipeline: place of every row of these among all steps' pipelines, step x D + rank, int64.
     """
     if beside is None:
         return [
@@ -74,7 +64,7 @@ def encoder_balances(
             )
             for name, items in held.items()
         ]
-    loads = _Loads.of(held, ranks_of_pipeline, beside, whole or {})
+    loads = _Loads.of(held, ranks_of_pipeline, beside, whole, pipeline)
     found = [loads.balance_of(name) for name in held]
     return [*found, loads.together()] if len(held) > 1 else found
 
@@ -98,22 +88,22 @@ class _Loads:
         held: Mapping[str, np.ndarray],
         ranks_of_pipeline: int,
         beside: DataParallelEncoders,
-        whole: Mapping[str, HeldSamples],
+        whole: Mapping[str, SampleItems],
+        pipeline: np.ndarray,
     ) -> "_Loads":
         """Share and deal what pipelines hold."""
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
         before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
         load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
-        for name, each in whole.items():
+        for name, samples in whole.items():
             shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
             for found, pipelines in ((before, 1), (after, beside.pipelines)):
-                dealt = each.samples.deal(
-                    each.pipeline,
+                dealt = samples.deal(
+                    pipeline,
                     pipelines=pipelines,
                     ranks_of_pipeline=ranks_of_pipeline,
                     times=beside.sample_times[name],
                     unit_ms=unit_ms,
-                    node=nodes_of_groups(each.parallel, pipelines, each.gpus_per_node),
                 )
                 found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
             load = load + after[name].reshape(by_group)

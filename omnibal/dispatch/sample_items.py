@@ -106,15 +106,12 @@ class SampleItems:
         ranks_of_pipeline: int,
         times: SampleTimes,
         unit_ms: float,
-        node: np.ndarray,
     ) -> DealtSamples:
         """Deal the samples to the ranks of their groups (`deal_samples`).
 
         Args:
             pipeline: of every row, int64 [rows], the same in every call.
             unit_ms: what is counted as one; 0 where nothing takes any time.
-            node: of every rank, int64 [some groups, ranks of a group], the same in every call of
-                these sizes.
         """
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
@@ -126,7 +123,6 @@ class SampleItems:
                 weights_of(times.ms(items, squares), unit_ms) if unit_ms else items,
                 pipelines=pipelines,
                 ranks_of_pipeline=ranks_of_pipeline,
-                node=node,
             )
         return self._dealt[sizes]
 

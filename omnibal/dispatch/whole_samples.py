@@ -4,11 +4,7 @@ Positions of an image attend to each other, so that a rank encodes images whole;
 them by sample, so that all images of a sample are one rank's. Samples are dealt by predicted time.
 
 A pipeline's ranks take its own samples, longest first, up to what the busiest rank has at least;
-what is over goes to the rank with the least load of all, and exchanges lower the busiest one. Where
-that ends well above the bound, samples are dealt over all ranks as `omnibal.dispatch.balance` does,
-and every rank gets, of what was dealt, the part that holds most of its own pipeline's. Last,
-samples that are on another node than their pipeline's first stage are brought there where no rank
-gets busier than the busiest one (`omnibal.dispatch.near_home`).
+what is over goes to the rank with the least load of all, and exchanges lower the busiest one.
 
 Weights are whole numbers, and nothing depends on how a library orders what is equal, so that all
 machines agree.
@@ -20,14 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.dispatch.balance import balance
 from omnibal.dispatch.even_out import evened_out
 from omnibal.dispatch.load_bounds import load_bound
-from omnibal.dispatch.near_home import Homes, brought_home
+from omnibal.dispatch.near_home import Homes
 
 _NEAR = 1e-3
-"""Share of the busiest rank's time that a better dealing must save: a pipeline's own samples are
-worth as much, as the features of a cell take so much of its encoding's time to send."""
+"""Share by which the busiest rank may be above the bound: a pipeline's own samples are worth as
+much, as the features of a cell take so much of its encoding's time to send."""
 HEAVIEST = 1 << 40
 """Most units that a sample or an item weighs, so that sums of them are whole numbers of 64 bits."""
 
@@ -70,7 +65,6 @@ def deal_samples(
     *,
     pipelines: int,
     ranks_of_pipeline: int,
-    node: np.ndarray,
 ) -> DealtSamples:
     """Deal samples of many groups to their groups' ranks.
 
@@ -84,18 +78,14 @@ def deal_samples(
         weight: of every sample, whole and at least 1, int64 [samples].
         pipelines: L, of a group.
         ranks_of_pipeline: R; rank r of all is of pipeline r // R.
-        node: of every rank of one group after the other, which are repeated, int64 [some, N].
     """
-    homes = [Homes.of(each[None], ranks_of_pipeline) for each in node]
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
     bounds = np.flatnonzero(np.diff(group[by_group])) + 1
     for own in np.split(by_group, bounds) if len(items) else ():
-        of_group = group[own[0]] * pipelines
-        held = weight[own], pipeline[own] - of_group
-        dealt = deal_group(*held, pipelines, ranks_of_pipeline)
-        dealt = brought_home(*held, dealt, homes[group[own[0]] % len(homes)])
-        rank[own] = of_group * ranks_of_pipeline + dealt
+        first = group[own[0]] * pipelines
+        dealt = deal_group(weight[own], pipeline[own] - first, pipelines, ranks_of_pipeline)
+        rank[own] = first * ranks_of_pipeline + dealt
     place = np.argsort(rank, kind="stable")
     return DealtSamples(
         rank=rank[place],
@@ -126,14 +116,7 @@ def deal_group(
         return np.zeros(len(weight), np.int64)
     enough = load_bound(weight, ranks) * (1 + _NEAR)
     own = _own_first(weight.tolist(), pipeline.tolist(), sizes, enough)
-    rank = evened_out(weight.astype(np.float64), own, ranks, enough)
-    busiest = float(np.bincount(rank, weight, ranks).max())
-    if busiest <= enough:
-        return rank
-    best = balance(weight, ranks)
-    if best.busiest >= busiest * (1 - _NEAR):
-        return rank
-    return _nearest_home(weight, best.rank, pipeline, sizes)
+    return evened_out(weight.astype(np.float64), own, ranks, enough)
 
 
 def _own_first(
@@ -161,19 +144,3 @@ def _own_first(
         heapq.heapreplace(everyone, (load + weight[sample], first))
         rank[sample] = first
     return rank
-
-
-def _nearest_home(
-    weight: np.ndarray, part: np.ndarray, pipeline: np.ndarray, sizes: tuple[int, int]
-) -> np.ndarray:
-    """Give parts of samples, one a rank, to the pipelines that hold most of them, as far as these
-    have ranks. The rank of every sample, int64 [samples]"""
-    pipelines, of_pipeline = sizes
-    held = np.bincount(part * pipelines + pipeline, weight, pipelines**2 * of_pipeline)
-    rank, taken = np.full(pipelines * of_pipeline, -1), [0] * pipelines
-    for each in np.argsort(-held, kind="stable").tolist():
-        number, home = divmod(each, pipelines)
-        if rank[number] < 0 and taken[home] < of_pipeline:
-            rank[number] = home * of_pipeline + taken[home]
-            taken[home] += 1
-    return rank[part]

@@ -81,7 +81,6 @@ class ItemShares:
                     ranks_of_pipeline=of_pipeline,
                     times=times,
                     unit_ms=unit_ms,
-                    node=cost.nodes(pipelines),
                 )
                 ranks_of_all = cells * of_pipeline
                 by_group = -1, pipelines * of_pipeline

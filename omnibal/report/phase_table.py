@@ -8,7 +8,6 @@ import numpy as np
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.phase_balance import (
-    HeldSamples,
     PhaseBalance,
     encoder_balances,
     language_balance,
@@ -49,18 +48,13 @@ def phases_of_plan(
     }
     language_ms = model_ms(cost, plan.model.without_encoders(), features_of(workload, cost))
     whole = {
-        name: HeldSamples(
-            samples=workload.samples[tower.feature],
-            pipeline=cell,
-            parallel=plan.parallel,
-            gpus_per_node=plan.cluster.gpus_per_node,
-        )
+        name: workload.samples[tower.feature]
         for name, tower in plan.model.encoders.items()
         if tower.feature in workload.samples
     }
     ranks_of_pipeline = plan.parallel.pipeline * plan.parallel.tensor
     return [
-        *encoder_balances(held, ranks_of_pipeline, plan.beside, whole),
+        *encoder_balances(held, ranks_of_pipeline, plan.beside, whole, cell),
         language_balance(workload.step, workload.dp_rank, language_ms, ranks),
     ]
 

@@ -17,7 +17,6 @@ from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.items import share_items
 from omnibal.dispatch.load_bounds import load_bound
-from omnibal.dispatch.near_home import Homes, brought_home
 from omnibal.dispatch.whole_samples import deal_group
 from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec
@@ -142,7 +141,6 @@ class Walk:
         weight = np.maximum(np.rint(self.ms(samples) / self.unit_ms), 1).astype(np.int64)
         of_pipeline = self.cost.ranks_of_pipeline
         rank = deal_group(weight, homes, self.beside.pipelines, of_pipeline)
-        rank = brought_home(weight, homes, rank, Homes.of(self.node(block)[None], of_pipeline))
         ranks = range(self.beside.pipelines * of_pipeline)
         return (
             [samples[rank == each].tolist() for each in ranks],

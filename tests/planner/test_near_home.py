@@ -1,14 +1,12 @@
 """What an encoding group's nodes keep of the features that they need, beside all dealings."""
 
 from collections import Counter
-from itertools import product
 
 import numpy as np
 import pytest
 
 from omnibal.dispatch.items import items_at_home, share_items
-from omnibal.dispatch.near_home import Homes, brought_home
-from omnibal.dispatch.whole_samples import deal_group
+from omnibal.dispatch.near_home import Homes
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
 
@@ -84,47 +82,6 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
     np.testing.assert_array_equal(near, np.bincount(found.rank, found.count * is_near, ranks))
     by_home = np.bincount(home[found.pack], found.count * is_near, pipelines)
     np.testing.assert_array_equal(of_pipelines, by_home)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_samples_come_home_and_no_rank_gets_busier(seed: int) -> None:
-    """Prevents: a sample that is sent to another node though it could be encoded at home, a busier
-    rank for the sake of the network, and one brought home for another that was there."""
-    rng = np.random.default_rng(seed)
-    node, pipelines, of_pipeline = random_nodes(rng)
-    count, ranks = int(rng.integers(1, 6)), len(node)
-    weight, pipeline = rng.integers(1, 20, count), rng.integers(0, pipelines, count)
-    before = deal_group(weight, pipeline, pipelines, of_pipeline)
-    homes = Homes.of(node[None], of_pipeline)
-    rank = brought_home(weight, pipeline, before, homes)
-    most = np.bincount(before, weight, ranks).max()
-    assert np.bincount(rank, weight, ranks).max() <= most
-    target = node[::of_pipeline][pipeline]
-    was_home, is_home = node[before] == target, node[rank] == target
-    assert (is_home >= was_home).all()
-    assert (rank[was_home] == before[was_home]).all()
-    load = np.bincount(rank, weight, ranks)
-    for sample in np.flatnonzero(~is_home):
-        # No room for it alone is left at home.
-        assert (load[node == target[sample]] + weight[sample] > most).all()
-    if ranks > 4:
-        return
-    every = (np.array(each) for each in product(range(ranks), repeat=count))
-    best = max(
-        weight[node[each] == target].sum()
-        for each in every
-        if np.bincount(each, weight, ranks).max() <= most
-    )
-    assert weight[is_home].sum() <= best
-
-
-def test_two_that_are_away_trade_places() -> None:
-    """Prevents: equal samples of two nodes that are each encoded on the other's."""
-    homes = Homes.of(np.array([[0, 0, 1, 1]]), 1)
-    weight, pipeline = np.array([5, 5, 5, 5, 4, 4]), np.array([0, 1, 2, 3, 0, 3])
-    rank = brought_home(weight, pipeline, np.array([2, 1, 0, 3, 3, 1]), homes)
-    np.testing.assert_array_equal(homes.node[rank], homes.home[pipeline])
-    assert np.bincount(rank, weight).max() == 9
 
 
 def test_samples_of_different_groups_keep_to_their_own_nodes() -> None:

@@ -5,11 +5,18 @@ import pytest
 
 from omnibal.dispatch.balance import balance
 from omnibal.dispatch.items import share_items
-from omnibal.dispatch.phase_balance import encoder_balances, language_balance
+from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 pytestmark = pytest.mark.quick
 ITEM_MS = {"vision": 5.0, "audio": 8.0}
+
+
+def balances_of(
+    held: dict[str, np.ndarray], ranks_of_pipeline: int, beside: DataParallelEncoders | None
+) -> list[PhaseBalance]:
+    """Balance of encoders that take no whole samples."""
+    return encoder_balances(held, ranks_of_pipeline, beside, {}, np.zeros(0, np.int64))
 
 
 def beside(pipelines: int) -> DataParallelEncoders:
@@ -33,7 +40,7 @@ def test_data_parallel_encoders_as_each_step_is_dealt(pipelines: int) -> None:
     """Prevents: a table of other shares than those that ranks encode, or a bound above them."""
     steps, ranks, of_pipeline = 7, 4, 3
     held = held_items(steps, ranks)
-    found = {each.phase: each for each in encoder_balances(held, of_pipeline, beside(pipelines))}
+    found = {each.phase: each for each in balances_of(held, of_pipeline, beside(pipelines))}
     busiest = dict.fromkeys((*ITEM_MS, "encoders"), 0.0)
     before = busiest.copy()
     for step in range(steps):
@@ -78,7 +85,7 @@ def test_bounds_of_known_cases() -> None:
     # Three images on two ranks take as long as two, and recordings of less than that fit beside.
     for audio, least_ms, sum_ms in ((0, 10, 15), (1, 11.5, 23), (4, 23.5, 47)):
         held = {"vision": np.array([[3]]), "audio": np.array([[audio]])}
-        found = {each.phase: each.bound for each in encoder_balances(held, 2, beside(1))}
+        found = {each.phase: each.bound for each in balances_of(held, 2, beside(1))}
         assert found["vision"] == pytest.approx(4 / 3)
         assert found["encoders"] == pytest.approx(2 * least_ms / sum_ms)
 
@@ -86,11 +93,11 @@ def test_bounds_of_known_cases() -> None:
 def test_encoders_in_the_pipeline_are_those_of_pipelines() -> None:
     """Prevents: a plan of today's kind that claims a balance which nothing gives it."""
     held = {"vision": np.array([[4, 0], [1, 3]])}
-    (found,) = encoder_balances(held, 8, None)
+    (found,) = balances_of(held, 8, None)
     assert found.imbalance_before == (4 + 3) / (2 + 2)
     assert found.imbalance_after is None
     assert found.bound == 1.0
-    assert encoder_balances({"vision": np.zeros((2, 3), int)}, 1, None)[0].bound == 1.0
+    assert balances_of({"vision": np.zeros((2, 3), int)}, 1, None)[0].bound == 1.0
 
 
 def test_language_model_as_packs_lie() -> None:

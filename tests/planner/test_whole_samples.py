@@ -49,8 +49,8 @@ def test_the_busiest_rank_is_near_the_best_of_all_assignments(
                    for each in product(range(ranks), repeat=count))  # fmt: skip
         above.append(busiest_of(weight, rank, ranks) / best)
         assert load_bound(weight, ranks) <= best
-    assert max(above) <= 1.03
-    assert np.mean(above) <= 1.002
+    assert max(above) <= 1.04
+    assert np.mean(above) <= 1.004
 
 
 @pytest.mark.parametrize("skew", [False, True])
@@ -94,7 +94,6 @@ def dealt_case(
     dealt = deal_samples(
         pipeline, items, squares, weights_of(TIMES.ms(items, squares), 1e-6),
         pipelines=pipelines, ranks_of_pipeline=of_pipeline,
-        node=np.zeros((1, pipelines * of_pipeline), int),
     )  # fmt: skip
     return (pipeline, items, squares), dealt
 

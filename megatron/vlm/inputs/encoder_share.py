@@ -49,6 +49,11 @@ class EncodingRanks:
         return self.parallel.pipeline * self.parallel.tensor
 
     @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.pipelines * self.ranks_of_pipeline
+
+    @property
     def block(self) -> int:
         """Number of the group among all groups."""
         return self.parallel.place(self.rank)["data"] // self.pipelines
@@ -305,13 +310,9 @@ class StepShares:
         order = np.argsort(sources, kind="stable")
         made = np.zeros(len(sizes), np.int64)
         made[order] = np.cumsum(sizes[order]) - sizes[order]
-        of_rank = np.bincount(sources, sizes, self._group_size).astype(np.int64)
+        of_rank = np.bincount(sources, sizes, self.ranks.size).astype(np.int64)
         made -= (np.cumsum(of_rank) - of_rank)[sources]
         return _Rows(start=starts, stop=starts + sizes, source=sources, made=made)
-
-    @property
-    def _group_size(self) -> int:
-        return self.ranks.pipelines * self.ranks.ranks_of_pipeline
 
 
 def rows_of_item(encoder: Encoder) -> int:
@@ -368,8 +369,8 @@ class EncoderShares:
         pipeline = (held.dp_rank[rows] - self.ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         equal = {name: counts for name, counts in items.items() if name not in self._whole}
-        node = self._node[[self.ranks.block]]
-        dealt, load = self._dealt(rows, pipeline, node, 1)
+        dealt, load = self._dealt(rows, pipeline, 1)
+        nodes = nodes_of_groups(self.ranks.parallel, self.ranks.pipelines, self.gpus_per_node)
         runs = share_items(
             equal,
             pipeline,
@@ -378,7 +379,7 @@ class EncoderShares:
             item_ms=self.beside.item_ms,
             load=load,
             unit_ms=self._unit_ms,
-            node=node[0],
+            node=nodes[self.ranks.block],
         )
         runs |= {name: self._runs_of_samples(name, rows, one) for name, one in dealt.items()}
         return StepShares(
@@ -400,7 +401,7 @@ class EncoderShares:
         rows = self._rows_of_group(first_step, last_step)
         cell = (held.step[rows] - first_step) * ranks.pipelines
         cell += held.dp_rank[rows] - ranks.data_ranks.start
-        found = self._encoded_by_ranks(cell, rows, self._node[[ranks.block]], steps)
+        found = self._encoded_by_ranks(cell, rows, steps)
         passes = np.zeros(steps, np.int64)
         for both in self._numbers_of_passes(found).values():
             passes += np.add(*both)[:, ranks.number]
@@ -416,7 +417,7 @@ class EncoderShares:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        found = self._encoded_by_ranks(self._held.dp_rank[rows], rows, self._node, blocks)
+        found = self._encoded_by_ranks(self._held.dp_rank[rows], rows, blocks)
         passes = self._numbers_of_passes(found)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
@@ -427,7 +428,7 @@ class EncoderShares:
         }
 
     def _encoded_by_ranks(
-        self, cell: np.ndarray, rows: np.ndarray, node: np.ndarray, groups: int
+        self, cell: np.ndarray, rows: np.ndarray, groups: int
     ) -> dict[str, tuple[np.ndarray, DealtSamples | None]]:
         """Items that every rank of some groups encodes, int64 [groups, ranks], by encoder, and the
         samples that they are of where it takes whole ones.
@@ -435,10 +436,9 @@ class EncoderShares:
         Args:
             cell: place of what is held among the groups' pipelines.
             rows: of it.
-            node: of every rank of the groups, which repeat.
         """
-        pipelines, size = self.ranks.pipelines, len(node[0])
-        dealt, load = self._dealt(rows, cell, node, groups)
+        pipelines, size = self.ranks.pipelines, self.ranks.size
+        dealt, load = self._dealt(rows, cell, groups)
         held = {
             name: np.bincount(cell, count[rows], groups * pipelines)
             .astype(np.int64)
@@ -483,11 +483,6 @@ class EncoderShares:
             passes[name] = next(numbers), next(numbers)
         return passes
 
-    @cached_property
-    def _node(self) -> np.ndarray:
-        """Node of every rank of every group of the job, int64 [groups, ranks]."""
-        return nodes_of_groups(self.ranks.parallel, self.ranks.pipelines, self.gpus_per_node)
-
     @property
     def _whole(self) -> Collection[str]:
         """Encoders that take whole samples."""
@@ -498,7 +493,7 @@ class EncoderShares:
         return unit_of_time(self.beside.item_ms, self.beside.square_ms)
 
     def _dealt(
-        self, rows: np.ndarray, cell: np.ndarray, node: np.ndarray, groups: int
+        self, rows: np.ndarray, cell: np.ndarray, groups: int
     ) -> tuple[dict[str, DealtSamples], np.ndarray]:
         """Samples of every rank of some groups, of encoders that take whole ones, and the ranks'
         load, int64 [groups, ranks].
@@ -506,9 +501,8 @@ class EncoderShares:
         Args:
             rows: of what is held.
             cell: its place among the groups' pipelines.
-            node: of every rank of the groups, which repeat.
         """
-        size = self.ranks.pipelines * self.ranks.ranks_of_pipeline
+        size = self.ranks.size
         dealt, load = dict[str, DealtSamples](), NO_LOAD
         for name, times in self.beside.sample_times.items():
             of_rows = self._samples[self.model.encoders[name].feature].take(rows)
@@ -518,7 +512,6 @@ class EncoderShares:
                 ranks_of_pipeline=self.ranks.ranks_of_pipeline,
                 times=times,
                 unit_ms=self._unit_ms,
-                node=node,
             )
             weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
             load = load + weights.reshape(groups, size)
