@@ -55,6 +55,7 @@ setup(
         "omnibal": [
             "presets/*.toml",
             "presets/*/*.toml",
+            "data/templates/*.jinja",
             "report/*.css",
             "report/*.jinja",
             "report/*.mplstyle",

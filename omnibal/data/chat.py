@@ -27,6 +27,7 @@ from functools import lru_cache
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import image_text, repeated_tokens
 from omnibal.data.own_template import (
     OwnTemplate,
@@ -63,8 +64,6 @@ from omnibal.model.config import ChatTemplate, ModelConfig
 _SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
 _SYSTEM_MESSAGE_2_5 = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"  # noqa: E501, RUF001
 _QWEN_SYSTEM_MESSAGE = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
-# Of the released template, which writes this date unless it is told another.
-_LLAMA_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,12 +78,11 @@ class EncodedSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Template:
+    file: str = "chatml"
+    """Its file in `omnibal/data/templates/`, without the suffix."""
     system_message: str = _SYSTEM_MESSAGE
-    system: str = f"{TURN_START}system\n"
-    user: str = f"{TURN_START}user\n"
-    assistant: str = f"{TURN_START}assistant\n"
     end: str = TURN_END
-    after_end: str = ""
+    """The piece that closes a message."""
     pieces: tuple[str, ...] = (TURN_START, TURN_END)
     """Control pieces in the template's strings."""
     bos: bool | None
@@ -99,31 +97,36 @@ class _Template:
     never_learned: str | None = None
     """A piece that carries no loss even in an answer."""
 
+    def written(self, role: str, content: str) -> str:
+        """A message as text."""
+        message = {"role": role, "content": content}
+        return render_chat(packaged_template(self.file), [message])
 
-def _llama_header(role: str) -> str:
-    return f"{LLAMA_HEADER}{role}{LLAMA_HEADER_END}\n\n"
+    @property
+    def prompt(self) -> str:
+        """Text before an answer."""
+        return render_chat(packaged_template(self.file), [], prompt=True)
 
 
 _TEMPLATES: dict[ChatTemplate, _Template] = {
     "internlm2-chat": _Template(bos=True, strips=True),
     "Hermes-2": _Template(bos=False),
     "phi3-chat": _Template(
-        system=f"{PHI_SYSTEM}\n",
-        user=f"{PHI_USER}\n",
-        assistant=f"{PHI_ASSISTANT}\n",
+        file="phi3",
         end=PHI_END,
         pieces=(PHI_SYSTEM, PHI_USER, PHI_ASSISTANT, PHI_END),
         bos=True,
         never_learned="<|endoftext|>",
     ),
     "internvl2_5": _Template(
-        system_message=_SYSTEM_MESSAGE_2_5, after_end="\n", bos=None, message_by_message=True
+        file="chatml_lines",
+        system_message=_SYSTEM_MESSAGE_2_5,
+        bos=None,
+        message_by_message=True,
     ),
     "llama3": _Template(
+        file="llama3",
         system_message="",
-        system=f"{_llama_header('system')}{_LLAMA_DATES}",
-        user=_llama_header("user"),
-        assistant=_llama_header("assistant"),
         end=LLAMA_TURN_END,
         pieces=(LLAMA_HEADER, LLAMA_HEADER_END, LLAMA_TURN_END),
         bos=True,
@@ -132,7 +135,10 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
         message_by_message=True,
     ),
     "qwen2.5": _Template(
-        system_message=_QWEN_SYSTEM_MESSAGE, after_end="\n", bos=False, message_by_message=True
+        file="chatml_lines",
+        system_message=_QWEN_SYSTEM_MESSAGE,
+        bos=False,
+        message_by_message=True,
     ),
 }
 
@@ -345,7 +351,7 @@ def encode_prompt(
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
-    texts = [*asked, template.assistant]
+    texts = [*asked, template.prompt]
     if not template.message_by_message:
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
@@ -390,12 +396,11 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     _check_recordings(sample, model)
     _check_tools(sample, model)
     _check_texts(sample, model)
-    close = template.end + template.after_end
     system = _system(sample, model, chatting)
-    messages = [] if system is None else [f"{template.system}{system}{close}"]
+    messages = [] if system is None else [template.written("system", system)]
     if _greets(sample, template):
         greeting = as_written(sample.greeting or "", model)
-        messages.append(f"{template.assistant}{greeting}{close}")
+        messages.append(template.written("assistant", greeting))
     questions = [turn.question for turn in sample.turns]
     answers = [turn.answer for turn in sample.turns]
     if not chatting or template.strips_all:
@@ -406,8 +411,8 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     for question, answered in zip(questions, answers, strict=True):
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
-        messages.append(f"{template.user}{question}{close}")
-        messages.append(f"{template.assistant}{answered}{close}")
+        messages.append(template.written("user", question))
+        messages.append(template.written("assistant", answered))
     return messages
 
 
@@ -505,9 +510,9 @@ def _greets(sample: Sample, template: _Template) -> bool:
 def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
     """Number of tokens that the template writes before an answer."""
     if template.message_by_message:
-        return len(tokenizer.encode(template.assistant))
+        return len(tokenizer.encode(template.prompt))
     # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
-    opening = tokenizer.encode(template.end + template.assistant)
+    opening = tokenizer.encode(template.end + template.prompt)
     return len(opening) - opening.index(tokenizer.required(template.end)) - 1
 
 
@@ -535,7 +540,8 @@ def _encode_apart(
     encoded = list(map(tokenizer.encode, written.messages))
     masks = [np.zeros(len(ids), bool) for ids in encoded]
     for answer in written.answers:
-        closed = len(encoded[answer]) - (1 if template.after_end else 0)  # before the line end
+        has_line_end = not written.messages[answer].endswith(template.end)
+        closed = len(encoded[answer]) - has_line_end
         masks[answer][header:closed] = True
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
     if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(encoded):

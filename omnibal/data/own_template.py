@@ -1,35 +1,29 @@
 """Conversations as the chat template that comes with a tokenizer writes them.
 
 The template is Jinja text beside the tokenizer (`chat_template.jinja`, or in
-`tokenizer_config.json`), rendered as Transformers does, so that token ids are those of its
-`apply_chat_template`; it is not imported, since it would import torch. Where the template marks
-what the model says (`{% generation %}`), loss falls there. Else it falls on what an answer's
-message adds behind the prompt for it, up to the piece that closes it; so a prompt and its
-conversation must begin equally, which is checked.
+`tokenizer_config.json`), so that token ids are those of Transformers' `apply_chat_template`. Where
+the template marks what the model says (`{% generation %}`), loss falls there. Else it falls on what
+an answer's message adds behind the prompt for it, up to the piece that closes it; so a prompt and
+its conversation must begin equally, which is checked.
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from omnibal.base.errors import UserError
+from omnibal.data.jinja_chat import BEGIN, END, compiled_template, render_chat
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
 from omnibal.data.shown import SeenVideo, seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule
 
-# Of a private plane of Unicode: no text has them but to deceive.
-_BEGIN, _END, _STAND_IN = "\U000f0000", "\U000f0001", "\U000f0002"
+_STAND_IN = "\U000f0002"  # as the marks, of a private plane of Unicode
 _ITEM = re.compile(f"({IMAGE}|{VIDEO})")
 _IMAGE = re.compile(f"({IMAGE})")
 _REASONED = "</think>"
@@ -380,15 +374,15 @@ def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
 
 
 def _unmarked(marked: str) -> str:
-    return marked.replace(_BEGIN, "").replace(_END, "")
+    return marked.replace(BEGIN, "").replace(END, "")
 
 
 def _marked_spans(marked: str) -> list[tuple[int, int]]:
     """Places of marked parts in the text without the marks."""
     spans, length = [], 0
-    for part in re.split(f"({_BEGIN}.*?{_END})", marked, flags=re.DOTALL):
-        inside = part.strip(_BEGIN + _END)
-        if part.startswith(_BEGIN):
+    for part in re.split(f"({BEGIN}.*?{END})", marked, flags=re.DOTALL):
+        inside = part.strip(BEGIN + END)
+        if part.startswith(BEGIN):
             spans.append((length, length + len(inside)))
         length += len(inside)
     return spans
@@ -436,7 +430,7 @@ def _check(sample: Sample, template: OwnTemplate) -> None:
     texts += [text for turn in sample.turns for text in turn.calls]
     texts += [sample.system or "", sample.greeting or "", sample.tools or ""]
     whole = "\n".join(texts)
-    for piece in (*template.control_pieces, _BEGIN, _END, _STAND_IN):
+    for piece in (*template.control_pieces, BEGIN, END, _STAND_IN):
         if piece in whole:
             raise UserError(
                 f"{sample.where}: has {piece!r} in its text, which only the chat template may "
@@ -452,59 +446,13 @@ def _rendered(
     prompt: bool = False,
 ) -> str:
     """The messages as the template writes them, with marks around what it marks."""
-    compiled = _compiled(tokenizer.template or "", str(tokenizer.path))
+    template = compiled_template(tokenizer.template or "", str(tokenizer.path))
     try:
-        return compiled.render(
-            messages=messages,
-            tools=tools,
-            documents=None,
-            add_generation_prompt=prompt,
-            **tokenizer.named_pieces,
+        return render_chat(
+            template, messages, tools=tools, prompt=prompt, pieces=tokenizer.named_pieces
         )
     except Exception as error:  # templates fail in ways of their own
         raise UserError(
             f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); change the "
             "sample, or the template"
         ) from error
-
-
-@lru_cache(maxsize=16)
-def _compiled(template: str, path: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    # Without strftime_now, on purpose: the same data is the same tokens on any day.
-    environment.globals["raise_exception"] = _refuse
-    try:
-        # As `from_string` does, but with globals in one table, which halves the time of rendering.
-        code = environment.compile(template)
-        return jinja2.Template.from_code(environment, code, dict(environment.globals))
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"{path}: its chat template is not Jinja ({error.message}, line {error.lineno}); "
-            "restore the checkpoint's own"
-        ) from error
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around what the model says."""
-
-    tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block into a call that puts marks around what it writes."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)

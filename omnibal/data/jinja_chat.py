@@ -1,0 +1,101 @@
+"""Chat templates in Jinja, rendered as Transformers does; it is not imported, as it imports torch.
+
+What a template marks as said by the model (`{% generation %}`) comes between two marks.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from omnibal.base.errors import UserError
+
+# Of a private plane of Unicode: no text has them but to deceive.
+BEGIN, END = "\U000f0000", "\U000f0001"
+
+
+def render_chat(
+    template: jinja2.Template,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: list | None = None,
+    prompt: bool = False,
+    pieces: Mapping[str, str] | None = None,
+) -> str:
+    """Messages as a template writes them.
+
+    Args:
+        prompt: whether the beginning of an answer comes behind them.
+        pieces: tokens with a role, such as "eos_token".
+
+    Raises:
+        Exception: of any kind; templates fail in ways of their own.
+    """
+    return template.render(
+        messages=messages,
+        tools=tools,
+        documents=None,
+        add_generation_prompt=prompt,
+        **(pieces or {}),
+    )
+
+
+@lru_cache(maxsize=16)
+def packaged_template(name: str) -> jinja2.Template:
+    """One of this project's templates."""
+    path = files("omnibal").joinpath("data", "templates", f"{name}.jinja")
+    return compiled_template(path.read_text("utf-8"), str(path))
+
+
+@lru_cache(maxsize=16)
+def compiled_template(template: str, path: str) -> jinja2.Template:
+    """The template that is this text.
+
+    Raises:
+        UserError: it is no Jinja; the message names its path.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    # Without strftime_now, on purpose: the same data is the same tokens on any day.
+    environment.globals["raise_exception"] = _refuse
+    try:
+        # As `from_string` does, but with globals in one table, which halves the time of rendering.
+        code = environment.compile(template)
+        return jinja2.Template.from_code(environment, code, dict(environment.globals))
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(
+            f"{path}: its chat template is not Jinja ({error.message}, line {error.lineno}); "
+            "restore the checkpoint's own"
+        ) from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}` around what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse the block into a call that puts marks around what it writes."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Callable[[], str]) -> str:
+        return f"{BEGIN}{caller()}{END}"
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
