@@ -29,7 +29,7 @@ _IMPORTED = (
     "omnibal.cli",
 )
 _ENDS = (".out", ".err")
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 
 Completed = subprocess.CompletedProcess[str]
 
@@ -105,6 +105,11 @@ class Launcher:
                 raise
             finally:
                 assert started.ended
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
     def _read(self) -> list[int]:
         assert self._process.stdout is not None

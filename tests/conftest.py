@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,19 +16,38 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 
 import pytest
+from commands import launcher
 from end_to_end_cases import MODEL, succeed
 from hypothesis import HealthCheck, settings
 
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from tools.make_digits_dataset import make_dataset
 
-# An example takes as long as the machine's other work lets it.
-settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("shared")
+# The same examples in every run, whatever the machine's load. `make fuzz` draws new ones.
+settings.register_profile(
+    "fixed",
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "random",
+    settings.get_profile("fixed"),
+    max_examples=1000,
+    derandomize=False,
+    print_blob=True,
+)
+settings.load_profile("fixed")
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so all they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+CPU_SECONDS = pytest.StashKey[float]()
+BUDGET_SLACK = 1.5
+"""Of the CPU seconds: two hyperthreads of one core each take longer for the same work."""
 
 NEVER_FORKED = {"ray", "s3fs", "aiobotocore", "moto"}
 """Modules with threads and locks of their own: a test has a command of its own import them."""
@@ -49,6 +69,40 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def whole_suite(config: pytest.Config) -> bool:
+    """Whether no test was left out on the command line."""
+    option = config.option
+    left_out = option.markexpr or option.keyword or option.deselect
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not left_out
+
+
+def suite_budget(config: pytest.Config) -> float:
+    """CPU seconds that the whole suite may take on two idle cores."""
+    settings = tomllib.loads((config.rootpath / "pyproject.toml").read_text())
+    return settings["tool"]["omnibal"]["budget"]["suite_cpu_seconds"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a whole suite that takes far more CPU seconds than its budget."""
+    config = session.config
+    if launcher.cache_info().currsize:
+        launcher().close()
+    # Ended processes of this one, and in turn of theirs: workers of pytest-xdist too.
+    config.stash[CPU_SECONDS] = sum(os.times()[:4])
+    limit = BUDGET_SLACK * suite_budget(config)
+    if whole_suite(config) and config.stash[CPU_SECONDS] > limit and not session.exitstatus:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    seconds, budget = config.stash[CPU_SECONDS], suite_budget(config)
+    line = f"{seconds:,.0f} CPU seconds; budget of the whole suite: {budget:,}"
+    if whole_suite(config) and seconds > BUDGET_SLACK * budget:
+        line += f", exceeded by more than {BUDGET_SLACK - 1:.0%}: see --durations, and share set-up"
+    terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session")

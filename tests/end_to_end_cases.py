@@ -101,12 +101,12 @@ def losses(save: Path) -> list[float]:
 
 
 def wait_for_steps(save: Path, steps: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         if (save / "run.jsonl").exists() and len(records(save)) >= steps:
             return
         time.sleep(0.05)
-    raise AssertionError(f"no {steps} steps within two minutes")
+    raise AssertionError(f"no {steps} steps within {TIMEOUT_S} s")
 
 
 def ranks_succeed(ranks: int, *command: object) -> str:

@@ -40,7 +40,7 @@ def script_commands(script: Path, folder: Path, *arguments: str) -> tuple[int, l
         program.chmod(0o755)
     done = subprocess.run(
         ["bash", str(folder / "scripts" / script.name), *arguments],
-        text=True, capture_output=True, timeout=60,
+        text=True, capture_output=True, timeout=600,
     )  # fmt: skip
     started = log.read_text().splitlines() if log.exists() else []
     return done.returncode, list(map(json.loads, started)), done.stderr

@@ -66,7 +66,7 @@ def started_s3(folder: Path) -> Iterator[Server]:
     with server.log.open("w") as log:
         process = subprocess.Popen(words, stdout=log, stderr=log)
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while True:
             try:
                 server.put("", None)

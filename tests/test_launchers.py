@@ -84,7 +84,7 @@ class Bench:
         path = f"{self._programs}:{os.environ['PATH']}"
         return subprocess.run(
             ["bash", *map(str, command)],
-            env={"PATH": path, **environment}, text=True, capture_output=True, timeout=60,
+            env={"PATH": path, **environment}, text=True, capture_output=True, timeout=600,
         )  # fmt: skip
 
     def started(self) -> list[tuple[list[str], dict[str, str]]]:

@@ -63,7 +63,7 @@ def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp
     killed, second, most_bytes = tmp_path / "killed", tmp_path / "second", 60_000
     with starts(server, command(killed, "large", "--save-interval", "1")) as ranks:
         wait_for_steps(killed, 2)
-        deadline, announced = time.monotonic() + 60, killed / "latest_checkpointed_iteration.txt"
+        deadline, announced = time.monotonic() + 600, killed / "latest_checkpointed_iteration.txt"
         while not announced.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         for pid in ranks.pids:

@@ -4,7 +4,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import make_lengths
 
@@ -31,7 +31,6 @@ def pack(lengths, *, seed=0, method=PackingMethod.BALANCED, levels=LEVELS, may_f
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 900)), min_size=1, max_size=80),
     method=st.sampled_from(PackingMethod),

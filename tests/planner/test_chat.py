@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from chat_cases import sample_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizer_cases import (
     WORDS,
@@ -282,7 +282,6 @@ def text_of(template: str) -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=50, deadline=None)  # what is encoded first takes longer
 @given(
     st.sampled_from(TEMPLATES),
     st.none() | st.sampled_from(["", "Read the line."]),

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import make_lengths
 from packing_cases import REAL_LENGTHS, assert_valid, fewest_packs
@@ -24,7 +24,6 @@ from omnibal.packing.size_counts import SizeCounts
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
 
 
-@settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 9), method=st.sampled_from(PackingMethod))
 def test_every_method_packs_every_sample_once(sizes, seed, method):
     """Prevents lost, doubled or overflowing samples, and a bound that a packing undercuts."""
@@ -34,7 +33,6 @@ def test_every_method_packs_every_sample_once(sizes, seed, method):
     assert naive_lower_bound(lengths, caps) <= packs_lower_bound(lengths, caps) <= len(packs)
 
 
-@settings(max_examples=100, deadline=None)
 @given(sizes=SIZES, seed=st.integers(0, 9), iterations=st.integers(0, 12))
 def test_every_sample_once_within_the_caps(sizes, seed, iterations):
     """Prevents lost, doubled or overflowing samples, whatever the lengths and iterations."""

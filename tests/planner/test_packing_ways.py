@@ -5,7 +5,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import make_lengths
 from packing_cases import assert_valid, fewest_packs
@@ -95,7 +95,6 @@ def test_partners_of_one_size_are_found(samples):
     assert len(balanced(lengths, Caps.of(tiles=9, tokens=4096))) == samples // 2
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 900)), min_size=1, max_size=120),
     seed=st.integers(0, 5),

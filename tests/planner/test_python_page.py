@@ -18,16 +18,12 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "python.md"
-MOST_IMPORT_S = 0.3
-_TRIES = 5
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 IMPORT = """
-import sys, time
-begin = time.process_time()
+import sys
 import omnibal
-taken = time.process_time() - begin
-print(taken, *({"torch", "scipy", "numpy"} & set(sys.modules)))
+print(*({"torch", "scipy", "numpy", "pydantic"} & set(sys.modules)))
 """
 
 
@@ -78,19 +74,12 @@ def test_all_names_resolve():
         omnibal.__getattr__("plans")
 
 
-def test_import_is_fast_and_imports_nothing_large():
+def test_import_imports_nothing_large():
     """Prevents: a program that waits for numpy, scipy or torch before it uses any of them."""
-    taken = []
-    for _ in range(_TRIES):
-        finished = subprocess.run(
-            [sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        seconds, *imported = finished.stdout.split()
-        assert imported == []
-        taken.append(float(seconds))
-        if taken[-1] < MOST_IMPORT_S:
-            break
-    assert min(taken) < MOST_IMPORT_S, taken
+    finished = subprocess.run(
+        [sys.executable, "-c", IMPORT], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert finished.stdout.split() == []
 
 
 def test_page_begins_with_a_command_and_is_linked():

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import make_lengths
 
@@ -73,7 +73,6 @@ def check_places(packs: ScheduledPacks, levels, ranks: int) -> None:
         assert here.tolist() == list(range(len(here)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     count=st.integers(20, 250),
     seed=st.integers(0, 99),

@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rate_cases import ring_ms, tiled_ms, tiled_rates
 
@@ -49,7 +49,6 @@ def grids(draw: st.DrawFn) -> list[ProductTime]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
 @given(measured=grids(), rows=SIZES, inner=SIZES, outer=SIZES)
 def test_a_product_is_as_measured_or_between(measured, rows, inner, outer):
     """Prevents: times that no device reached, or others than those that were measured."""

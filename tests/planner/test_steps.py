@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from omnibal.base.errors import UserError
@@ -61,7 +61,6 @@ def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> Sc
     return deal_steps(steps, lengths, load, dp, LEVELS)
 
 
-@settings(max_examples=80, deadline=None)
 @given(count=st.integers(1, 60), dp=st.integers(1, 5), micro_batches=st.integers(1, 5))
 def test_places_are_complete_and_gapless(count, dp, micro_batches):
     """Prevents lost packs, doubled slots, steps of other sizes, and ranks without their share."""

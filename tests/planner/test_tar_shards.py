@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import tarfile
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -384,17 +383,6 @@ def test_shards_need_no_torch(written, tmp_path):
     ):
         command = [sys.executable, "-c", program, *map(str, arguments)]
         subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
-
-
-def test_an_index_takes_no_time(tmp_path):
-    """Prevents minutes of indexing, in every process of a job, before a large run."""
-    with webdataset.TarWriter(str(tmp_path / "a.tar")) as shard:
-        for number in range(5000):
-            content = {"json": JSON_TURNS, "jpg": b"x" * 1000}
-            shard.write({"__key__": f"{number:06}", **content})
-    began = time.process_time()
-    assert len(open_shards(tmp_path, "a.tar")) == 5000
-    assert time.process_time() - began < 5
 
 
 def test_the_same_samples_as_energon_reads(written, tmp_path):

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizer_cases import (
@@ -61,7 +61,6 @@ def pair(request, tmp_path_factory) -> Pair:
     return Pair(open_tokenizer(path), slow_of(path))
 
 
-@settings(deadline=None)  # what is encoded first takes longer
 @given(TEXTS)
 @example("What is  <quad> this?<|im_end|>  A")
 @example("<s> a  <unk>  b")

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import lengths_of, make_lengths
 from packing_cases import REAL_LENGTHS
@@ -47,7 +47,6 @@ def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]
     return [*packs, pack] if pack else packs
 
 
-@settings(max_examples=300, deadline=None)
 @given(tokens=st.lists(st.integers(0, 12)), packing_length=st.integers(1, 15))
 def test_next_fit_is_the_trainers(tokens, packing_length):
     """Prevents packs that are foreseen otherwise than ms-swift makes them, also of samples that
@@ -57,7 +56,6 @@ def test_next_fit_is_the_trainers(tokens, packing_length):
     assert packs == packed_one_by_one(tokens, packing_length)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     packs=st.lists(
         st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=40
@@ -88,7 +86,6 @@ def test_a_pack_trades_places_with_the_most_alike():
     assert np.flatnonzero(order != np.arange(10)).tolist() == [2, 5]
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=30),
     packs_per_step=st.integers(1, 8),

@@ -63,7 +63,7 @@ def content(folder: Path) -> dict[str, bytes]:
 def command(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, ROOT / "tools" / "convert.py", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
 
 

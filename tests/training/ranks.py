@@ -19,7 +19,7 @@ import torch
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.model.parallel import Parallel
 
-_TIMEOUT_S = 120
+_TIMEOUT_S = 600
 
 
 def run_ranks(

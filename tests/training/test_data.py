@@ -282,7 +282,9 @@ def test_other_mistakes_are_not_forgiven(pictures):
         assert isinstance(malformed, UserError) and '"robot"; it must be' in str(malformed)
 
 
-TORCH_S = 20.0
+LIMIT_S = 300
+TORCH_S = 3600.0
+"""Torch's own watch looks so late that only the trainer's can have ended a test."""
 
 
 def many_packs(data: Data) -> PackDataset:
@@ -291,7 +293,6 @@ def many_packs(data: Data) -> PackDataset:
 
 def test_killed_worker_is_named_at_once(data, monkeypatch):
     """Prevents: a run that waits for ever for a worker that the system ended."""
-    # Torch's own watch looks so much later that a busy machine cannot hide which one noticed.
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (TORCH_S,))
     others = set(multiprocessing.active_children())  # of an earlier test, which end in their turn
     batches = load_batches(many_packs(data), 2, CPU)
@@ -299,10 +300,8 @@ def test_killed_worker_is_named_at_once(data, monkeypatch):
     workers = [one for one in multiprocessing.active_children() if one not in others]
     assert len(workers) == 2
     workers[0].kill()
-    began = time.monotonic()
     with pytest.raises(UserError, match=f"{workers[0].pid} was ended from outside .SIGKILL"):
         list(batches)
-    assert time.monotonic() - began < TORCH_S / 2
 
 
 def test_workers_leave_signals_to_the_trainer(data):
@@ -325,7 +324,7 @@ def test_closed_batches_leave_no_worker(data):
     workers = set(multiprocessing.active_children()) - others
     assert len(workers) == 2
     batches.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LIMIT_S
     while any(worker.exitcode is None for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert [worker.exitcode for worker in workers] == [0, 0]
@@ -335,7 +334,7 @@ def load_and_wait(data: Data, started) -> None:
     batches = load_batches(many_packs(data), 2, CPU)
     next(batches)
     started.set()
-    time.sleep(60)
+    time.sleep(2 * LIMIT_S)
 
 
 def test_workers_end_with_a_killed_trainer(data):
@@ -346,12 +345,12 @@ def test_workers_end_with_a_killed_trainer(data):
     trainer = context.Process(target=load_and_wait, args=(data, started))
     trainer.start()
     os.close(held)
-    has_started = started.wait(30)
+    has_started = started.wait(LIMIT_S)
     trainer.kill()
     trainer.join()
     assert has_started
     # The workers inherited the other end: it is closed when the last of them is gone.
-    readable, _, _ = select.select([alive], [], [], 15)
+    readable, _, _ = select.select([alive], [], [], LIMIT_S)
     os.close(alive)
     assert readable
 
@@ -360,13 +359,13 @@ def test_worker_without_its_trainer_ends():
     """Prevents: a worker that begins when its trainer is gone, and waits for it for ever."""
     process = multiprocessing.get_context("fork").Process(target=begin_orphaned)
     process.start()
-    process.join(10)
+    process.join(LIMIT_S)
     assert process.exitcode == 1
 
 
 def begin_orphaned() -> None:
     _begin_worker(os.getpid(), 0)  # any process but the parent
-    time.sleep(60)
+    time.sleep(2 * LIMIT_S)
 
 
 FAILING_PROGRAM = """
@@ -381,7 +380,7 @@ def test_failing_program_ends(data):
     """Prevents: an exception of the trainer from hanging in the wait for its workers."""
     ended = subprocess.run(
         [sys.executable, "-c", FAILING_PROGRAM],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert ended.returncode == 1
     assert ended.stdout == "0 1\n"
