@@ -5,6 +5,8 @@ script's own file, as `__main__`, with its own arguments, environment, output an
 an import that it forgets would not be noticed: some test starts each script by itself too.
 """
 
+import atexit
+import fcntl
 import gc
 import json
 import os
@@ -13,11 +15,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NoReturn
 
 REPOSITORY = Path(__file__).parent.parent
 _IMPORTED = (
@@ -117,13 +121,30 @@ class Launcher:
 
 
 @cache
+def _held_port(use: str) -> tuple[int, IO[str]]:
+    for port in range(20_000, 30_000):
+        held = (Path(tempfile.gettempdir()) / f"omnibal-tests-port-{port}").open("w")
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return port, held
+        except OSError:
+            held.close()
+    raise AssertionError("all ports of tests are held")
+
+
+def reserved_port(use: str) -> int:
+    """Port of this process's tests for one use, below those that the system hands out."""
+    return _held_port(use)[0]
+
+
+@cache
 def launcher() -> Launcher:
     """The one of this process's tests."""
     return Launcher()
 
 
 def _serve() -> None:
-    """Fork what each line of the input asks for; returns in the forked processes alone."""
+    """Fork what each line of the input asks for."""
     sys.path.insert(0, str(REPOSITORY))
     for module in _IMPORTED:
         __import__(module)
@@ -136,7 +157,6 @@ def _serve() -> None:
             child = os.fork()
             if child == 0:
                 _become(**start)
-                return
             children.append(child)
         print(json.dumps(children), flush=True)
         for child in children:
@@ -145,8 +165,8 @@ def _serve() -> None:
         print(json.dumps([os.waitstatus_to_exitcode(status) for status in statuses]), flush=True)
 
 
-def _become(words: list[str], environment: dict[str, Any], output: str) -> None:
-    """Be the command, up to where the interpreter ends by itself."""
+def _become(words: list[str], environment: dict[str, Any], output: str) -> NoReturn:
+    """Be the command to its end, but that the interpreter is not taken apart: most of a second."""
     os.environ.update(environment)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -154,13 +174,32 @@ def _become(words: list[str], environment: dict[str, Any], output: str) -> None:
         file = os.open(output + end, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
     signal.alarm(TIMEOUT_S)  # whose signal ends a process that nobody else would
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        runpy.run_path(words[0], run_name="__main__")
+    status = _status(words)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _status(words: list[str]) -> int:
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path[0] = str(Path(words[0]).resolve().parent)
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The user's commands on the digits: planned, trained, and what a run left."""
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -9,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher
+from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher, reserved_port
 
 MODEL = ("--model", "internvl-digits")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -45,9 +44,7 @@ def pair_starts(*command: object) -> AbstractContextManager[Started]:
 
 
 def rank_environments(processes: int) -> Iterator[dict[str, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port("ranks")
     for rank in range(processes):
         yield {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),

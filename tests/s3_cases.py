@@ -1,6 +1,5 @@
 """A server of S3 on this machine (moto's), and files in it."""
 
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import reserved_port
 
 needs_s3 = pytest.mark.skipif(
     find_spec("moto") is None or find_spec("s3fs") is None, reason="moto or s3fs is not installed"
@@ -58,9 +58,7 @@ class Server:
 @contextmanager
 def started_s3(folder: Path) -> Iterator[Server]:
     """Start a server with an empty bucket, which ends with the `with`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = reserved_port("s3")
     server = Server(f"http://127.0.0.1:{port}", folder / "moto.log")
     words = [sys.executable, "-c", _MAIN, "-H", "127.0.0.1", "-p", str(port)]
     with server.log.open("w") as log:
