@@ -113,7 +113,7 @@ class TrainingData:
 
 
 def padded_to_longest(batch: MicroBatch) -> MicroBatch:
-    """The same samples, each of them followed by padding up to the length of the longest.
+    """Pad every sample to the length of the longest.
 
     Padding is computed like any token and changes nothing: attention is causal within a sample, and
     no padding carries loss.

@@ -109,8 +109,8 @@ def fork_launched(be_rank: Callable[[], object], ranks: int, output: Path) -> li
     """Fork ranks in the environment that torchrun gives them; returns their process ids.
 
     Args:
-        be_rank: called in each; its SystemExit is how the process ends.
-        output: file to which what they say is added.
+        be_rank: runs in every process, whose exit status is that of its SystemExit.
+        output: file that stdout and stderr are appended to.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -186,12 +186,12 @@ class System:
         """Costs of a group's packs; with more ranks than key-value heads, each has a copy."""
         language = self.model.language
         heads = max(language.kv_heads, group.context)
-        model = self._changed(kv_heads=heads) if heads > language.kv_heads else self.model
+        model = self._with_language(kv_heads=heads) if heads > language.kv_heads else self.model
         parallel = Parallel(pipeline=1, data=RANKS)
         job = JobSpec(model=model, cluster=self.cluster, parallel=parallel, precision=PRECISION)
         return job.costs_at([group.level])[0]
 
-    def _changed(self, **changes: int) -> ModelConfig:
+    def _with_language(self, **changes: int) -> ModelConfig:
         language = self.model.language.model_copy(update=changes)
         return self.model.model_copy(update={"language": language})
 
