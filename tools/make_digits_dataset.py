@@ -339,27 +339,22 @@ def dataset_folder(
     """Yield a folder that becomes `output` when it is finished and says what it was made with."""
     with atomic_directory(output) as part:
         yield part
-        wanted = {"made_with": made_with(version, samples, heldout_samples, seed)}
-        (part / DESCRIPTION_FILE).write_text(json.dumps(wanted, indent=2) + "\n")
+        description = made_with(version, samples, heldout_samples, seed)
+        (part / DESCRIPTION_FILE).write_text(json.dumps(description, indent=2) + "\n")
 
 
-def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict[str, int]:
+def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
     """Return what decides the content of a dataset; written into it to know it again."""
-    return {
-        "format": version,
-        "samples": samples,
-        "heldout_samples": heldout_samples,
-        "seed": seed,
-    }
+    sizes = {"samples": samples, "heldout_samples": heldout_samples}
+    return {"made_with": {"format": version, **sizes, "seed": seed}}
 
 
-def is_made_with(output: Path, wanted: dict[str, int]) -> bool:
-    """Whether `output` is a finished dataset of these arguments, made by this version."""
+def is_described_by(output: Path, description: dict) -> bool:
+    """Return whether `output` is a finished dataset of this description."""
     try:
-        description = json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8"))
+        return json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8")) == description
     except (OSError, ValueError):
         return False
-    return isinstance(description, dict) and description.get("made_with") == wanted
 
 
 def run_maker(
@@ -368,19 +363,26 @@ def run_maker(
     version: int,
     make: Callable[[Path, int, int, int], None],
 ) -> int:
-    """Make the dataset that a command line asks for; return the exit status."""
+    """Make the dataset that a command line asks for, unless it is there; return the exit status."""
     with one_line_errors():
         options = dataset_options(sys.argv[1:] if arguments is None else arguments, description)
-        make_once(options, version, make)
+        output, sizes = options.output, (options.samples, options.heldout_samples)
+        if is_described_by(output, made_with(version, *sizes, options.seed)):
+            print(f"{output}: already made with these arguments")
+            return 0
+        if output.exists():
+            raise UserError(
+                f"{output} exists and was not made with these arguments by this version; "
+                "remove it or pass another --output"
+            )
+        check_folder("--output", output, [])
+        make(output, *sizes, options.seed)
+        print(f"{output}: {sizes[0]} training samples, {sizes[1]} held out")
     return 0
 
 
-def main(arguments: list[str] | None = None) -> int:
-    return run_maker(arguments, __doc__, FORMAT, make_dataset)
-
-
 def dataset_options(arguments: list[str], description: str | None) -> Namespace:
-    """Where to make a dataset, its sizes and its seed.
+    """Return where to make a dataset, its sizes and its seed.
 
     Raises:
         UserError: a number is out of range.
@@ -404,28 +406,8 @@ def dataset_options(arguments: list[str], description: str | None) -> Namespace:
     return options
 
 
-def make_once(
-    options: Namespace, version: int, make: Callable[[Path, int, int, int], None]
-) -> None:
-    """Make a dataset unless it is there already.
-
-    Raises:
-        UserError: something else is there.
-    """
-    wanted = made_with(version, options.samples, options.heldout_samples, options.seed)
-    if is_made_with(options.output, wanted):
-        print(f"{options.output}: already made with these arguments")
-        return
-    if options.output.exists():
-        raise UserError(
-            f"{options.output} exists and was not made with these arguments by this version; "
-            "remove it or pass another --output"
-        )
-    check_folder("--output", options.output, [])
-    make(options.output, options.samples, options.heldout_samples, options.seed)
-    print(
-        f"{options.output}: {options.samples} training samples, {options.heldout_samples} held out"
-    )
+def main(arguments: list[str] | None = None) -> int:
+    return run_maker(arguments, __doc__, FORMAT, make_dataset)
 
 
 if __name__ == "__main__":

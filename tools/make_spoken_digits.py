@@ -14,7 +14,7 @@ sounds.
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -264,12 +264,9 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
             voices = VOICES if name == "train" else HELDOUT_VOICES
             composer = SpokenComposer(scans, Speech.of(voices, rng), rng)
             write_split(part / name, sources(composer), sample_counts(count, SHARES))
-        (part / "tokenizer.model").write_bytes(spoken_tokenizer(training_lines(part / "train")))
-
-
-def spoken_tokenizer(texts: Iterator[str]) -> bytes:
-    """The tokenizer of the scanned digits, with the pieces that stand for recordings."""
-    return train_tokenizer(texts, (*SPECIAL_PIECES, AUDIO_START, AUDIO_CONTEXT, AUDIO_END))
+        pieces = (*SPECIAL_PIECES, AUDIO_START, AUDIO_CONTEXT, AUDIO_END)
+        tokenizer = train_tokenizer(training_lines(part / "train"), pieces)
+        (part / "tokenizer.model").write_bytes(tokenizer)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,7 +40,6 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.config import (
     ClusterConfig,
-    ModelConfig,
     PlainPrecision,
     load_cluster,
     load_model,
@@ -179,21 +178,16 @@ class System:
     """A model on the published system."""
 
     def __init__(self, model: str, cluster: ClusterConfig) -> None:
-        self.model = load_model(model)
-        self.cluster = cluster
+        self.model, self.cluster = load_model(model), cluster
 
     def cost(self, group: Group) -> CostModel:
         """Costs of a group's packs; with more ranks than key-value heads, each has a copy."""
-        language = self.model.language
-        heads = max(language.kv_heads, group.context)
-        model = self._with_language(kv_heads=heads) if heads > language.kv_heads else self.model
+        kv_heads = max(self.model.language.kv_heads, group.context)
+        language = self.model.language.model_copy(update={"kv_heads": kv_heads})
+        model = self.model.model_copy(update={"language": language})
         parallel = Parallel(pipeline=1, data=RANKS)
         job = JobSpec(model=model, cluster=self.cluster, parallel=parallel, precision=PRECISION)
         return job.costs_at([group.level])[0]
-
-    def _with_language(self, **changes: int) -> ModelConfig:
-        language = self.model.language.model_copy(update=changes)
-        return self.model.model_copy(update={"language": language})
 
     def pack_ms(self, group: Group, tokens: np.ndarray, squared: np.ndarray) -> np.ndarray:
         """Forward and backward of packs of so many (squared) tokens on a rank. [packs]"""

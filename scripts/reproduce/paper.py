@@ -242,17 +242,13 @@ class Predicted:
 
     def paper_stages(self, recomputed: Sequence[int]) -> tuple[Stage, ...]:
         """The paper's split, with so many layers recomputed from the front of every stage."""
-        cuts = self._paper_cuts()
-        counts = [len(stage.layers("vision")) for stage in stages_from_cuts(self.model, cuts)]
-        both = [(min(n, v), max(n - v, 0)) for n, v in zip(recomputed, counts, strict=True)]
-        return stages_from_cuts(self.model, cuts, both)
-
-    def _paper_cuts(self) -> list[int]:
-        """Before the first layer of every stage but the first."""
         sequence = unit_names(self.model)
         layers = ("vision_layer", "language_layer")
         positions = [at for at, unit in enumerate(sequence) if unit in layers]
-        return [positions[n] for n in np.cumsum(self.job.stage_layers[:-1])]
+        cuts = [positions[n] for n in np.cumsum(self.job.stage_layers[:-1])]
+        counts = [len(stage.layers("vision")) for stage in stages_from_cuts(self.model, cuts)]
+        both = [(min(n, v), max(n - v, 0)) for n, v in zip(recomputed, counts, strict=True)]
+        return stages_from_cuts(self.model, cuts, both)
 
     def stages(
         self, method: PartitionMethod, rule: RecomputeRule, epoch: Epoch, capped: bool = True
