@@ -32,12 +32,12 @@ VIDEO = ["av"]
 WEBDATASET, ENERGON = ["webdataset==1.0.2"], ["megatron-energon==7.4.1", "webdataset==1.0.2"]
 RAY = ["ray"]  # scans on a cluster
 S3 = ["fsspec", "s3fs"]  # data by URLs; other storages need fsspec and their own library
-# transformers is what tests compare with: other implementations of models and tokenizers. Triton's
-# interpreter runs the kernels in tests; CUDA builds of torch bring it. tools/make_spoken_digits.py
-# speaks through espeakng-loader. `make mutants` runs mutmut. moto, with flask, is a server of S3.
+# transformers is what tests compare with: other implementations of models and tokenizers.
+# tools/make_spoken_digits.py speaks through espeakng-loader. `make mutants` runs mutmut. moto, with
+# flask, is a server of S3.
 DEVELOPMENT = [
     *("espeakng-loader", "hypothesis", "mutmut", "mypy", "pre-commit", "pytest", "pytest-xdist"),
-    *("ruff", "scikit-learn", "tensorboard", "transformers", "triton", *VIDEO, *WEBDATASET),
+    *("ruff", "scikit-learn", "tensorboard", "transformers", *VIDEO, *WEBDATASET),
     *(*RAY, *S3, "moto[s3]", "flask", "flask-cors"),
 ]
 

@@ -14,7 +14,7 @@ if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
     if [[ -n ${WHEELS:-} ]]; then
         packages=$PWD/work/gpu_proof_packages
         wheels=("$WHEELS"/*.whl)
-        # Its torch and its Triton go with the numpy that is there.
+        # Its torch goes with the numpy that is there.
         if "$python" -c 'import sys, numpy; sys.exit(numpy.__version__ < "2")' 2>/dev/null; then
             for at in "${!wheels[@]}"; do
                 if [[ ${wheels[at]##*/} == numpy-* ]]; then

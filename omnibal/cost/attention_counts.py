@@ -71,7 +71,7 @@ def _grouped_query(
     """Grouped-query attention, of which causal ones do half of 4 q operations for every pair.
 
     With norms of heads, v is a view of the product's output, which is kept for q's and k's norms
-    (`megatron/vlm/model/fused/normed_rotary.py`). Qwen3.5's output gate comes out of the same
+    (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes out of the same
     product, which is kept for it, and multiplies what attention gives in a kernel of its own.
     """
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")

@@ -261,7 +261,7 @@ def _layer_kept(
     if form.rotates:
         product, product_by = "rotated q and k, and v", f"{attention}.split_and_rotate"
         normed, normed_by = "q and k before norms", f"{attention}.norms"
-        activation = "bias_swiglu" if form.gated else "bias_gelu"
+        activation = "swiglu" if form.gated else "bias_gelu"
 
     def line(what: str, made_by: str, bytes_: np.ndarray, *, for_weights: bool = False) -> Kept:
         return Kept(what=what, made_by=made_by, bytes=bytes_, for_weights=for_weights)

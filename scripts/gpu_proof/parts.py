@@ -35,7 +35,7 @@ _ROUNDING = 0.02
 
 
 def tests(context: Context) -> None:
-    """Run the tests for devices: the trainer, and every fused kernel beside plain torch."""
+    """Run the tests for devices: the trainer, and every fused operation beside plain torch."""
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") and not context.pretended else []
     if importlib.util.find_spec("pytest") is None:
         raise PartEndedError("skipped", "pytest is not installed")

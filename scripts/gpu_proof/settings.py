@@ -53,7 +53,7 @@ REAL = Settings(
 )
 """InternViT-6B with InternLM2-20B on two tensor-parallel ranks, of which one is there."""
 
-_ON_A_CPU = ("tests/training/test_kernels.py", "tests/training/test_fake_device.py")
+_ON_A_CPU = ("tests/training/test_fused_compiled.py", "tests/training/test_fake_device.py")
 
 FAKE_DEVICE = replace(
     REAL,

@@ -13,8 +13,6 @@ COMMANDS = "omnibal/cli"
 and `job/check.py` what it does."""
 SHOWN_BY = {"cap", "check", "length", "pack", "plan", "profile", "simulate"}
 """Those that do, each without its plural."""
-KERNELS = {"megatron/vlm/model/fused", "megatron/vlm/model/kernels"}
-"""A fused operation and the Triton kernel that it runs on CUDA have one name."""
 
 
 def modules_by_name(program: str) -> dict[str, set[Path]]:
@@ -27,10 +25,9 @@ def modules_by_name(program: str) -> dict[str, set[Path]]:
 
 
 def is_one_idea(paths: set[Path]) -> bool:
-    """Whether modules of one name are a command and what it calls, or an operation and its
-    kernel."""
+    """Whether modules of one name are a command and what it calls."""
     folders = {path.parent.as_posix() for path in paths}
-    if len(paths) == 1 or folders == KERNELS:
+    if len(paths) == 1:
         return True
     names = {path.stem.removesuffix("s") for path in paths}
     return len(paths) == 2 and COMMANDS in folders and names <= SHOWN_BY

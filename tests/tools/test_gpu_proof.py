@@ -98,12 +98,12 @@ def test_tests_are_told_one_by_one():
     """Prevents: failed tests that are lost in what pytest prints, alone or with workers."""
     printed = """
 tests/training/test_cuda.py::test_on_device[checkpoint] PASSED          [ 10%]
-[gw1] [ 20%] FAILED tests/training/test_cuda.py::test_kernels_on_device[rotary]
+[gw1] [ 20%] FAILED tests/training/test_cuda.py::test_on_device[weight_gradients]
 [gw0] [ 30%] SKIPPED tests/training/test_cuda.py::test_other
 """
     assert parts.tested(printed) == {
         "test_on_device[checkpoint]": "passed",
-        "test_kernels_on_device[rotary]": "failed",
+        "test_on_device[weight_gradients]": "failed",
         "test_other": "skipped",
     }
 
@@ -187,7 +187,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("has_numpy", [True, False])
 def test_the_numpy_of_a_python_stays(tmp_path: Path, has_numpy: bool):
-    """Prevents: a newer numpy in front of the one that goes with the machine's Triton."""
+    """Prevents: a newer numpy in front of the one that goes with the machine's torch."""
     script, wheels, log = tmp_path / "scripts" / "gpu_proof.sh", tmp_path / "w", tmp_path / "log"
     script.parent.mkdir()
     wheels.mkdir()

@@ -6,15 +6,6 @@ import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-KERNEL_CHECKS = (
-    "activations",
-    "residual",
-    "head_norms",
-    "rotary",
-    "normed_rotary",
-    "cross_entropy",
-)
-"""Names of the checks of kernel_checks.py."""
 
 
 def import_path(*more: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cuda_checks import losses_on_one_pack, real_size_plan
-from programs import KERNEL_CHECKS, REPOSITORY, import_path, run_program
+from programs import REPOSITORY, import_path, run_program
 from ranks import run_ranks
 from toy import stages_of, toy_model, toy_plan
 
@@ -46,11 +46,10 @@ def test_on_device(check, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
-@pytest.mark.parametrize("check", KERNEL_CHECKS)
-def test_kernels_on_device(check, monkeypatch):
-    """Prevents: a kernel that is right in Triton's interpreter only."""
+def test_fused_operations_on_device(monkeypatch):
+    """Prevents: a compiled body that is right on a CPU only."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = run_program(HERE / "kernel_checks.py", "cuda", check)
+    result = run_program(HERE / "fused_checks.py", "cuda")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -1,20 +1,28 @@
-"""What fused operations compute on a CPU, and how a fake device counts bytes: quick ones."""
+"""What fused operations compute and keep, and how a fake device counts bytes: quick ones."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_checks import CHECKS, Case
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy
 from megatron.vlm.model.fused.residual import Branch, NormWeights, add_and_norm
-from megatron.vlm.model.kernels import activations as kernels
 
 pytestmark = pytest.mark.quick
 
 
 def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+@pytest.mark.in_own_process
+@pytest.mark.parametrize("check", CHECKS)
+def test_bodies_are_their_formulas(check):
+    """Prevents: a body that gives other numbers or gradients than its textbook formula, or keeps
+    more for backward than plans count."""
+    check(Case("cpu", torch.float32))
 
 
 def test_activations_are_their_formulas():
@@ -34,11 +42,11 @@ def test_activations_are_their_formulas():
 
 def test_residual_is_added_before_the_norm():
     """Prevents: a norm of the branch alone, and a layer scale that leaves out the bias."""
-    residual, output, bias, scale = random(5, 2, 6), random(5, 2, 6), random(6), random(6)
+    shortcut, output, bias, scale = random(5, 2, 6), random(5, 2, 6), random(6), random(6)
     normed, summed = add_and_norm(
-        residual, Branch(output, bias, scale), NormWeights(random(6), None, 1e-6)
+        shortcut, Branch(output, bias, scale), NormWeights(random(6), None, 1e-6)
     )
-    torch.testing.assert_close(summed, residual + scale * (output + bias))
+    torch.testing.assert_close(summed, shortcut + scale * (output + bias))
     rms = summed.square().mean(-1, keepdim=True).add(1e-6).sqrt()
     torch.testing.assert_close(normed, summed / rms * random(6))
 
@@ -53,11 +61,6 @@ def test_padded_words_are_in_no_softmax():
     torch.testing.assert_close(losses, expected)
     losses.sum().backward()
     assert not logits.grad[:, 5:].any() and logits.grad[:, :5].all()
-
-
-def test_kernels_load():
-    """Prevents: kernels that the installed Triton cannot read, which only a GPU would show."""
-    assert callable(kernels.swiglu) and callable(kernels.bias_gelu_backward)
 
 
 def test_storages_are_counted_from_birth_to_end():

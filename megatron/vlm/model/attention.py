@@ -21,8 +21,13 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
-from megatron.vlm.model.fused.normed_rotary import HeadWeights, split_norm_and_rotate
-from megatron.vlm.model.fused.rotary import Heads, Rotation, split_and_rotate
+from megatron.vlm.model.fused.rotary import (
+    Heads,
+    HeadWeights,
+    Rotation,
+    split_and_rotate,
+    split_norm_and_rotate,
+)
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 

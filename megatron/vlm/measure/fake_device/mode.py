@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed._tools.fake_collectives
@@ -27,6 +28,8 @@ from megatron.vlm.measure.fake_device.device import fake_calls, install_device
 from megatron.vlm.measure.fake_device.memory import Label, MemoryTracker
 from megatron.vlm.measure.fake_device.places import Places
 from megatron.vlm.measure.fake_device.routing import evenly_routed
+from megatron.vlm.model.fused import compiled
+from megatron.vlm.model.fused.compiled import Body
 
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
@@ -90,6 +93,7 @@ class FakeDevice(TorchDispatchMode):
         self.phase = "build"
         """Part of the step that runs; of labels and counts."""
         self._rules: dict[Any, _Rule] = {}
+        self._is_in_body = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -97,6 +101,8 @@ class FakeDevice(TorchDispatchMode):
         if func is _DEVICE_OF:
             return args[0].fake_device
         kwargs = kwargs or {}
+        if self._is_in_body:
+            return func(*args, **kwargs)
         if func is _HOST_READ and args[0].constant is None:
             return self.read(args[0])
         rule = self._rules.get(func)
@@ -108,6 +114,29 @@ class FakeDevice(TorchDispatchMode):
         results = run(*args, **kwargs)
         self._count(func, rule, args, kwargs, results)
         return results
+
+    def compiled(self, name: str, body: Body) -> Body:
+        """Return a fused operation's body as one launch, which makes its results and no more."""
+        rule = _Rule(
+            operation=f"omnibal::{name}",
+            launches=True,
+            is_product=False,
+            checks=None,
+            working_bytes=None,
+            results=None,
+        )
+
+        def run(*arguments: Any) -> Any:
+            kernels.check_own_device(rule.operation, arguments)
+            self._is_in_body = True
+            try:
+                results = body(*arguments)
+            finally:
+                self._is_in_body = False
+            self._count(None, rule, arguments, {}, results)
+            return results
+
+        return run
 
     def read(self, tensor: Any) -> float | int:
         """Value of a scalar: none is known. On the host it counts something, from one up."""
@@ -149,7 +178,7 @@ class FakeDevice(TorchDispatchMode):
         self.memory.settle(label, working)
         if not rule.launches:
             return
-        flops = flops_of(func, args, kwargs, results)
+        flops = 0.0 if func is None else flops_of(func, args, kwargs, results)
         read = [*args, *(value for name, value in kwargs.items() if name != "out")]
         moved = moved_bytes(rule.operation, read, outputs)
         self.counts.add(self.phase, rule.operation, flops, moved)
@@ -202,6 +231,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(fake_calls(device.memory, device.resized))
         stack.enter_context(kernels.device_kernels(device.read))
         stack.enter_context(evenly_routed(device.read_of_routing))
+        stack.enter_context(patch.object(compiled, "compiled", device.compiled))
         stack.enter_context(tensors)
         stack.enter_context(device.places.followed())
         stack.enter_context(device)

@@ -1,1 +1,1 @@
-"""Operations that are one kernel on a CUDA device, each beside what it does in plain torch."""
+"""Element-wise operations of a layer, with backwards of their own, compiled on a CUDA device."""

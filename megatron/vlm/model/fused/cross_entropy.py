@@ -7,16 +7,13 @@ Shapes: L loss positions, W words of this rank, of which the last may be padding
 """
 
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 
-from megatron.vlm.model.fused.operation import operation
-from megatron.vlm.model.fused.sizes import require, require_shapes
+from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +36,6 @@ def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWor
     """
     if logits_LW.is_cuda:
         return CrossEntropy.apply(logits_LW, labels_L, words)
-    return eager_cross_entropy(logits_LW, labels_L, words)
-
-
-def eager_cross_entropy(
-    logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords
-) -> torch.Tensor:
-    """`cross_entropy` in plain torch, for every device."""
     logits_LW = logits_LW.float()
     hide_padding(logits_LW, words)
     if words.group is None:
@@ -61,47 +51,27 @@ def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
     logits_LW.detach()[:, words.count :].fill_(-torch.inf)
 
 
-def _kernels() -> ModuleType:
-    from megatron.vlm.model.kernels import cross_entropy  # needs Triton, which CUDA's torch brings
-
-    return cross_entropy
-
-
-def _write_partial(outputs, *arguments):
-    _kernels().partial(*arguments, *outputs)
-    return outputs
-
-
-@operation("cross_entropy", _write_partial)
+@compiled_on_cuda("cross_entropy")
 def _partial(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest own logit of each position; sum of all exponentials over it, and the label's logit,
-    which is 0 where another rank has it."""
-    _require_own_words("cross_entropy", logits_LW, first, count)
-    positions = len(logits_LW)
-    require_shapes("cross_entropy", labels_L=(labels_L, (positions,)))
-    return (
-        logits_LW.new_empty(positions, dtype=torch.float32),
-        logits_LW.new_empty((2, positions), dtype=torch.float32),
-    )
+    """Return the largest own logit of each position; and the sum of all exponentials over it, and
+    the label's logit, which is 0 if another rank has it, float32 [2, L]."""
+    own_LW = logits_LW[:, :count].float()
+    if not count:  # all words of this rank are padding
+        zeros_L = own_LW.sum(1)
+        return zeros_L - torch.inf, torch.stack((zeros_L, zeros_L))
+    largest_L = own_LW.amax(1)
+    shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # where all are minus infinity
+    sums_L = torch.exp(own_LW - shift_L.unsqueeze(1)).sum(1)
+    own_labels_L = labels_L - first
+    is_own_L = (own_labels_L >= 0) & (own_labels_L < count)
+    places_L1 = own_labels_L.clamp(0, count - 1).unsqueeze(1)
+    of_labels_L = logits_LW.gather(1, places_L1).squeeze(1).float()
+    return largest_L, torch.stack((sums_L, torch.where(is_own_L, of_labels_L, 0.0)))
 
 
-def _require_own_words(operation: str, logits_LW: torch.Tensor, first: int, count: int) -> None:
-    shape = list(logits_LW.shape)
-    require(operation, "logits_LW", shape, len(shape) == 2, "have two axes")
-    require_shapes(operation, logits_LW=(logits_LW, shape))
-    require(operation, "first", first, first >= 0, "be 0 or more")
-    words = shape[1]
-    require(operation, "count", count, 0 <= count <= words, f"be within logits_LW's {words} words")
-
-
-def _write_backward(result_LW, *arguments):
-    _kernels().backward(*arguments, result_LW)
-    return result_LW
-
-
-@operation("cross_entropy_backward", _write_backward)
+@compiled_on_cuda("cross_entropy_backward")
 def _backward(
     gradient_L: torch.Tensor,
     logits_LW: torch.Tensor,
@@ -110,15 +80,12 @@ def _backward(
     first: int,
     count: int,
 ) -> torch.Tensor:
-    _require_own_words("cross_entropy_backward", logits_LW, first, count)
-    positions = logits_LW.shape[:1]
-    require_shapes(
-        "cross_entropy_backward",
-        gradient_L=(gradient_L, positions),
-        labels_L=(labels_L, positions),
-        normalizer_L=(normalizer_L, positions),
-    )
-    return torch.empty_like(logits_LW)
+    words_W = torch.arange(logits_LW.shape[1], device=logits_LW.device)
+    shares_LW = torch.exp(logits_LW.float() - normalizer_L.unsqueeze(1))
+    is_label_LW = words_W == (labels_L - first).unsqueeze(1)
+    gradient_LW = torch.where(is_label_LW, shares_LW - 1, shares_LW) * gradient_L.unsqueeze(1)
+    # A label of the next rank's has the number of a padded word here.
+    return torch.where(words_W < count, gradient_LW, 0.0).to(logits_LW.dtype)
 
 
 def combined(
@@ -135,12 +102,10 @@ def combined(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """`cross_entropy` by kernels, for any device that runs them."""
+    """`cross_entropy` on any device."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords
-    ) -> torch.Tensor:
+    def forward(ctx, logits_LW, labels_L, words):
         logits_LW = logits_LW.contiguous()
         largest_L, sums_2L = _partial(logits_LW, labels_L, words.first, words.count)
         losses_L, normalizer_L = combined(largest_L, sums_2L, words.group)

@@ -8,15 +8,12 @@ Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * 
 """
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.vlm.model.fused.operation import operation
-from megatron.vlm.model.fused.sizes import require, require_shapes
+from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, [S, B, N, D]."""
@@ -40,135 +37,26 @@ def split_with_norms(
     Returns:
         q, k and v; v is a view of what was given.
     """
-    if qkv_SBN3D.is_cuda:
+    if qkv_SBN3D.is_cuda or group is not None:
         return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
-    query_SBND, key_SBND, value_SBND = qkv_SBN3D.chunk(3, -1)
-    heads = (query_SBND, key_SBND)
-    if group is None:
-        query_SBND, key_SBND = eager_norms(heads, weights_W, eps)
-    else:
-        query_SBND, key_SBND = DividedNorms.apply(*heads, *weights_W, width, eps, group)
+    *heads, value_SBND = qkv_SBN3D.chunk(3, -1)
+    query_SBND, key_SBND = (
+        F.rms_norm(x_SBND.flatten(2), weight_W.shape, weight_W, eps).view(x_SBND.shape)
+        for x_SBND, weight_W in zip(heads, weights_W, strict=True)
+    )
     return query_SBND, key_SBND, value_SBND
 
 
-def eager_norms(
-    heads_SBND: Sequence[torch.Tensor], weights_W: Sequence[torch.Tensor], eps: float
-) -> list[torch.Tensor]:
-    """Norms of some tensors over all heads in plain torch, where one rank has all of them."""
-    return [
-        F.rms_norm(x_SBND.flatten(2), weight_W.shape, weight_W, eps).view(x_SBND.shape)
-        for x_SBND, weight_W in zip(heads_SBND, weights_W, strict=True)
-    ]
+def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of q and of k over this rank's heads, float32 [2, S, B]."""
+    query_SBND, key_SBND, _ = qkv_SBN3D.chunk(3, -1)
+    return torch.stack([x_SBND.float().square().sum((2, 3)) for x_SBND in (query_SBND, key_SBND)])
 
 
-class DividedNorms(torch.autograd.Function):
-    """RMSNorms of q and k over heads of several ranks in plain torch; computes in float32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query_SBND: torch.Tensor,
-        key_SBND: torch.Tensor,
-        query_weight_W: torch.Tensor,
-        key_weight_W: torch.Tensor,
-        width: int,
-        eps: float,
-        group: dist.ProcessGroup,
-    ) -> tuple[torch.Tensor, ...]:
-        heads, weights_ND = (
-            (query_SBND, key_SBND),
-            [weight_W.view(query_SBND.shape[2:]) for weight_W in (query_weight_W, key_weight_W)],
-        )
-        squares_2SB = torch.stack([x_SBND.float().square().sum((2, 3)) for x_SBND in heads])
-        dist.all_reduce(squares_2SB, group=group)
-        rstds_2SB11 = torch.rsqrt(squares_2SB / width + eps)[..., None, None]
-        ctx.save_for_backward(*heads, *weights_ND, rstds_2SB11)
-        ctx.width, ctx.group = width, group
-        return tuple(
-            (x * rstd * weight).to(x.dtype)
-            for x, rstd, weight in zip(heads, rstds_2SB11, weights_ND, strict=True)
-        )
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        *heads, query_weight_ND, key_weight_ND, rstds_2SB11 = ctx.saved_tensors
-        weights_ND = (query_weight_ND, key_weight_ND)
-        units = [x * rstd for x, rstd in zip(heads, rstds_2SB11, strict=True)]
-        owns = [grad.float() * weight for grad, weight in zip(gradients, weights_ND, strict=True)]
-        pairs = list(zip(owns, units, strict=True))
-        along_2SB = torch.stack([(own * unit).sum((2, 3)) for own, unit in pairs])
-        dist.all_reduce(along_2SB, group=ctx.group)
-        along_2SB11 = (along_2SB / ctx.width)[..., None, None]
-        of_heads = [
-            (rstd * (own - unit * along)).to(unit_of.dtype)
-            for (own, unit), rstd, along, unit_of in zip(
-                pairs, rstds_2SB11, along_2SB11, heads, strict=True
-            )
-        ]
-        of_weights = [
-            (grad * unit).sum((0, 1)).flatten().to(weight.dtype)
-            for grad, unit, weight in zip(gradients, units, weights_ND, strict=True)
-        ]
-        return *of_heads, *of_weights, None, None, None
+_squares = compiled_on_cuda("head_squares")(_sum_squares)
 
 
-def _kernels() -> ModuleType:
-    from megatron.vlm.model.kernels import head_norms  # needs Triton, which CUDA's torch brings
-
-    return head_norms
-
-
-def _write_squares(sums_2SB, qkv_SBN3D):
-    _kernels().squares(qkv_SBN3D, sums_2SB)
-    return sums_2SB
-
-
-@operation("head_squares", _write_squares)
-def _squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
-    _require_heads("head_squares", qkv_SBN3D)
-    return _new_moments(qkv_SBN3D)
-
-
-def _new_moments(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
-    return qkv_SBN3D.new_empty((2, *qkv_SBN3D.shape[:2]), dtype=torch.float32)
-
-
-def _require_heads(
-    operation: str,
-    qkv_SBN3D: torch.Tensor,
-    weights_W: Sequence[torch.Tensor] | None = None,
-    gradients_SBND: Sequence[torch.Tensor] | None = None,
-    **moments_2SB: torch.Tensor | None,
-) -> None:
-    """Refuse tensors that do not go with the product of q, k and v; those left out are not used."""
-    shape = list(qkv_SBN3D.shape)
-    is_of_heads = len(shape) == 4 and shape[3] % 3 == 0
-    require(operation, "qkv_SBN3D", shape, is_of_heads, "be [S, B, N, 3 D]")
-    require_shapes(operation, qkv_SBN3D=(qkv_SBN3D, shape))
-    *rows, heads, three_sizes = shape
-    size = three_sizes // 3
-    for argument, tensors, count, own in (
-        ("weights_W", weights_W, 2, (heads * size,)),
-        ("gradients_SBND", gradients_SBND, 3, (*rows, heads, size)),
-    ):
-        if tensors is not None:
-            given = f"{len(tensors)} tensors"
-            require(operation, argument, given, len(tensors) == count, f"be {count} tensors")
-            named = {f"{argument}[{i}]": (tensor, own) for i, tensor in enumerate(tensors)}
-            require_shapes(operation, **named)
-    require_shapes(operation, **{name: (one, (2, *rows)) for name, one in moments_2SB.items()})
-
-
-def _require_width(operation: str, width: int) -> None:
-    require(operation, "width", width, width > 0, "be more than 0")
-
-
-def _write_norms(outputs, *arguments):
-    _kernels().norms(*arguments, outputs)
-    return outputs
-
-
-@operation("head_norms", _write_norms)
+@compiled_on_cuda("head_norms")
 def _norms(
     qkv_SBN3D: torch.Tensor,
     weights_W: Sequence[torch.Tensor],
@@ -176,66 +64,92 @@ def _norms(
     width: int,
     eps: float,
 ) -> Heads:
-    _require_heads("head_norms", qkv_SBN3D, weights_W, sums_2SB=sums_2SB)
-    _require_width("head_norms", width)
-    *rows, three_sizes = qkv_SBN3D.shape
-    query_SBND, key_SBND = (qkv_SBN3D.new_empty((*rows, three_sizes // 3)) for _ in range(2))
-    return query_SBND, key_SBND, _new_moments(qkv_SBN3D)
+    """Return normed q and k, and both their rstds, float32 [2, S, B].
+
+    Args:
+        sums_2SB: sums of squares over all ranks; None where this rank has all heads.
+    """
+    if sums_2SB is None:
+        sums_2SB = _sum_squares(qkv_SBN3D)
+    rstds_2SB = torch.rsqrt(sums_2SB / width + eps)
+    query_SBND, key_SBND = (
+        (x_SBND * rstd_SB11 * weight_W.view(x_SBND.shape[2:])).to(x_SBND.dtype)
+        for x_SBND, rstd_SB11, weight_W in zip(
+            qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None], weights_W, strict=True
+        )
+    )
+    return query_SBND, key_SBND, rstds_2SB
 
 
-def _write_along(sums_2SB, *arguments):
-    _kernels().along(*arguments, sums_2SB)
-    return sums_2SB
-
-
-@operation("head_norms_along", _write_along)
-def _along(
-    gradients_SBND: Sequence[torch.Tensor],
+def _sum_along(
     qkv_SBN3D: torch.Tensor,
+    gradients_SBND: Sequence[torch.Tensor],
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> torch.Tensor:
-    operation, tensors = "head_norms_along", (qkv_SBN3D, weights_W, gradients_SBND)
-    _require_heads(operation, *tensors, rstds_2SB=rstds_2SB)
-    return torch.empty_like(rstds_2SB)
+    """Return the gradients' parts along normed q and k, summed over this rank's heads."""
+    pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
+    return torch.stack([(own_SBND * unit_SBND).sum((2, 3)) for own_SBND, unit_SBND in pairs])
 
 
-def _write_backward(outputs, *arguments):
-    result_SBN3D, of_weights_2W = outputs
-    return result_SBN3D, _kernels().backward(*arguments, result_SBN3D).to(of_weights_2W.dtype)
-
-
-@operation("head_norms_backward", _write_backward)
-def _backward(
-    gradients_SBND: Sequence[torch.Tensor],
+def _weighted_and_units(
     qkv_SBN3D: torch.Tensor,
+    gradients_SBND: Sequence[torch.Tensor],
+    weights_W: Sequence[torch.Tensor],
+    rstds_2SB: torch.Tensor,
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the weighted gradient and the value over its root mean square, of q and of k."""
+    heads, rstds_2SB11 = qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None]
+    return [
+        (gradient_SBND.float() * weight_W.view(x_SBND.shape[2:]), x_SBND * rstd_SB11)
+        for gradient_SBND, x_SBND, weight_W, rstd_SB11 in zip(
+            gradients_SBND[:2], heads, weights_W, rstds_2SB11, strict=True
+        )
+    ]
+
+
+_along = compiled_on_cuda("head_norms_along")(_sum_along)
+
+
+@compiled_on_cuda("head_norms_backward")
+def _backward(
+    qkv_SBN3D: torch.Tensor,
+    gradients_SBND: Sequence[torch.Tensor],
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
     along_2SB: torch.Tensor | None,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    operation, tensors = "head_norms_backward", (qkv_SBN3D, weights_W, gradients_SBND)
-    _require_heads(operation, *tensors, rstds_2SB=rstds_2SB, along_2SB=along_2SB)
-    _require_width(operation, width)
-    own_width = len(weights_W[0])
-    return torch.empty_like(qkv_SBN3D), weights_W[0].new_empty((2, own_width))
+    """Return the gradients of q, k and v in one, and of both weights, [2, W].
+
+    Args:
+        along_2SB: what `_along` returns, summed over ranks; None where this rank has all heads.
+    """
+    if along_2SB is None:
+        along_2SB = _sum_along(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
+    along_2SB11 = (along_2SB / width)[..., None, None]
+    pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
+    of_heads = [
+        (rstd_SB11 * (own_SBND - unit_SBND * along_SB11)).to(qkv_SBN3D.dtype)
+        for (own_SBND, unit_SBND), rstd_SB11, along_SB11 in zip(
+            pairs, rstds_2SB[..., None, None], along_2SB11, strict=True
+        )
+    ]
+    of_weights = [
+        (gradient_SBND * unit_SBND).sum((0, 1)).flatten()
+        for gradient_SBND, (_, unit_SBND) in zip(gradients_SBND[:2], pairs, strict=True)
+    ]
+    of_qkv_SBN3D = torch.cat((*of_heads, gradients_SBND[2]), -1)
+    return of_qkv_SBN3D, torch.stack(of_weights).to(weights_W[0].dtype)
 
 
 class HeadNorms(torch.autograd.Function):
-    """`split_with_norms` by kernels, for any device that runs them."""
+    """`split_with_norms` on any device."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv_SBN3D: torch.Tensor,
-        query_weight_W: torch.Tensor,
-        key_weight_W: torch.Tensor,
-        width: int,
-        eps: float,
-        group: dist.ProcessGroup | None,
-    ) -> Heads:
+    def forward(ctx, qkv_SBN3D, query_weight_W, key_weight_W, width, eps, group):
         qkv_SBN3D = qkv_SBN3D.contiguous()
-        weights_W = [query_weight_W, key_weight_W]
+        weights_W = (query_weight_W, key_weight_W)
         sums_2SB = None
         if group is not None:
             sums_2SB = _squares(qkv_SBN3D)
@@ -248,11 +162,13 @@ class HeadNorms(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         qkv_SBN3D, *weights_W, rstds_2SB = ctx.saved_tensors
-        gradients_SBND = [gradient.contiguous() for gradient in gradients]
+        parts = list(gradients)
+        if qkv_SBN3D.is_cuda:
+            parts = [gradient.contiguous() for gradient in gradients]
+        of_heads = (qkv_SBN3D, parts, weights_W, rstds_2SB)
         along_2SB = None
         if ctx.group is not None:
-            along_2SB = _along(gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB)
+            along_2SB = _along(*of_heads)
             dist.all_reduce(along_2SB, group=ctx.group)
-        arguments = (gradients_SBND, qkv_SBN3D, weights_W, rstds_2SB, along_2SB, ctx.width)
-        of_qkv_SBN3D, of_weights_2W = _backward(*arguments)
+        of_qkv_SBN3D, of_weights_2W = _backward(*of_heads, along_2SB, ctx.width)
         return of_qkv_SBN3D, *of_weights_2W, None, None, None

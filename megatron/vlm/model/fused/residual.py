@@ -1,18 +1,16 @@
-"""Residual adds and norms between the blocks of a layer: one kernel a direction for each.
+"""Residual adds and norms between the blocks of a layer.
 
-Shapes: S sequence, B batch (tiles), H hidden size, R = S * B rows, M moments of a row (rstd; for
-LayerNorm mean too).
+Shapes: S sequence, B batch (tiles), H hidden size, M moments of a position (rstd; for LayerNorm
+mean too).
 """
 
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron.vlm.model.fused.operation import operation
-from megatron.vlm.model.fused.sizes import require, require_shapes
+from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +44,18 @@ def norm_and_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise every position, and hand on what was normalised as the residual.
 
-    Backward adds the residual's gradient in the same kernel, if the residual is taken from here.
+    Backward adds the residual's gradient with the norm's, if the residual is taken from here.
     """
     if hidden_SBH.is_cuda:
         return NormAndResidual.apply(hidden_SBH, *_parts(weights))
-    return eager_norm(hidden_SBH, weights), hidden_SBH
+    return _eager_norm(hidden_SBH, weights), hidden_SBH
 
 
 def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     """Return the residual with the branch added."""
     is_plain = branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None
     if is_plain or not residual_SBH.is_cuda:
-        return eager_add(residual_SBH, branch)
+        return _eager_add(residual_SBH, branch)
     return ScaledAdd.apply(residual_SBH, *_parts(branch))
 
 
@@ -67,20 +65,18 @@ def add_and_norm(
     """Return the norm of the residual with the branch added, and the sum as the next residual."""
     if residual_SBH.is_cuda:
         return ScaledAddAndNorm.apply(residual_SBH, *_parts(branch), *_parts(weights))
-    summed_SBH = eager_add(residual_SBH, branch)
-    return eager_norm(summed_SBH, weights), summed_SBH
+    summed_SBH = _eager_add(residual_SBH, branch)
+    return _eager_norm(summed_SBH, weights), summed_SBH
 
 
-def eager_norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
-    """`norm` in plain torch, for every device."""
+def _eager_norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
     shape = weights.weight_H.shape
     if weights.bias_H is None:
         return F.rms_norm(hidden_SBH, shape, weights.weight_H, weights.eps)
     return F.layer_norm(hidden_SBH, shape, weights.weight_H, weights.bias_H, weights.eps)
 
 
-def eager_add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """`add` in plain torch, for every device."""
+def _eager_add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     output_SBH = branch.output_SBH
     if branch.bias_H is not None:
         output_SBH = output_SBH + branch.bias_H
@@ -98,122 +94,58 @@ def _parts(group: Branch | NormWeights) -> tuple[Any, ...]:
     return group.weight_H, group.bias_H, group.eps
 
 
-def _kernels() -> ModuleType:
-    from megatron.vlm.model.kernels import residual  # needs Triton, which CUDA's torch brings
-
-    return residual
-
-
-def _require_norm(
-    operation: str,
-    hidden_SBH: torch.Tensor,
-    weight_H: torch.Tensor,
-    bias_H: torch.Tensor | None = None,
-) -> None:
-    """Refuse a norm's weights that do not go with what is normed."""
-    shape = hidden_SBH.shape
-    require_shapes(
-        operation,
-        hidden_SBH=(hidden_SBH, shape),
-        weight_H=(weight_H, shape[-1:]),
-        bias_H=(bias_H, shape[-1:]),
-    )
-
-
-def _require_branch(
-    operation: str, argument: str, residual_SBH: torch.Tensor, *branch: torch.Tensor | None
-) -> None:
-    """Refuse parts of a branch that do not go with an argument, the residual or its gradient."""
-    shape = list(residual_SBH.shape)
-    require(operation, argument, shape, len(shape) == 3, "have three axes")
-    require_shapes(operation, **{argument: (residual_SBH, shape)})
-    output_SBH, bias_H, scale_H, tile_scale_B = branch
-    require_shapes(
-        operation,
-        output_SBH=(output_SBH, shape),
-        bias_H=(bias_H, shape[-1:]),
-        scale_H=(scale_H, shape[-1:]),
-        tile_scale_B=(tile_scale_B, shape[1:2]),
-    )
-
-
-def _write_norm(outputs, hidden_SBH, weight_H, bias_H, eps):
-    unused = (hidden_SBH, *outputs)
-    _kernels().add_norm(hidden_SBH, (None,) * 4, (weight_H, bias_H), eps, unused)
-    return outputs
-
-
-@operation("norm", _write_norm)
-def _norm(
+def _normalize(
     hidden_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _require_norm("norm", hidden_SBH, weight_H, bias_H)
-    return _new_normed(hidden_SBH, bias_H)
+    """Return the norm, and its moments, float32 [M, S, B]."""
+    unit_SBH = hidden_SBH.float()
+    means = []
+    if bias_H is not None:
+        mean_SB = unit_SBH.mean(-1)
+        means.append(mean_SB)
+        unit_SBH = unit_SBH - mean_SB.unsqueeze(-1)
+    rstd_SB = torch.rsqrt(unit_SBH.square().mean(-1) + eps)
+    normed_SBH = unit_SBH * rstd_SB.unsqueeze(-1) * weight_H
+    if bias_H is not None:
+        normed_SBH = normed_SBH + bias_H
+    return normed_SBH.to(hidden_SBH.dtype), torch.stack((rstd_SB, *means))
 
 
-def _new_normed(
-    hidden_SBH: torch.Tensor, bias_H: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    moments = 1 if bias_H is None else 2
-    shape_MSB = (moments, *hidden_SBH.shape[:-1])
-    return torch.empty_like(hidden_SBH), hidden_SBH.new_empty(shape_MSB, dtype=torch.float32)
+_norm = compiled_on_cuda("norm")(_normalize)
 
 
-def _write_scaled_add(summed_SBH, residual_SBH, *branch):
-    unused = (summed_SBH, summed_SBH, summed_SBH)
-    _kernels().add_norm(residual_SBH, branch, (None, None), 0.0, unused)
-    return summed_SBH
-
-
-@operation("scaled_add", _write_scaled_add)
-def _scaled_add(
+def _add_branch(
     residual_SBH: torch.Tensor,
     output_SBH: torch.Tensor,
     bias_H: torch.Tensor | None,
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
 ) -> torch.Tensor:
-    branch = (output_SBH, bias_H, scale_H, tile_scale_B)
-    _require_branch("scaled_add", "residual_SBH", residual_SBH, *branch)
-    return torch.empty_like(residual_SBH)
+    added_SBH = output_SBH.float()
+    if bias_H is not None:
+        added_SBH = added_SBH + bias_H
+    if scale_H is not None:
+        added_SBH = added_SBH * scale_H
+    if tile_scale_B is not None:
+        added_SBH = added_SBH * tile_scale_B.unsqueeze(-1)
+    return (residual_SBH + added_SBH).to(residual_SBH.dtype)
 
 
-def _write_scaled_add_norm(outputs, residual_SBH, *branch_and_norm):
-    *branch, weight_H, norm_bias_H, eps = branch_and_norm
-    normed_SBH, summed_SBH, moments_MSB = outputs
-    written = (summed_SBH, normed_SBH, moments_MSB)
-    _kernels().add_norm(residual_SBH, branch, (weight_H, norm_bias_H), eps, written)
-    return outputs
+_scaled_add = compiled_on_cuda("scaled_add")(_add_branch)
 
 
-@operation("scaled_add_norm", _write_scaled_add_norm)
+@compiled_on_cuda("scaled_add_norm")
 def _scaled_add_norm(
-    residual_SBH: torch.Tensor,
-    output_SBH: torch.Tensor,
-    bias_H: torch.Tensor | None,
-    scale_H: torch.Tensor | None,
-    tile_scale_B: torch.Tensor | None,
-    weight_H: torch.Tensor,
-    norm_bias_H: torch.Tensor | None,
-    eps: float,
+    residual_SBH: torch.Tensor, *branch_and_norm: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    operation, branch = "scaled_add_norm", (output_SBH, bias_H, scale_H, tile_scale_B)
-    _require_branch(operation, "residual_SBH", residual_SBH, *branch)
-    require_shapes(
-        operation,
-        weight_H=(weight_H, residual_SBH.shape[-1:]),
-        norm_bias_H=(norm_bias_H, residual_SBH.shape[-1:]),
-    )
-    normed_SBH, moments_MSB = _new_normed(residual_SBH, norm_bias_H)
-    return normed_SBH, torch.empty_like(residual_SBH), moments_MSB
+    """Return the norm of the sum, the sum and the norm's moments."""
+    *branch, weight_H, norm_bias_H, eps = branch_and_norm
+    summed_SBH = _add_branch(residual_SBH, *branch)
+    normed_SBH, moments_MSB = _normalize(summed_SBH, weight_H, norm_bias_H, eps)
+    return normed_SBH, summed_SBH, moments_MSB
 
 
-def _write_norm_backward(outputs, *arguments):
-    result_SBH, of_weights_MH = outputs
-    return result_SBH, _kernels().norm_backward(*arguments, result_SBH).to(of_weights_MH.dtype)
-
-
-@operation("norm_backward", _write_norm_backward)
+@compiled_on_cuda("norm_backward")
 def _norm_backward(
     gradient_SBH: torch.Tensor,
     passed_SBH: torch.Tensor | None,
@@ -221,54 +153,58 @@ def _norm_backward(
     moments_MSB: torch.Tensor,
     weight_H: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    operation, shape, moments = "norm_backward", hidden_SBH.shape, len(moments_MSB)
-    _require_norm(operation, hidden_SBH, weight_H)
-    require(
-        operation, "moments_MSB", list(moments_MSB.shape), moments in (1, 2), "begin with 1 or 2"
-    )
-    require_shapes(
-        operation,
-        gradient_SBH=(gradient_SBH, shape),
-        passed_SBH=(passed_SBH, shape),
-        moments_MSB=(moments_MSB, (moments, *shape[:-1])),
-    )
-    return torch.empty_like(hidden_SBH), weight_H.new_empty((moments, len(weight_H)))
+    """Return the gradients of what was normalised and of the norm's weights, [M, H].
+
+    Args:
+        passed_SBH: gradient that comes past the norm, to be added.
+    """
+    gradient_SBH = gradient_SBH.float()
+    rstd_SB1, *means = moments_MSB.unsqueeze(-1)
+    unit_SBH = hidden_SBH.float()
+    if means:
+        unit_SBH = unit_SBH - means[0]
+    unit_SBH = unit_SBH * rstd_SB1
+    own_SBH = gradient_SBH * weight_H
+    result_SBH = own_SBH - unit_SBH * (own_SBH * unit_SBH).mean(-1, keepdim=True)
+    of_weights = [gradient_SBH * unit_SBH]
+    if means:
+        result_SBH = result_SBH - own_SBH.mean(-1, keepdim=True)
+        of_weights.append(gradient_SBH)
+    result_SBH = result_SBH * rstd_SB1
+    if passed_SBH is not None:
+        result_SBH = result_SBH + passed_SBH
+    of_weights_MH = torch.stack([each.flatten(0, -2).sum(0) for each in of_weights])
+    return result_SBH.to(hidden_SBH.dtype), of_weights_MH.to(weight_H.dtype)
 
 
-def _write_scaled_add_backward(outputs, gradient_SBH, *branch):
-    result_SBH, of_branch_2H = outputs
-    sums_2H = _kernels().scaled_add_backward(gradient_SBH, branch, result_SBH)
-    return result_SBH, sums_2H.to(of_branch_2H.dtype)
-
-
-@operation("scaled_add_backward", _write_scaled_add_backward)
+@compiled_on_cuda("scaled_add_backward")
 def _scaled_add_backward(
     gradient_SBH: torch.Tensor,
     output_SBH: torch.Tensor | None,
     bias_H: torch.Tensor | None,
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    operation, branch = "scaled_add_backward", (output_SBH, bias_H, scale_H, tile_scale_B)
-    _require_branch(operation, "gradient_SBH", gradient_SBH, *branch)
-    is_there = scale_H is None or output_SBH is not None
-    require(operation, "output_SBH", None, is_there, "be given, as scale_H is")
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the gradients of a branch's output, if it is scaled, and of bias and scale, [2, H]."""
+    scaled_SBH = gradient_SBH.float()
+    of_scale_H = scaled_SBH.new_zeros(scaled_SBH.shape[-1])
+    if tile_scale_B is not None:
+        scaled_SBH = scaled_SBH * tile_scale_B.unsqueeze(-1)
+    if scale_H is not None:
+        assert output_SBH is not None, "kept for the gradient of the scale"
+        biased_SBH = output_SBH if bias_H is None else output_SBH.float() + bias_H
+        of_scale_H = (scaled_SBH * biased_SBH).sum((0, 1))
+        scaled_SBH = scaled_SBH * scale_H
+    of_branch_2H = torch.stack((scaled_SBH.sum((0, 1)), of_scale_H)).to(gradient_SBH.dtype)
     is_scaled = scale_H is not None or tile_scale_B is not None
-    shape = gradient_SBH.shape if is_scaled else (0,)
-    return gradient_SBH.new_empty(shape), gradient_SBH.new_empty((2, gradient_SBH.shape[-1]))
+    return scaled_SBH.to(gradient_SBH.dtype) if is_scaled else None, of_branch_2H
 
 
 class NormAndResidual(torch.autograd.Function):
-    """`norm_and_residual` by kernels, for any device that runs them."""
+    """`norm_and_residual` on any device."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_SBH: torch.Tensor,
-        weight_H: torch.Tensor,
-        bias_H: torch.Tensor | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, hidden_SBH, weight_H, bias_H, eps):
         ctx.set_materialize_grads(False)
         contiguous_SBH = hidden_SBH.contiguous()
         normed_SBH, moments_MSB = _norm(contiguous_SBH, weight_H, bias_H, eps)
@@ -282,12 +218,12 @@ class NormAndResidual(torch.autograd.Function):
 
 
 class ScaledAdd(torch.autograd.Function):
-    """`add` by kernels, for any device that runs them."""
+    """`add` on any device."""
 
     @staticmethod
-    def forward(ctx: Any, residual_SBH: torch.Tensor, *branch: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx, residual_SBH, *branch):
         parts = [_contiguous(tensor) for tensor in branch]
-        ctx.save_for_backward(*_kept_of_branch(parts))
+        ctx.save_for_backward(*_kept_of_branch(*parts))
         return _scaled_add(residual_SBH.contiguous(), *parts)
 
     @staticmethod
@@ -296,19 +232,17 @@ class ScaledAdd(torch.autograd.Function):
 
 
 class ScaledAddAndNorm(torch.autograd.Function):
-    """`add_and_norm` by kernels, for any device that runs them."""
+    """`add_and_norm` on any device."""
 
     @staticmethod
-    def forward(
-        ctx: Any, residual_SBH: torch.Tensor, *branch_and_norm: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx, residual_SBH, *branch_and_norm):
         ctx.set_materialize_grads(False)
         *branch, weight_H, norm_bias_H, eps = branch_and_norm
         branch = [_contiguous(tensor) for tensor in branch]
         normed_SBH, summed_SBH, moments_MSB = _scaled_add_norm(
             residual_SBH.contiguous(), *branch, weight_H, norm_bias_H, eps
         )
-        ctx.save_for_backward(*_kept_of_branch(branch), summed_SBH, moments_MSB, weight_H)
+        ctx.save_for_backward(*_kept_of_branch(*branch), summed_SBH, moments_MSB, weight_H)
         return normed_SBH, summed_SBH
 
     @staticmethod
@@ -324,9 +258,8 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.contiguous()
 
 
-def _kept_of_branch(branch: Any) -> tuple[torch.Tensor | None, ...]:
+def _kept_of_branch(output_SBH, bias_H, scale_H, tile_scale_B):
     """A branch's output is needed again for the gradient of its scale only."""
-    output_SBH, bias_H, scale_H, tile_scale_B = branch
     return (None if scale_H is None else output_SBH), bias_H, scale_H, tile_scale_B
 
 
@@ -348,7 +281,7 @@ def _gradients_of_add(total_SBH, branch):
     scaled_SBH, (of_bias_H, of_scale_H) = _scaled_add_backward(total_SBH, *branch)
     return (
         total_SBH,
-        scaled_SBH if scaled_SBH.numel() else total_SBH,
+        total_SBH if scaled_SBH is None else scaled_SBH,
         None if bias_H is None else of_bias_H,
         None if scale_H is None else of_scale_H,
         None,

@@ -1,17 +1,17 @@
-"""Rotary position embedding of packed samples: q, k and v taken out of their product and turned by
-one kernel, and backward by one.
+"""Rotary position embedding of packed samples, which takes q, k and v out of their product; and the
+same behind a norm of every head of q and of k, as Qwen3 has it.
 
 Shapes: T packed tokens, G key/value heads of this rank, Q queries' heads of each, N = G * Q,
 D head size.
 """
 
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from megatron.vlm.model.fused.operation import operation
-from megatron.vlm.model.fused.sizes import require, require_shapes
+from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q [T, N, D], k and v [T, G, D]."""
@@ -22,6 +22,15 @@ class Rotation(NamedTuple):
 
     cosines: torch.Tensor
     sines: torch.Tensor
+
+
+class HeadWeights(NamedTuple):
+    """Weights of q's norm and of k's, [D] each and the same for all heads, and what is added to
+    their mean squares."""
+
+    query_D: torch.Tensor
+    key_D: torch.Tensor
+    eps: float
 
 
 def rotation(
@@ -69,107 +78,62 @@ def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotat
     """
     if qkv.is_cuda:
         return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
-    return eager_split_and_rotate(qkv, queries_per_group, turned_by)
+    query_TND, key_TGD, value_TGD = _split(qkv, queries_per_group)
+    tables = [table.to(qkv.dtype) for table in turned_by]
+    return _turn(query_TND, *tables), _turn(key_TGD, *tables), value_TGD
 
 
-def eager_split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
-    """`split_and_rotate` in plain torch, for every device."""
+def split_norm_and_rotate(
+    qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation, norms: HeadWeights
+) -> Heads:
+    """Take q, k and v out of [T, G, (Q + 2) D], with q's and k's heads divided by their root mean
+    squares, weighted, and turned by their positions' angles.
+
+    What is given is kept for backward; v is a view of it.
+    """
+    if qkv.is_cuda:
+        return NormAndRotate.apply(qkv, queries_per_group, *turned_by, *norms)
+    query_D, key_D, eps = norms
+    size = len(query_D)
+    query, key, value = qkv.unflatten(-1, (-1, size)).split([queries_per_group, 1, 1], 2)
+    query, key = (F.rms_norm(x, (size,), w, eps) for x, w in ((query, query_D), (key, key_D)))
+    normed = torch.cat([query, key, value], 2).flatten(2)
+    return split_and_rotate(normed, queries_per_group, turned_by)
+
+
+def _split(qkv: torch.Tensor, queries_per_group: int) -> Heads:
     size = qkv.shape[-1] // (queries_per_group + 2)
     query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
-    cosines, sines = (table.to(qkv.dtype).unsqueeze(1) for table in turned_by)
-
-    def turned(heads_TND: torch.Tensor) -> torch.Tensor:
-        first, second = heads_TND.chunk(2, -1)
-        return torch.cat(
-            (first * cosines - second * sines, second * cosines + first * sines), dim=-1
-        )
-
-    return (
-        turned(query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)),
-        turned(key_TGD),
-        value_TGD,
-    )
+    query_TND = query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)
+    return query_TND, key_TGD, value_TGD
 
 
-def _kernels() -> ModuleType:
-    from megatron.vlm.model.kernels import rotary  # needs Triton, which CUDA's torch brings
-
-    return rotary
-
-
-def sizes_of_product(
-    operation: str,
-    qkv: torch.Tensor,
-    queries_per_group: int,
-    cosines: torch.Tensor,
-    sines: torch.Tensor,
-) -> tuple[int, int, int]:
-    """T, G and D of a product of q, k and v, which goes with its angles.
-
-    Raises:
-        ValueError: it does not, or an argument has other axes than it must.
-    """
-    shape = list(qkv.shape)
-    require(operation, "qkv", shape, len(shape) == 3, "have three axes")
-    require(operation, "queries_per_group", queries_per_group, queries_per_group > 0, "be positive")
-    tokens, groups, width = shape
-    size, rest = divmod(width, queries_per_group + 2)
-    heads = f"have a last axis of {queries_per_group} queries, a key and a value of an even size"
-    require(operation, "qkv", shape, rest == 0 and size % 2 == 0, heads)
-    angles = (tokens, size // 2)
-    require_shapes(operation, qkv=(qkv, shape), cosines=(cosines, angles), sines=(sines, angles))
-    return tokens, groups, size
+def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Turn every head by its token's angles [T, D / 2]."""
+    cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
+    first, second = heads_TND.chunk(2, -1)
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
 
 
-def sizes_of_gradients(
-    operation: str, gradients: Heads, cosines: torch.Tensor, sines: torch.Tensor
-) -> tuple[int, int, int]:
-    """T, G and D of gradients of q, k and v, which go together and with their angles.
-
-    Raises:
-        ValueError: they do not, or an argument has other axes than it must.
-    """
-    query_TND, key_TGD, value_TGD = gradients
-    shape, queries = list(key_TGD.shape), list(query_TND.shape)
-    is_of_pairs = len(shape) == 3 and shape[2] % 2 == 0
-    require(operation, "key_TGD", shape, is_of_pairs, "be [T, G, D] with an even D")
-    tokens, groups, size = shape
-    is_of_groups = len(queries) == 3 and queries[1] > 0 == queries[1] % max(groups, 1)
-    require(operation, "query_TND", queries, is_of_groups, f"have some heads for each of {groups}")
-    angles = (tokens, size // 2)
-    require_shapes(
-        operation,
-        query_TND=(query_TND, (tokens, queries[1], size)),
-        key_TGD=(key_TGD, shape),
-        value_TGD=(value_TGD, shape),
-        cosines=(cosines, angles),
-        sines=(sines, angles),
-    )
-    return tokens, groups, size
+def _turn_back(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    return _turn(heads_TND, cosines, -sines)
 
 
-def _write_rotate(parts, qkv, queries_per_group, cosines, sines):
-    _kernels().rotate(qkv, parts, cosines, sines, back=False)
-    return parts
+def _in_groups(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
+    """Return queries' heads by group, [T, G, Q, D]."""
+    return query_TND.unflatten(1, (groups, query_TND.shape[1] // groups))
 
 
-@operation("split_and_rotate", _write_rotate)
-def _rotate(
+@compiled_on_cuda("split_and_rotate")
+def _split_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
 ) -> Heads:
-    tokens, groups, size = sizes_of_product(
-        "split_and_rotate", qkv, queries_per_group, cosines, sines
-    )
-    query_TND = qkv.new_empty((tokens, groups * queries_per_group, size))
-    return query_TND, *(qkv.new_empty((tokens, groups, size)) for _ in range(2))
+    query_TND, key_TGD, value_TGD = _split(qkv, queries_per_group)
+    query_TND, key_TGD = (_turn(x, cosines, sines).to(qkv.dtype) for x in (query_TND, key_TGD))
+    return query_TND, key_TGD, value_TGD.clone(memory_format=torch.contiguous_format)
 
 
-def _write_rotate_back(qkv, query_TND, key_TGD, value_TGD, cosines, sines):
-    _kernels().rotate(qkv, (query_TND, key_TGD, value_TGD), cosines, sines, back=True)
-    return qkv
-
-
-@operation("split_and_rotate_backward", _write_rotate_back)
+@compiled_on_cuda("split_and_rotate_backward")
 def _rotate_back(
     query_TND: torch.Tensor,
     key_TGD: torch.Tensor,
@@ -177,27 +141,82 @@ def _rotate_back(
     cosines: torch.Tensor,
     sines: torch.Tensor,
 ) -> torch.Tensor:
-    tokens, groups, size = sizes_of_gradients(
-        "split_and_rotate_backward", (query_TND, key_TGD, value_TGD), cosines, sines
-    )
-    return query_TND.new_empty((tokens, groups, (query_TND.shape[1] // groups + 2) * size))
+    query_TND, key_TGD = (_turn_back(x, cosines, sines).to(x.dtype) for x in (query_TND, key_TGD))
+    query = _in_groups(query_TND, key_TGD.shape[1]).flatten(2)
+    return torch.cat((query, key_TGD, value_TGD), -1)
 
 
 class SplitAndRotate(torch.autograd.Function):
-    """`split_and_rotate` by kernels, for any device that runs them."""
+    """`split_and_rotate` on any device."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        qkv: torch.Tensor,
-        queries_per_group: int,
-        cosines: torch.Tensor,
-        sines: torch.Tensor,
-    ) -> Heads:
+    def forward(ctx, qkv, queries_per_group, cosines, sines):
         ctx.save_for_backward(cosines, sines)
-        return _rotate(qkv.contiguous(), queries_per_group, cosines, sines)
+        return _split_and_rotate(qkv.contiguous(), queries_per_group, cosines, sines)
 
     @staticmethod
     def backward(ctx, *gradients):
         parts = [gradient.contiguous() for gradient in gradients]
         return _rotate_back(*parts, *ctx.saved_tensors), None, None, None
+
+
+@compiled_on_cuda("norm_and_rotate")
+def _norm_and_rotate(
+    qkv: torch.Tensor,
+    cosines: torch.Tensor,
+    sines: torch.Tensor,
+    query_weight_D: torch.Tensor,
+    key_weight_D: torch.Tensor,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q, k and the rstd of each of their heads, float32 [T, G, Q + 1]."""
+    heads = qkv.unflatten(-1, (-1, len(query_weight_D)))[:, :, :-1].float()
+    rstds = torch.rsqrt(heads.square().mean(-1) + eps)
+    units = heads * rstds.unsqueeze(-1)
+    query_TND = units[:, :, :-1].flatten(1, 2) * query_weight_D
+    key_TGD = units[:, :, -1] * key_weight_D
+    query_TND, key_TGD = (_turn(x, cosines, sines).to(qkv.dtype) for x in (query_TND, key_TGD))
+    return query_TND, key_TGD, rstds
+
+
+@compiled_on_cuda("norm_and_rotate_backward")
+def _norm_and_rotate_backward(
+    qkv: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    turned_by: Sequence[torch.Tensor],
+    weights_D: Sequence[torch.Tensor],
+    rstds: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `qkv` and of both weights, [2, D], given those of q, k and v."""
+    query_TND, key_TGD, value_TGD = gradients
+    query_TND, key_TGD = (_turn_back(x, *turned_by) for x in (query_TND, key_TGD))
+    query, key = _in_groups(query_TND, key_TGD.shape[1]), key_TGD.unsqueeze(2)
+    rstds = rstds.unsqueeze(-1)
+    units = qkv.unflatten(-1, (-1, key.shape[-1]))[:, :, :-1] * rstds
+    own = torch.cat((query * weights_D[0], key * weights_D[1]), 2)
+    of_heads = rstds * (own - units * (own * units).mean(-1, keepdim=True))
+    of_query_D = (query * units[:, :, :-1]).sum((0, 1, 2))
+    of_key_D = (key * units[:, :, -1:]).sum((0, 1, 2))
+    of_qkv = torch.cat((of_heads.to(qkv.dtype), value_TGD.unsqueeze(2)), 2).flatten(2)
+    return of_qkv, torch.stack((of_query_D, of_key_D)).to(weights_D[0].dtype)
+
+
+class NormAndRotate(torch.autograd.Function):
+    """`split_norm_and_rotate` on any device."""
+
+    @staticmethod
+    def forward(ctx, qkv, queries_per_group, cosines, sines, query_weight_D, key_weight_D, eps):
+        qkv = qkv.contiguous()
+        tables_and_weights = (cosines, sines, query_weight_D, key_weight_D)
+        query_TND, key_TGD, rstds = _norm_and_rotate(qkv, *tables_and_weights, eps)
+        ctx.save_for_backward(qkv, *tables_and_weights, rstds)
+        return query_TND, key_TGD, qkv[..., -len(query_weight_D) :]
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        qkv, cosines, sines, *weights_D, rstds = ctx.saved_tensors
+        parts = [gradient.contiguous() for gradient in gradients]
+        of_qkv, of_weights_2D = _norm_and_rotate_backward(
+            qkv, parts, (cosines, sines), weights_D, rstds
+        )
+        return of_qkv, None, None, None, *of_weights_2D, None

@@ -1,1 +1,0 @@
-"""Triton kernels; imported on a CUDA device only, and by tests in Triton's interpreter."""

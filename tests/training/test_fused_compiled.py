@@ -1,0 +1,15 @@
+"""Bodies of fused operations, compiled for a CPU; test_cuda.py has them on a device."""
+
+import shutil
+from pathlib import Path
+
+from programs import run_program
+
+
+def test_compiled_bodies_compute_what_is_written():
+    """Prevents: a body that the compiler cannot take, or takes for another, which only a GPU would
+    show."""
+    assert shutil.which("g++"), "install g++, which compiles bodies for a CPU"
+    ended = run_program(Path(__file__).with_name("fused_checks.py"), "cpu")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "compiled 19 bodies" in ended.stdout
