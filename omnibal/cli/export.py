@@ -29,9 +29,8 @@ def export(
     data: Annotated[
         Path | None,
         typer.Option(
-            help="annotation file, or meta JSON, that the lengths were scanned from, or "
-            "LoongForge's manifest of its samples (default: files that hold or name samples are "
-            "left out)"
+            help="annotation file, or meta JSON, that the lengths were scanned from "
+            "(default: files that hold or name samples are left out)"
         ),
     ] = None,
     workers: Annotated[

@@ -130,8 +130,8 @@ def lengths(
         typer.Argument(
             metavar="DATA",
             help="annotation file of messages or conversations (JSONL, or a JSON array), "
-            "InternVL's meta JSON that names some, or what another program has counted: ms-swift's "
-            "cached dataset, LoongForge's manifest; also by URL, as s3://BUCKET/meta.json",
+            "InternVL's meta JSON that names some, or ms-swift's cached "
+            "dataset; also by URL, as s3://BUCKET/meta.json",
             parser=location,
         ),
     ],

@@ -1,17 +1,15 @@
-"""Lengths counted by other programs: ms-swift's cached datasets and LoongForge's manifests.
+"""Lengths counted by ms-swift: its cached datasets.
 
-Their token counts are taken as they are, so that a plan is of what that trainer will pack. Items of
-images are counted from the headers of the images that rows name or hold; how many tokens carry loss
-is not told by either, and all are taken to.
+Token counts are taken as they are, so that a plan is of what that trainer will pack. Items of
+images are counted from the headers of the images that rows name or hold. How many tokens carry loss
+is not told, and all are taken to.
 
 Read in ms-swift 4.6.0: swift/pipelines/export/cached_dataset.py (folders that `datasets` saves,
-with a column `lengths`), and in LoongForge 7393697: wds_pack/manifest/sqlite.py.
+with a column `lengths`).
 """
 
 import json
-import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,8 @@ from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import Lengths, check_positions, image_rule
-from omnibal.data.loongforge_manifest import is_manifest, read_manifest
 from omnibal.data.native_resolution import OddImage, Segments, image_segments, sizes_of
-from omnibal.data.stored_files import IMAGE_SUFFIXES, HeldFile, ImageFile
+from omnibal.data.stored_files import HeldFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import SQUARED_FEATURES, squares_of
@@ -35,15 +32,19 @@ _REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
 
 def is_counted(path: Path) -> bool:
-    """Whether a path is a dataset that another program has counted, which is local."""
-    if isinstance(path, RemotePath):
-        return False
-    return cached_folder(path) is not None or (path.is_file() and is_manifest(path))
+    """Whether a path is a dataset that ms-swift has counted, which is local."""
+    return not isinstance(path, RemotePath) and cached_folder(path) is not None
 
 
 def cached_folder(path: Path) -> Path | None:
     """The folder of a saved dataset: this one, or the `train` in it; None where it is neither."""
     return next((at for at in (path, path / "train") if (at / _STATE).is_file()), None)
+
+
+def _folder(path: Path) -> Path:
+    folder = cached_folder(path)
+    assert folder is not None, path  # as `is_counted` said
+    return folder
 
 
 def counted_files(path: Path) -> list[Path]:
@@ -52,18 +53,29 @@ def counted_files(path: Path) -> list[Path]:
     Raises:
         UserError: the folder's list of files is damaged.
     """
-    folder = cached_folder(path)
-    return [path] if folder is None else [folder / _STATE, *_arrow_files(folder)]
+    folder = _folder(path)
+    return [folder / _STATE, *_arrow_files(folder)]
 
 
 def counted_tokens(path: Path) -> np.ndarray:
     """Read the tokens of every row of a counted dataset, int64 [rows].
 
+    A row that is several segments has a list of them.
+
     Raises:
         UserError: the dataset is damaged, or has no rows.
     """
-    folder = cached_folder(path)
-    return read_manifest(path).tokens if folder is None else _cached_tokens(folder)
+    folder, found = _folder(path), list[int]()
+    for batch in _batches(folder):
+        name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
+        if name is None:
+            raise UserError(f"{folder}: has no column lengths; {_REMEDY}")
+        rows = batch.column(name).to_pylist()
+        found += [sum(row) if isinstance(row, list) else row for row in rows]
+    if not found or not all(isinstance(count, int) and count > 0 for count in found):
+        what = "has no rows" if not found else "has a length that is no whole number above 0"
+        raise UserError(f"{folder}: {what}; {_REMEDY}")
+    return np.array(found, np.int64)
 
 
 def counted_lengths(
@@ -72,7 +84,7 @@ def counted_lengths(
     """Read the lengths of a counted dataset, one row a sample, in its order.
 
     Args:
-        path: a folder of `swift export --to_cached_dataset`, or a manifest of LoongForge.
+        path: a folder of `swift export --to_cached_dataset`.
         tokens: of every row, as `counted_tokens` gives them.
         model: that is to be trained, for the items of images.
         on_progress: called with the number of rows done since the last call.
@@ -81,10 +93,8 @@ def counted_lengths(
         UserError: the dataset is damaged, an image cannot be read or needs more tokens than its row
             has, or a row has videos or recordings.
     """
-    folder = cached_folder(path)
-    rows = _manifest_images(path) if folder is None else _cached_images(folder)
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
-    for number, images in enumerate(rows):
+    for number, images in enumerate(_cached_images(_folder(path))):
         where = f"{path}: row {number}"
         items[number], found = _counts(images, where, int(tokens[number]), model)
         shown.append(found)
@@ -162,21 +172,6 @@ def _batches(folder: Path) -> Iterator[pa.RecordBatch]:
             raise UserError(f"{path}: cannot be read ({error}); {_REMEDY}") from error
 
 
-def _cached_tokens(folder: Path) -> np.ndarray:
-    """Tokens of every row, int64; a row that is several segments has a list of them."""
-    found: list[int] = []
-    for batch in _batches(folder):
-        name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
-        if name is None:
-            raise UserError(f"{folder}: has no column lengths; {_REMEDY}")
-        rows = batch.column(name).to_pylist()
-        found += [sum(row) if isinstance(row, list) else row for row in rows]
-    if not found or not all(isinstance(count, int) and count > 0 for count in found):
-        what = "has no rows" if not found else "has a length that is no whole number above 0"
-        raise UserError(f"{folder}: {what}; {_REMEDY}")
-    return np.array(found, np.int64)
-
-
 def _cached_images(folder: Path) -> Iterator[list[Picture]]:
     """Images of every row: where they are, or their bytes."""
     number = 0
@@ -208,41 +203,3 @@ def _cached_image(image: Any, folder: Path, row: int) -> Picture:
     if not isinstance(image, bytes):
         raise UserError(f"{folder}: row {row} has an image without path or bytes; {_REMEDY}")
     return HeldFile(image)
-
-
-def _manifest_images(path: Path) -> Iterable[list[Picture]]:
-    """Images of every sample: members of its shard, in the order of their names."""
-    manifest = read_manifest(path)
-    if "video" in manifest.media:
-        raise UserError(
-            f"{path}: sample {manifest.names[manifest.media.index('video')]} is a video, whose "
-            "items the manifest does not tell; scan the data itself with `omnibal lengths`"
-        )
-    images: dict[str, list[Picture]] = {name: [] for name in manifest.names}
-    if "image" in manifest.media:
-        for name, shard, part, offset, size in _members(path):
-            if Path(part).suffix.lower() in IMAGE_SUFFIXES:
-                file = ImageFile(_shard(path, shard), name=part, offset=offset, size=size)
-                images[name].append(file)
-    return images.values()
-
-
-def _members(path: Path) -> list[tuple[str, str, str, int, int]]:
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as base:
-            return base.execute(
-                "SELECT m.sample_id, s.shard, m.member, m.offset_data, m.size FROM members m "
-                "JOIN samples s USING (sample_id) ORDER BY s.rowid, m.member"
-            ).fetchall()
-    except sqlite3.Error as error:
-        raise UserError(
-            f"{path}: does not say where images are ({error}); make it again with LoongForge's "
-            "scan_manifest"
-        ) from error
-
-
-def _shard(manifest: Path, named: str) -> Path:
-    """A shard by the name that the manifest has: from the root, from here, or from beside it."""
-    shard = Path(named)
-    beside = manifest.parent / shard
-    return beside if not shard.is_file() and beside.is_file() else shard

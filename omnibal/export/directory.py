@@ -8,7 +8,6 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import check_same_data
-from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import first_obstacle
@@ -16,7 +15,7 @@ from omnibal.export.order_file import ORDER_FILE, write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.job.plan_files import PlanFiles
-from omnibal.model.targets import TargetName, TrainerConstraints, trainer_of
+from omnibal.model.targets import TrainerConstraints, trainer_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -99,21 +98,6 @@ def export_input(
         folder=folder,
         workers=workers,
     )
-
-
-def with_manifest(given: ExportInput, manifest: Manifest) -> ExportInput:
-    """What is given, with LoongForge's manifest in place of the data.
-
-    Raises:
-        UserError: the export is for another trainer, or the plan has no samples.
-    """
-    if given.target.name is not TargetName.LOONGFORGE or given.order is None:
-        raise UserError(
-            f"{manifest.path} is LoongForge's manifest, and the export is for "
-            f"{given.target.title}{'' if given.order else ', of a plan of shapes only'}; give the "
-            "annotation file or the meta of the samples, or leave --data out"
-        )
-    return replace(given, manifest=manifest)
 
 
 def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:

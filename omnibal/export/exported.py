@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from omnibal.data.annotations import Annotations
-from omnibal.data.loongforge_manifest import Manifest
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
@@ -37,8 +36,6 @@ class ExportInput:
     left out and the order in which to write them is given instead."""
     folder: Path
     """Where the export will stand, for paths in commands."""
-    manifest: Manifest | None = None
-    """LoongForge's manifest of the samples, where that was named in place of the data."""
     workers: int = 0
     """Loader processes of every rank, where the files depend on them."""
 

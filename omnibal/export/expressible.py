@@ -4,18 +4,17 @@ A plan that `omnibal plan --for` made has none of it. One that was made otherwis
 is exported if it happens to have none.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.export.reading_order import ReadingOrder, packs_per_step
-from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
-from omnibal.packing.media import media_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.next_fit import next_fit_packs
 
@@ -123,12 +122,6 @@ def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     embed = LANGUAGE_EMBED.replace("_", " ")
     if rules.encoders_on_first and not stages[0].holds(embed):
         yield f"the first stage does not hold the {embed}, as it does in {target.title}"
-    for number, stage in enumerate(stages):
-        if rules.language_everywhere and not stage.layers(LANGUAGE):
-            yield (
-                f"{_place(plan, number)} holds no layer of the language model, and in "
-                f"{target.title} every stage does"
-            )
 
 
 def _is_of(encoders: set[str], part: str) -> bool:
@@ -138,22 +131,8 @@ def _is_of(encoders: set[str], part: str) -> bool:
 def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     stages, freedom = plan.stages_at(0), target.stages.recompute
     towers = plan.pipeline_model.towers
-    if freedom is RecomputeFreedom.LAYERS:
-        return
-    if freedom is RecomputeFreedom.STAGES:
-        for number in range(plan.parallel.pipeline):
-            chunks = [stages[part] for part in plan.parts_of(number)]
-            if number_of_stage(chunks, towers) is None:
-                again = _named([span for chunk in chunks for span in chunk.recompute])
-                yield (
-                    f"stage {number} recomputes {again}, and {target.title} "
-                    "takes one number a stage, of the first layers of every tower"
-                )
-        return
     for tower in towers:
-        numbered = freedom is RecomputeFreedom.TOWERS or (
-            freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
-        )
+        numbered = freedom is RecomputeFreedom.LANGUAGE and tower == LANGUAGE
         if numbered and one_number(stages, tower) is None:
             of_stages = ", ".join(str(len(stage.recomputed(tower))) for stage in stages)
             yield (
@@ -166,10 +145,6 @@ def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
                 f"{count} layers of {tower} are recomputed and others are not, and "
                 f"{target.title} recomputes all of them or none"
             )
-
-
-def _named(spans: Iterable[object]) -> str:
-    return " and ".join(map(str, spans)) or "nothing"
 
 
 def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -219,24 +194,8 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
 
 def _of_packs(data: Data, target: TrainerConstraints) -> Iterator[str]:
     packs, lengths = data
-    if target.packs.one_medium:
-        yield from _mixed(packs, lengths, target)
     if target.packs.next_fit:
         yield from _merged(ReadingOrder.of(packs), lengths, target)
-
-
-def _mixed(packs: ScheduledPacks, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
-    kinds = media_of(lengths)[packs.packs.samples]
-    starts = packs.packs.offsets[:-1]
-    least, most = np.minimum.reduceat(kinds, starts), np.maximum.reduceat(kinds, starts)
-    mixed = np.flatnonzero(least != most)
-    if len(mixed):
-        row = mixed[0]
-        yield (
-            f"a pack of step {packs.step[row]} (rank {packs.dp_rank[row]}, slot "
-            f"{packs.slot[row]}) has samples with and without items of an encoder, or of several, "
-            f"and {target.title} takes packs of one medium"
-        )
 
 
 def _merged(order: ReadingOrder, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:

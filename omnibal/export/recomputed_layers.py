@@ -27,18 +27,6 @@ def one_number(stages: Sequence[Stage], tower: str) -> int | None:
     return number if held == known else None
 
 
-def number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int | None:
-    """The number by which all chunks of a stage recompute layers of all their towers; None where
-    none does."""
-    runs = [
-        (first_layers(chunk, tower), len(chunk.layers(tower)))
-        for chunk in chunks
-        for tower in towers
-    ]
-    number = max((count or 0 for count, _ in runs), default=0)
-    return number if all(count == min(number, held) for count, held in runs) else None
-
-
 def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
     """Whether all of a tower's layers are recomputed, or none; None where some are."""
     held = sum(len(stage.layers(tower)) for stage in stages)

@@ -4,12 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
-from omnibal.data.loongforge_manifest import is_manifest, read_manifest
 from omnibal.export import (
-    loongforge,
     megatron_bridge,
     megatron_lm,
-    mindspeed_mm,
     ms_swift,
     xtuner,
 )
@@ -18,7 +15,6 @@ from omnibal.export.directory import (
     check_expressible,
     export_input,
     make_export,
-    with_manifest,
 )
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.job.plan_files import PlanFiles
@@ -28,10 +24,8 @@ EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
     TargetName.MS_SWIFT: ms_swift.export,
     TargetName.MS_SWIFT_DEEPSPEED: ms_swift.export_deepspeed,
     TargetName.XTUNER: xtuner.export,
-    TargetName.LOONGFORGE: loongforge.export,
     TargetName.MEGATRON_LM: megatron_lm.export,
     TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
-    TargetName.MINDSPEED_MM: mindspeed_mm.export,
 }
 
 
@@ -41,8 +35,7 @@ def export_of(
     """Make the files of a plan for a trainer, which are not yet written.
 
     Args:
-        data: annotation file, meta JSON or LoongForge's manifest; None to leave out what names
-            samples.
+        data: annotation file or meta JSON; None to leave out what names samples.
         folder: that they will be written to.
         workers: loader processes of every rank, where files depend on them.
 
@@ -51,9 +44,6 @@ def export_of(
     """
     target = TARGETS[name]
     check_expressible(files, target)  # before the data is read, which may take long
-    manifest = read_manifest(data) if data is not None and is_manifest(data) else None
-    annotations = None if data is None or manifest else Annotations.open(data)
+    annotations = None if data is None else Annotations.open(data)
     given = export_input(files, target, annotations, folder.absolute(), workers)
-    if manifest is not None:
-        given = with_manifest(given, manifest)
     return make_export(given, EXPORTS[name])

@@ -22,6 +22,7 @@ from omnibal.job.plan_data import (
 )
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
+from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.lint.low_precision import precision_of
 from omnibal.lint.split import layers_by_chunk
 from omnibal.lint.unmodelled_flags import (
@@ -38,7 +39,7 @@ from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.targets import TARGETS, TargetName
+from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -122,7 +123,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         precision=precision,
         frozen=_frozen(line, model),
         adapters=adapters_of_line(line, model),
-        trainer=TARGETS[TargetName(line.launch.launcher.value)].model_copy(
+        trainer=_trainer(line.launch.launcher).model_copy(
             update={"runtime": _runtime_on(line, samples, runtime_of(line, fp8))}
         ),
     )
@@ -148,6 +149,13 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
             *_notes_on_job(line, samples, job),
         ),
     )
+
+
+def _trainer(launcher: Launcher) -> TrainerConstraints:
+    """Constraints of the trainer that a launcher starts."""
+    if launcher is Launcher.LOONGFORGE:
+        return LOONGFORGE
+    return TARGETS[TargetName(launcher.value)]
 
 
 def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:

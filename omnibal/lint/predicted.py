@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit
-from omnibal.export import loongforge, megatron_bridge, megatron_lm, ms_swift
+from omnibal.export import megatron_bridge, megatron_lm, ms_swift
 from omnibal.job.plan import Plan
+from omnibal.lint import loongforge
 from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing

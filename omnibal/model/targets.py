@@ -24,10 +24,8 @@ class TargetName(StrEnum):
     MS_SWIFT = "ms-swift"
     MS_SWIFT_DEEPSPEED = "ms-swift-deepspeed"
     XTUNER = "xtuner"
-    LOONGFORGE = "loongforge"
     MEGATRON_LM = "megatron-lm"
     MEGATRON_BRIDGE = "megatron-bridge"
-    MINDSPEED_MM = "mindspeed-mm"
 
 
 class RecomputeFreedom(StrEnum):
@@ -38,11 +36,9 @@ class RecomputeFreedom(StrEnum):
     STAGES = "stages"
     """One number a stage: of every tower the stage recomputes so many of its first layers, or all
     where it holds fewer."""
-    TOWERS = "towers"
-    """One number a tower, the same for all stages: each recomputes so many of the first layers that
-    it holds of the tower, or all where it holds fewer."""
     LANGUAGE = "language"
-    """One number for the language model, as of `TOWERS`; of an encoder all layers or none."""
+    """One number for the language model, the same for all stages: each recomputes so many of the
+    first layers that it holds, or all if it holds fewer. Of an encoder all layers or none."""
     ALL = "all"
     """All layers of the language model or none; of an encoder all or none."""
 
@@ -265,18 +261,6 @@ TARGETS = {
             has_experts=False,
         ),
         TrainerConstraints(
-            name=TargetName.LOONGFORGE,
-            title="LoongForge",
-            version="130ff79",
-            stages=_MEGATRON.model_copy(
-                update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
-            ),
-            packs=_GIVEN.model_copy(update={"one_medium": True}),
-            shardings=_WHOLE,
-            schedules=_WITH_CHUNKS,
-            runtime=_MEGATRON_RUNTIME.model_copy(update={"averages_gradients": True}),
-        ),
-        TrainerConstraints(
             name=TargetName.MEGATRON_LM,
             title="Megatron-LM",
             version="core 0.16.1",
@@ -295,14 +279,6 @@ TARGETS = {
             schedules=_WITH_CHUNKS,
             runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
-        ),
-        TrainerConstraints(
-            name=TargetName.MINDSPEED_MM,
-            title="MindSpeed-MM",
-            version="2026-10",
-            stages=StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.TOWERS),
-            packs=_GIVEN.model_copy(update={"tokens_alone": True}),
-            shardings=_WHOLE,
         ),
     )
     if each.name is not None

@@ -151,10 +151,7 @@ class LayerNumbers:
         if is_shared:
             # Layers without a backward have nothing to recompute.
             every = zip((layers.stop - layers.first).tolist(), layers.has_backward, strict=True)
-            choices = [
-                _choices(number, freedom) if has_backward else (0,)
-                for number, has_backward in every
-            ]
+            choices = [(0, number) if has_backward else (0,) for number, has_backward in every]
             fixed = [(*encoders, -1) for encoders in product(*choices[:-1])]
         return cls(
             layers=layers,
@@ -185,8 +182,3 @@ class LayerNumbers:
         found = np.zeros(contents.counts.shape, np.int64)
         found[..., self.kinds] = of_chunks.reshape(*contents.start.shape, len(self.kinds))
         return found
-
-
-def _choices(layers: int, freedom: RecomputeFreedom) -> tuple[int, ...]:
-    """Numbers of an encoder with so many layers."""
-    return tuple(range(layers + 1)) if freedom is RecomputeFreedom.TOWERS else (0, layers)

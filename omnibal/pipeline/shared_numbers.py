@@ -46,16 +46,10 @@ class NumberChoices:
         """Numbers of the towers, of a freedom that has shared ones."""
         towers = least.layers
         *encoders, language = (towers.stop - towers.first).tolist()
-        any_number = freedom is RecomputeFreedom.TOWERS
-
-        def of_encoder(layers: int, has_backward: bool) -> tuple[int, ...]:
-            if not has_backward:
-                return (0,)
-            return tuple(range(layers + 1)) if any_number else (0, layers)
-
         return cls(
             encoders=tuple(
-                of_encoder(*each) for each in zip(encoders, towers.has_backward, strict=False)
+                (0, layers) if has_backward else (0,)
+                for layers, has_backward in zip(encoders, towers.has_backward, strict=False)
             ),
             language_layers=language,
             all_or_none=freedom is RecomputeFreedom.ALL,

@@ -49,7 +49,6 @@ class LimitName(StrEnum):
     HEAD = "head_on_all_tokens"
     RECOMPUTE = "recompute"
     TOKENS_ALONE = "tokens_alone"
-    ONE_MEDIUM = "one_medium"
     PADDED = "padded"
     ORDER = "next_fit"
     FULL_STEPS = "full_steps"
@@ -62,7 +61,6 @@ _WORDS = {
     LimitName.ENCODERS_WHOLE: "every tensor-parallel rank computes the whole encoder",
     LimitName.HEAD: "the head runs on all tokens, with and without loss",
     LimitName.TOKENS_ALONE: "packs are limited by their tokens alone",
-    LimitName.ONE_MEDIUM: "texts and images never share a pack",
     LimitName.PADDED: "every pack is padded to the longest",
     LimitName.ORDER: "the trainer packs in its own way, in steps of equally many packs",
     LimitName.FULL_STEPS: "every step has equally many packs",
@@ -70,15 +68,12 @@ _WORDS = {
     LimitName.SCHEDULES: "the pipeline runs in a slower schedule",
 }
 _RECOMPUTE_WORDS = {
-    RecomputeFreedom.STAGES: "a stage recomputes its first layers, by one number",
-    RecomputeFreedom.TOWERS: "all stages recompute equally many layers of a tower",
     RecomputeFreedom.LANGUAGE: "all stages recompute equally many layers",
     RecomputeFreedom.ALL: "either all layers are recomputed or none",
 }
 
 
 _OFF: dict[LimitName, dict[str, object]] = {
-    LimitName.ENCODERS_ON_FIRST: {"encoders_on_first": False, "language_everywhere": False},
     LimitName.RECOMPUTE: {"recompute": RecomputeFreedom.LAYERS},
     LimitName.PADDED: {"padded": Padding.NOWHERE},
     LimitName.ORDER: {"next_fit": False, "full_steps": False},
@@ -89,9 +84,8 @@ _OFF: dict[LimitName, dict[str, object]] = {
 def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     """Return a trainer's constraints without one of its limits.
 
-    Encoders leave the first stage only where the next ones may be without a language layer, so
-    these go together. So do packs that the trainer forms in its own way and steps of equally many,
-    and weights that are divided over all ranks and the trainer's limits of sizes.
+    Packs that the trainer forms in its own way and steps of equally many go together. So do weights
+    that are divided over all ranks and the trainer's limits of sizes.
     """
     if limit is LimitName.SHARDING:
         return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
@@ -117,7 +111,6 @@ def binding_limits(
         LimitName.HEAD: stages.head_on_all_tokens,
         LimitName.RECOMPUTE: stages.recompute is not RecomputeFreedom.LAYERS,
         LimitName.TOKENS_ALONE: packs.tokens_alone and has_encoders and has_samples,
-        LimitName.ONE_MEDIUM: packs.one_medium and has_encoders and has_samples,
         LimitName.PADDED: packs.padded.applies(parallel.pipeline) and has_samples,
         LimitName.ORDER: packs.next_fit and has_samples,
         LimitName.FULL_STEPS: packs.full_steps and not packs.next_fit and has_samples,

@@ -72,8 +72,6 @@ VARIABLES = {
     "NODE_RANK": "0",
     "MASTER_ADDR": "here",
     "MASTER_PORT": "1",
-    "LOONGFORGE_PATH": "/loongforge",
-    "PACKED_WDS_DIR": "/packed",
 }
 
 

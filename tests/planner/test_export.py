@@ -18,7 +18,7 @@ from omnibal.export.exported import Exported
 from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.export.recomputed_layers import all_or_none, number_of_stage, one_number
+from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PlannedLevel, Shapes
 from omnibal.job.plan_data import MockData
@@ -33,7 +33,7 @@ from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import Stage
 
 SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
-LOONGFORGE, MINDSPEED = TargetName.LOONGFORGE, TargetName.MINDSPEED_MM
+MEGATRON = TargetName.MEGATRON_LM
 VISION = ("vision embed", "vision 0..3", "projector")
 FIRST = Stage.of(*VISION, "language embed", "language 0..1")
 LAST = Stage.of("language 2..3", "head")
@@ -59,15 +59,10 @@ def recomputing(*layers: tuple[str, ...]) -> dict:
          "stage 1 holds projector, and ms-swift"),
         (SWIFT, {"stages": (Stage.of(*VISION), Stage.of(*map(str, ALONE.units[3:])))},
          "first stage does not hold the language embed"),
-        (LOONGFORGE, {"stages": (FIRST, Stage.of("language 2..3"), Stage.of("head"))},
-         "stage 2 holds no layer of the language model"),
         (SWIFT, recomputing(("language 0..1",), ("language 2",)),
          "stages recompute 2, 1 layers of language, and"),
         (SWIFT, recomputing(("language 1",), ("language 2",)), "one number for all stages"),
         (SWIFT, recomputing(("vision 0..1",), ()), "2 layers of vision are recomputed and others"),
-        (MINDSPEED, recomputing(("vision 1..3",), ()), "stages recompute 3, 0 layers of vision"),
-        (LOONGFORGE, recomputing(("vision 0..2", "language 0"), ()),
-         "stage 0 recomputes vision 0..2 and language 0, and LoongForge takes one number a stage"),
         (XTUNER, {"stages": (Stage.of(*map(str, ALONE.units), recompute=("language 0",)),)},
          "1 layers of language are recomputed"),
     ],
@@ -88,10 +83,9 @@ def test_schedules_that_a_trainer_does_not_run_are_named():
         ["language 3", "head"],
     ))  # fmt: skip
     for target, name, micro_batches, told in (
-        (LOONGFORGE, "interleaved", 4, None),
-        (LOONGFORGE, "interleaved", 3, "3 micro-batches a rank, and LoongForge interleaves"),
-        (LOONGFORGE, "zb-v", 4, "schedule is zb-v, and LoongForge runs 1f1b and interleaved"),
-        (MINDSPEED, "interleaved", 4, "schedule is interleaved, and MindSpeed-MM runs 1f1b"),
+        (MEGATRON, "interleaved", 4, None),
+        (MEGATRON, "interleaved", 3, "3 micro-batches a rank, and Megatron-LM interleaves"),
+        (MEGATRON, "zb-v", 4, "schedule is zb-v, and Megatron-LM runs 1f1b and interleaved"),
     ):
         plan = small_case(target).files.plan
         shapes = Shapes(caps=Caps.of(tiles=1, tokens=64), micro_batches_per_step=micro_batches)
@@ -145,8 +139,8 @@ def test_steps_that_a_trainer_would_read_on_from_are_refused():
     """Prevents: every pack behind an odd step trained a step early, by another rank."""
     lengths = drawn_lengths(0, 24)
     packs = scheduled([[sample] for sample in range(24)], lengths, 2, 0)
-    files = plan_files(LOONGFORGE, packs, lengths, 2)
-    target = TARGETS[LOONGFORGE]
+    files = plan_files(MEGATRON, packs, lengths, 2)
+    target = TARGETS[MEGATRON]
     assert first_obstacle(files.plan, files.data, target) is None
     short = packs.take(np.delete(np.arange(24), 10))  # of step 1
     told = first_obstacle(files.plan, (short, lengths), target)
@@ -160,17 +154,6 @@ def test_steps_that_a_trainer_would_read_on_from_are_refused():
     data = files.plan.data.model_copy(update={"window": 8})
     windows = files.plan.model_copy(update={"data": data})
     assert "a step is a window of 8 samples" in first_obstacle(windows, files.data, target)
-
-
-def test_packs_of_mixed_media_are_refused_where_they_must_be():
-    """Prevents: LoongForge ending at the first pack with a text beside an image."""
-    lengths = drawn_lengths(0, 8)
-    lengths = replace(lengths, items={"tiles": np.array([1, 1, 0, 0, 2, 2, 0, 0], np.int32)})
-    for lists, told in (([[0, 1], [2, 3], [4, 5], [6, 7]], None), ([[0, 2], [1, 3]], "with and")):
-        files = plan_files(LOONGFORGE, scheduled(lists, lengths, 1, 0), lengths, 1)
-        found = first_obstacle(files.plan, files.data, TARGETS[LOONGFORGE])
-        assert (found is None) if told is None else told in found
-        assert first_obstacle(files.plan, files.data, TARGETS[MINDSPEED]) is None
 
 
 def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
@@ -191,24 +174,9 @@ def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
             assert (one_number(stages, tower) is None) == (not fitting)
             every = {name for name in names if name.startswith(tower)}
             assert all_or_none(stages, tower) == {0: False, 4: True}.get(len(mine & every))
-        for stage, plain in zip(stages, (FIRST, LAST), strict=True):
-            of_stage = {name for name in again if held(plain, name)}
-            fitting = [
-                n for n in range(5)
-                if meant([plain], "vision", n) | meant([plain], "language", n) == of_stage
-            ]  # fmt: skip
-            found = number_of_stage([stage], ("vision", "language"))
-            assert (found is None) == (not fitting) and (found in fitting or not fitting)
-        # Both as the chunks of one stage.
-        fitting = [
-            n for n in range(5)
-            if meant([FIRST, LAST], "vision", n) | meant([FIRST, LAST], "language", n) == set(again)
-        ]  # fmt: skip
-        found = number_of_stage(stages, ("vision", "language"))
-        assert (found is None) == (not fitting) and (found in fitting or not fitting)
 
 
-@pytest.mark.parametrize("target", [SWIFT, LOONGFORGE])
+@pytest.mark.parametrize("target", [SWIFT, MEGATRON])
 def test_what_the_limited_search_finds_can_be_told(target):
     """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
     rules = TARGETS[target]

@@ -1,19 +1,15 @@
-"""Packs for Energon and LoongForge: what their readers, restated here, make of the files.
+"""Packs for Energon: what its reader, restated here, makes of the files.
 
 Restated of Energon 7.4.1: flavors/webdataset/sharder.py (`split_samples_to_workers`: equal runs of
 lines for all loader processes of all ranks), loader.py (a rank takes turns among its processes) and
-flavors/jsonl/ijsonl.py (offsets). Of LoongForge 7393697: wds_pack/cli/build_plan.py (checks, bytes
-of a line), manifest/scan.py (`safe_sample_id`, `get_sample_media_type`).
+flavors/jsonl/ijsonl.py (offsets).
 """
 
-import hashlib
 import json
-import sqlite3
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +17,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from cli_cases import status
 from length_cases import lengths_of
 from plan_cases import MODEL
 from shard_cases import make_samples, write_lines
@@ -37,12 +32,9 @@ from trainer_cases import (
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.export import loongforge, megatron_lm
+from omnibal.export import megatron_lm
 from omnibal.export.energon import energon_files, loader_order, whole_steps
 from omnibal.export.exported import ExportInput
-from omnibal.export.reading_order import ReadingOrder
-from omnibal.job.plan_files import save_plan
-from omnibal.job.planner import PlanResult
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 
@@ -50,7 +42,7 @@ SAMPLES = 10_000
 
 
 def energon_reads(lines: list, ranks: int, workers: int) -> list[list]:
-    """What every rank reads of a JSONL file, or of one tar, in order."""
+    """What every rank reads of a JSONL file, in order."""
     processes = ranks * max(workers, 1)
     assert len(lines) % processes == 0  # else some have one more, in an order of their own
     each = len(lines) // processes
@@ -122,42 +114,6 @@ def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
         assert [[int(key) for _, key, _ in line["samples"]] for line in trained] == planned[rank]
         assert [line["pack"] for line in trained] == list(range(rank, len(trained) * ranks, ranks))
         assert all(line["pack"] == -1 for line in filling) and len(filling) < max(workers, 1)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 8])
-@pytest.mark.parametrize("seed", range(3))
-def test_loongforge_packs_what_is_planned(seed, ranks, tmp_path):
-    """Prevents a pack plan that LoongForge refuses, or whose packs it hands to other ranks."""
-    workers = (8, 0, 3)[seed]
-    given = large(seed, ranks, TargetName.LOONGFORGE, workers)
-    exported = loongforge.export(replace(given, annotations=Stored(SAMPLES)))
-    write(exported.files, tmp_path)
-    lines = [json.loads(line) for line in (tmp_path / "pack_plan.jsonl").read_text().splitlines()]
-    tokens = given.files.steps[1].tokens
-    number = {loongforge.sample_id(Path("all.tar"), f"{n:06}"): n for n in range(SAMPLES)}
-    read = [
-        check_line(line, int(given.files.plan.data.caps["tokens"]), number, tokens)
-        for line in lines
-    ]
-    assert len({line["pack_id"] for line in lines}) == len(lines)
-    planned = samples_of_ranks(given)
-    for rank, packs in enumerate(energon_reads(read, ranks, workers)):
-        assert packs[: len(planned[rank])] == planned[rank]
-
-
-def check_line(line: dict, most: int, number: dict[str, int], tokens: np.ndarray) -> list[int]:
-    """LoongForge's own checks of a pack; its samples."""
-    ids, lens, total = line["sample_ids"], line["sample_token_lens"], line["total_token_len"]
-    assert list(line) == [
-        "pack_id",
-        "media_type",
-        "sample_ids",
-        "sample_token_lens",
-        "total_token_len",
-    ]
-    assert ids and len(ids) == len(lens) and sum(lens) == total <= most
-    assert lens == [int(tokens[number[name]]) for name in ids]
-    return [number[name] for name in ids]
 
 
 @pytest.fixture(scope="module")
@@ -272,103 +228,6 @@ def test_without_data_only_what_needs_none_is_written(photos):
     assert not exported.files and "--data-path" not in exported.command
     assert any("Without --data" in note for note in exported.notes)
     assert any("makes micro-batches of its own" in each for each in exported.given_up)
-
-
-def test_a_pack_plan_is_written_as_loongforge_writes_it(tmp_path):
-    """Prevents other bytes, names or media than those of LoongForge's own step."""
-    shows = np.array([0, 1] * 10)
-    annotations = Annotations.open(write_shards(tmp_path, shows, per_shard=8))
-    packs = random_packs(20, 1, np.random.default_rng(0))
-    given = planned_of(annotations, TargetName.LOONGFORGE, packs=packs)
-    exported = loongforge.export(given)
-    write(exported.files, tmp_path)
-    text = (tmp_path / "pack_plan.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert text == "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    seen = {"text": 0, "image": 0}
-    for line, (sample,) in zip(lines, packs_of(given.order), strict=True):
-        medium = "image" if shows[sample] else "text"
-        shard = f"part-{sample // 8}"
-        digest = hashlib.sha1(f"{shard}.tar\0{sample:06}".encode()).hexdigest()[:16]
-        assert line["sample_ids"] == [f"{shard}__{digest}"]
-        assert line["pack_id"] == f"{medium}_pack_{seen[medium]:08d}"
-        assert line["media_type"] == medium and line["sample_token_lens"] == [10 + sample]
-        seen[medium] += 1
-
-
-def test_records_that_loongforge_would_take_otherwise(tmp_path, photos):
-    """Prevents a pack plan of samples that LoongForge's scan leaves out, or takes for text."""
-    cases = {"sound": "leaves out", "text": "takes it for text", None: "takes it for text"}
-    for number, (medium, words) in enumerate(cases.items()):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        meta = write_shards(folder, np.ones(2, np.int64))
-        annotations = Annotations.open(meta)
-        given = planned_of(annotations, TargetName.LOONGFORGE)
-        record = json.dumps({"media_type": medium} if medium else {}).encode()
-        annotations.stored = lambda index, record=record: StoredRecord(record, "k", True)
-        with pytest.raises(UserError, match=words):
-            write(loongforge.export(given).files, folder)
-    given = planned_of(Annotations.open(photos[0]), TargetName.LOONGFORGE,
-                       packs=random_packs(24, 1, np.random.default_rng(0)))  # fmt: skip
-    exported = loongforge.export(given)
-    assert not exported.files and any("is left out" in note for note in exported.notes)
-
-
-def test_members_that_loongforge_takes_for_other_samples(tmp_path):
-    """Prevents a pack plan of samples that the manifest does not have: its keys end elsewhere."""
-    annotations = Annotations.open(write_shards(tmp_path, np.array([2, 2])))
-    given = planned_of(annotations, TargetName.LOONGFORGE)
-    with pytest.raises(UserError, match=r"member 00000[01]\.0\.jpg, which LoongForge's scan takes"):
-        write(loongforge.export(given).files, tmp_path)
-
-
-def write_manifest(path: Path, rows: list[tuple[str, str, int]]) -> Path:
-    """A manifest as LoongForge's scan makes it, with these samples."""
-    with closing(sqlite3.connect(path)) as base:
-        base.execute(
-            "CREATE TABLE samples (sample_id TEXT PRIMARY KEY, media_type TEXT, token_len INTEGER, "
-            "shard TEXT, base_key TEXT, prompt TEXT, caption TEXT, media_files_json TEXT, "
-            "raw_json TEXT)"
-        )
-        base.executemany(
-            "INSERT INTO samples (sample_id, media_type, token_len) VALUES (?, ?, ?)", rows
-        )
-        base.commit()
-    return path
-
-
-def test_names_of_loongforges_own_manifest(tmp_path, capsys):
-    """Prevents names that were made by rule where LoongForge's manifest has them, and a manifest of
-    other samples than were planned."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(10, 90, 40)
-    lengths = lengths_of(tokens=tokens, tiles=np.zeros(40))
-    result = plan_files(random_packs(40, 4, rng), lengths, stages_of(MODEL, 1, 3))
-    save_plan(PlanResult(plan=result.plan, data=result.data, search=None), tmp_path / "plan")
-    rows = [(f"shard__{n * 7 % 40:016x}", "text", int(count)) for n, count in enumerate(tokens)]
-    manifest = write_manifest(tmp_path / "sample_manifest.sqlite", rows)
-    told = ["export", tmp_path / "plan", "--json", "--to", tmp_path / "out", "--data"]
-    assert status(*told, manifest, "--for", "loongforge") == 0
-    lines = (tmp_path / "out/pack_plan.jsonl").read_text().splitlines()
-    order = ReadingOrder.of(result.data[0])
-    for line, pack in zip(map(json.loads, lines), packs_of(order), strict=False):
-        assert line["sample_ids"] == [rows[sample][0] for sample in pack]
-        assert line["sample_token_lens"] == [rows[sample][2] for sample in pack]
-    assert len(lines) > 5
-    told[4] = tmp_path / "none"
-    fewer = write_manifest(tmp_path / "fewer.sqlite", rows[:-1])
-    other = write_manifest(tmp_path / "other.sqlite", [*rows[:-1], ("z", "text", 1)])
-    broken = tmp_path / "broken.sqlite"
-    broken.write_bytes(b"SQLite format 3\0" + bytes(50))
-    for path, target, words in (
-        (fewer, "loongforge", "has 39 samples"),
-        (other, "loongforge", "sample z has 1 tokens"),
-        (broken, "loongforge", "cannot be read as LoongForge's manifest"),
-        (manifest, "megatron-lm", "the export is for Megatron-LM"),
-    ):
-        assert status(*told, path, "--for", target) == 2
-        assert words in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_lines_fill_the_last_round_of_loader_processes():

@@ -1,11 +1,8 @@
-"""Flags, overrides and lists of Megatron trainers, read back as their programs read them.
+"""Flags and overrides of Megatron trainers, read back as their programs read them.
 
-Restated of LoongForge: loongforge/train/arguments.py (its lists). Of MindSpeed-MM:
-checkpoint/common/converter.py (`validate_pp_layers`) and examples/qwen2.5vl/README.md (vision
-before language). Megatron-core itself reads the split in tests/training/test_layout_core.py.
+Megatron-core itself reads the split in tests/training/test_layout_core.py.
 """
 
-import json
 import shlex
 from types import SimpleNamespace
 
@@ -16,7 +13,7 @@ from plan_cases import MODEL
 from trainer_cases import MICRO_BATCHES, given_of, plan_files, random_packs, stages_of
 
 from omnibal.base.errors import UserError
-from omnibal.export import loongforge, megatron_bridge, megatron_lm, mindspeed_mm
+from omnibal.export import megatron_bridge, megatron_lm
 from omnibal.export.exported import ExportInput
 from omnibal.export.layout import parse_layout
 from omnibal.lint.all_rules import findings_of
@@ -24,7 +21,6 @@ from omnibal.lint.command_line import read_launch
 from omnibal.lint.line import line_of
 from omnibal.lint.split import layers_by_chunk
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
@@ -146,7 +142,6 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
 EXPORTED = {
     TargetName.MEGATRON_LM: megatron_lm.export,
     TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
-    TargetName.LOONGFORGE: loongforge.export,
 }
 
 
@@ -159,12 +154,11 @@ def test_the_linter_reads_the_plan_in_an_exported_line(name):
         layers = np.diff([0, *cuts, 12]).tolist()
         # Of every stage and tower the first layer, which is one number.
         again = {n: (f"language {sum(layers[:n])}",) for n in range(stages)}
-        again[0] = ("vision 0..5" if name is not TargetName.LOONGFORGE else "vision 0", *again[0])
+        again[0] = ("vision 0..5", *again[0])
         sizes = {"tensor": tensor, "data": data, "sequence_parallel": tensor > 1}
         given = planned(stages_of(LARGER, *layers, recompute=again), name, sizes=sizes)
         variables = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-        folders = {"LOONGFORGE_PATH": "/loongforge", "PACKED_WDS_DIR": "/packed"}
-        launch = read_launch(EXPORTED[name](given).command, variables | folders, None, None)
+        launch = read_launch(EXPORTED[name](given).command, variables)
         assert launch.launcher == str(name)
         assert [each.rule for each in findings_of(launch, LARGER) if each.is_refusal] == []
         assert (launch.gpus, launch.tensor, launch.pipeline) == (
@@ -175,8 +169,7 @@ def test_the_linter_reads_the_plan_in_an_exported_line(name):
         read = layers_by_chunk(line_of(launch, LARGER))
         assert [sum(chunks) for chunks in read] == layers
         assert launch.global_batch == data * MICRO_BATCHES and launch.micro_batch == 1
-        recomputed = launch.recompute_by_stage or (launch.recompute_layers,)
-        assert set(recomputed) == {1} and launch.recompute == "full"
+        assert launch.recompute_layers == 1 and launch.recompute == "full"
 
 
 def test_padding_is_told_with_its_share():
@@ -191,38 +184,7 @@ def test_padding_is_told_with_its_share():
     assert not any("padded" in each for each in megatron_lm.export(alone).given_up)
 
 
-def test_lists_of_loongforge():
-    """Prevents lists that LoongForge refuses, or that recompute other layers than planned."""
-    # The first stage recomputes all of its 2 language layers, as it has fewer than 4.
-    again = {0: ("vision 0..3", "language 0..1"), 1: ("language 2..4",)}
-    stages = stages_of(LARGER, 2, 4, 6, recompute=again)
-    flags = flags_of(loongforge.export(planned(stages, TargetName.LOONGFORGE)).command)
-    layers = [int(each) for each in flags["custom-pipeline-layers"].split(",")]
-    numbers = [int(each) for each in flags["custom-pipeline-recompute-layers"].split(",")]
-    assert len(layers) == len(numbers) == int(flags["pipeline-model-parallel-size"])
-    assert sum(layers) == LARGER.language.layers and min(layers) >= 1
-    assert "pipeline-model-parallel-layout" not in flags
-    assert (flags["recompute-granularity"], flags["recompute-method"]) == ("full", "block")
-    assert (layers, numbers) == ([2, 4, 6], [4, 3, 0])
-    for stage, number in zip(stages, numbers, strict=True):
-        for tower in LARGER.towers:
-            assert stage.recomputed(tower) == tuple(stage.layers(tower)[:number])
-
-
-def test_loongforge_on_one_stage_has_megatrons_number():
-    """Prevents lists without a comma, which LoongForge refuses."""
-    stages = stages_of(LARGER, 12, recompute={0: ("vision 0..4", "language 0..4")})
-    flags = flags_of(loongforge.export(planned(stages, TargetName.LOONGFORGE)).command)
-    assert not {name for name in flags if name.startswith("custom")}
-    assert flags["recompute-num-layers"] == "5"
-    plain = flags_of(
-        loongforge.export(planned(stages_of(LARGER, 12), TargetName.LOONGFORGE)).command
-    )
-    assert not {name for name in plain if name.startswith("recompute")}
-
-
-@pytest.mark.parametrize("export", [megatron_lm.export, mindspeed_mm.export])
-def test_a_plan_without_a_full_step(export):
+def test_a_plan_without_a_full_step():
     """Prevents an export that trains nothing, or ends in a traceback."""
     lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
@@ -230,68 +192,4 @@ def test_a_plan_without_a_full_step(export):
     with pytest.raises(
         UserError, match="3 packs for 4 data-parallel ranks, so that no step is full"
     ):
-        export(given_of(files, TargetName.MEGATRON_LM))
-
-
-VISION_ALONG = (
-    Stage.of("vision embed", "vision 0..3", recompute=("vision 0..1",)),
-    Stage.of(
-        "vision 4..5", "projector", "language embed", "language 0", recompute=("vision 4..5",)
-    ),
-    Stage.of("language 1..5"),
-    Stage.of("language 6..11", "head"),
-)
-
-
-def test_both_towers_lists_of_mindspeed_mm():
-    """Prevents lists that MindSpeed-MM, or its conversion of weights, refuses."""
-    exported = mindspeed_mm.export(planned(VISION_ALONG, TargetName.MINDSPEED_MM))
-    model = json.loads(exported.settings)
-    vision, text = model["image_encoder"]["vision_encoder"], model["text_decoder"]
-    assert vision["pipeline_num_layers"] == [4, 2, 0, 0]
-    assert text["pipeline_num_layers"] == [0, 1, 5, 6]
-    for tower in (vision, text):
-        assert len(tower["pipeline_num_layers"]) == 4
-        assert sum(tower["pipeline_num_layers"]) == tower["num_layers"]
-    begins = next(n for n, count in enumerate(text["pipeline_num_layers"]) if count)
-    assert not any(vision["pipeline_num_layers"][begins + 1 :])
-    assert (vision["recompute_method"], vision["recompute_num_layers"]) == ("block", 2)
-    assert [text[f"recompute_{name}"] for name in ("granularity", "method", "num_layers")] == (
-        [None] * 3
-    )
-    flags = flags_of(exported.command)
-    assert json.loads(flags["cfg.parallel_config.llm_pp_layers"]) == [[0, 1, 5, 6]]
-    assert json.loads(flags["cfg.parallel_config.vit_pp_layers"]) == [[4, 2, 0, 0]]
-    assert flags["cfg.parallel_config.tp_size"].split()[0] == "1"
-    written = exported.files["model.json"]
-    assert json.loads(exported.settings) == model and callable(written)
-
-
-def test_units_that_mindspeed_mm_moves_are_told(tmp_path):
-    """Prevents a plan whose projector is trained elsewhere than it was predicted, untold."""
-    stages = (
-        Stage.of("vision embed", "vision 0..5"),
-        Stage.of("projector", "language embed", "language 0..10"),
-        Stage.of("language 11", "head"),
-    )
-    exported = mindspeed_mm.export(planned(stages, TargetName.MINDSPEED_MM, frozen=("vision",)))
-    moved = [each for each in exported.given_up if each.startswith("The ")]
-    assert len(moved) == 1
-    assert moved[0].startswith("The projector is on stage 1 in the plan, and on stage 0 in")
-    assert any("--enable-dummy-optimizer" in each for each in exported.given_up)
-    exported.files["model.json"](tmp_path / "model.json")
-    written = json.loads((tmp_path / "model.json").read_text())
-    assert written["image_encoder"]["vision_encoder"]["freeze"] is True
-
-
-def test_an_encoder_without_a_table():
-    """Prevents a model.json without a tower that the plan has."""
-    clips = ClipsEncoder(
-        layers=2, hidden_size=64, heads=4, ffn_hidden_size=64, normalization="LayerNorm",
-        qkv_bias=True, qk_norm=False,
-    )  # fmt: skip
-    model = LARGER.model_copy(update={"encoders": {"ears": clips}})
-    given = planned(VISION_ALONG, TargetName.MINDSPEED_MM)
-    plan = given.files.plan.model_copy(update={"model": model})
-    with pytest.raises(UserError, match="an encoder 'ears'"):
-        mindspeed_mm.model_json(plan)
+        megatron_lm.export(given_of(files, TargetName.MEGATRON_LM))

@@ -1,9 +1,7 @@
-"""Lengths that ms-swift and LoongForge have counted, beside images of known sizes."""
+"""Lengths that ms-swift has counted, beside images of known sizes."""
 
 import io
 import json
-import sqlite3
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -79,51 +77,10 @@ def test_tiles_are_counted_of_every_image_by_itself(tmp_path):
     assert read(tmp_path, TILED).items["tiles"].tolist() == [2 * 13]
 
 
-def manifest(folder: Path, media: list[str]) -> Path:
-    """Write a shard and its manifest, as LoongForge's scan does."""
-    path = folder / "sample_manifest.sqlite"
-    with sqlite3.connect(path) as base:
-        base.execute(
-            "CREATE TABLE samples(sample_id TEXT PRIMARY KEY, media_type TEXT, token_len INTEGER, "
-            "shard TEXT)"
-        )
-        base.execute(
-            "CREATE TABLE members(sample_id TEXT, part TEXT, member TEXT, offset_data INTEGER, "
-            "size INTEGER)"
-        )
-        with tarfile.open(folder / "s.tar", "w") as tar:
-            for number, medium in enumerate(media):
-                parts = {f"k{number}.json": b"{}"}
-                if medium == "image":
-                    parts[f"k{number}.jpg"] = picture(SIZES[number % 3])
-                base.execute(
-                    "INSERT INTO samples VALUES(?, ?, ?, ?)",
-                    (f"s__{number}", medium, 2_000 + number, "s.tar"),
-                )
-                for name, content in parts.items():
-                    info = tarfile.TarInfo(name)
-                    info.size = len(content)
-                    place = tar.fileobj.tell() + 512
-                    tar.addfile(info, io.BytesIO(content))
-                    base.execute(
-                        "INSERT INTO members VALUES(?, ?, ?, ?, ?)",
-                        (f"s__{number}", name.split(".")[1], name, place, len(content)),
-                    )
-    return path
-
-
-def test_samples_of_a_manifest_are_in_its_order_with_their_images(tmp_path):
-    """Prevents samples out of order, and images of another sample's bytes."""
-    path = manifest(tmp_path, ["image", "text", "image"])
-    found = read(path)
-    assert found.tokens.tolist() == [2_000, 2_001, 2_002]
-    tokens = [image_segments(*size, NATIVE.images.image_rule).all_tokens for size in SIZES]
-    assert found.items["image_tokens"].tolist() == [tokens[0], 0, tokens[2]]
-
-
-def test_the_command_reads_both_without_a_tokenizer(tmp_path, capsys):
+def test_the_command_reads_it_without_a_tokenizer(tmp_path, capsys):
     """Prevents a command that asks for what it does not use, or ignores what it was given."""
-    path, output = manifest(tmp_path, ["text"] * 3), tmp_path / "lengths.parquet"
+    path = cached_dataset(tmp_path / "made/train", [{"lengths": [2_000 + n]} for n in range(3)])
+    output = tmp_path / "lengths.parquet"
     counted = f"lengths {path} --model qwen3-vl-8b -o"
     printed(capsys, counted, output, "--json")
     assert read_lengths([output]).tokens.tolist() == [2_000, 2_001, 2_002]
@@ -132,7 +89,8 @@ def test_the_command_reads_both_without_a_tokenizer(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("{}\n")
     error = failure(capsys, "lengths --model qwen3-vl-8b", tmp_path / "a.jsonl", "-o", output)
     assert "--tokenizer-model" in error
-    assert failure(capsys, counted, path) and path.stat().st_size
+    state = path / "state.json"
+    assert failure(capsys, counted, state) and state.stat().st_size
 
 
 @pytest.mark.parametrize(

@@ -72,12 +72,9 @@ SIZES = {
         (TargetName.MEGATRON_LM, "internvl3.5-8b", "bf16"),
         (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", "bf16"),
         (TargetName.MS_SWIFT, "internvl3.5-8b", "bf16"),
-        (TargetName.LOONGFORGE, "internvl3.5-8b", "bf16"),
-        (TargetName.LOONGFORGE, "qwen3-vl-30b-a3b", "bf16"),
         (TargetName.MEGATRON_LM, "internvl3.5-8b", "fp8"),
         (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", "fp8"),
         (TargetName.MS_SWIFT, "internvl3.5-8b", "fp8"),
-        (TargetName.LOONGFORGE, "internvl3.5-8b", "fp8"),
     ],
 )
 def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_path: Path):
@@ -104,9 +101,6 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
         (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 6_016, 2),
         (TargetName.MS_SWIFT, "internvl3.5-8b", Parallel(pipeline=4, data=2), 12_288, 3),
         (TargetName.MS_SWIFT, "llama3.1-8b", Parallel(pipeline=8), 8_192, 2),
-        (TargetName.LOONGFORGE, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 3),
-        (TargetName.LOONGFORGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, 2),
-        (TargetName.LOONGFORGE, "llama3.1-8b", Parallel(pipeline=8), 8_192, 4),
     ],
 )
 def test_an_exported_line_with_chunks_costs_what_its_plan_does(

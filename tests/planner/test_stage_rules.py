@@ -75,8 +75,7 @@ def numbers_of(
         for numbers in product(range(most + 1), repeat=p):
             yield [dict.fromkeys([*model.encoders, LANGUAGE], number) for number in numbers]
         return
-    every = freedom is RecomputeFreedom.TOWERS
-    encoders = [range(number + 1) if every else (0, number) for number in layers.values()]
+    encoders = [(0, number) for number in layers.values()]
     of_language = (0, language) if freedom is RecomputeFreedom.ALL else range(language + 1)
     for *of_encoders, number in product(*encoders, of_language):
         yield [dict(zip(layers, of_encoders, strict=True)) | {LANGUAGE: number}] * p
@@ -249,15 +248,14 @@ def test_what_does_not_go_with_limited_stages_is_refused():
         replace(limited, placement=EncoderPlacement.DATA_PARALLEL)
 
 
-@pytest.mark.parametrize("freedom", [RecomputeFreedom.TOWERS, RecomputeFreedom.ALL])
+@pytest.mark.parametrize("freedom", [RecomputeFreedom.LANGUAGE, RecomputeFreedom.ALL])
 def test_shared_numbers_are_walked_one_step_at_a_time(freedom: RecomputeFreedom):
     """Prevents: numbers of layers that a tower does not have, or one that no step leads to."""
     towers = SimpleNamespace(
         first=np.array([1, 5, 8]), stop=np.array([4, 7, 12]), has_backward=[True, False, True]
     )
     choices = NumberChoices.of(freedom, SimpleNamespace(layers=towers))
-    every_number = freedom is RecomputeFreedom.TOWERS
-    vision = [0, 1, 2, 3] if every_number else [0, 3]
+    every_number, vision = freedom is RecomputeFreedom.LANGUAGE, [0, 3]
     every = {(a, 0, b) for a in vision for b in range(5)}
     for numbers in sorted(every):
         place = vision.index(numbers[0])

@@ -16,6 +16,7 @@ from omnibal.data.lengths import Lengths, draw_samples, read_lengths
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData, caps_of_tokens
+from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
@@ -28,7 +29,7 @@ from omnibal.steps.next_fit import as_formed, filling_steps, kept_apart, merging
 from omnibal.steps.pack_settings import PackSettings
 
 SAMPLES = 1_100
-TARGETS_OF_RULES = {target.packs: target.name for target in TARGETS.values()}
+PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONGFORGE)}
 """A trainer for every kind of rules."""
 
 
@@ -183,7 +184,7 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_packs_are_those_that_the_trainer_forms(kind, ranks):
     """Prevents packs, steps or ranks that a trainer would have otherwise than the plan says."""
-    for rules in TARGETS_OF_RULES:
+    for rules in PACK_RULES:
         for tokens in (1, 3.3):
             packs, data = scheduled(drawn_lengths(kind), rules, ranks, tokens)
             assert_rules_hold(packs, data, ranks)

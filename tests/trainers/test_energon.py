@@ -1,8 +1,6 @@
 """Exported packs read by Energon itself, on every rank and by every loader process."""
 
-import hashlib
 import importlib.util
-import io
 import json
 import subprocess
 import sys
@@ -13,19 +11,14 @@ from typing import Any
 
 import pytest
 from megatron.energon import (
-    Cooker,
-    CrudeSample,
     DefaultTaskEncoder,
     Sample,
     WorkerConfig,
-    basic_sample_keys,
     edataclass,
     get_savable_loader,
-    get_train_dataset,
     stateless,
 )
 from planned import (
-    SAMPLES,
     SHARDS,
     Planned,
     picture_of,
@@ -151,58 +144,6 @@ def test_other_ranks_or_processes_are_refused(shards):
         config = WorkerConfig(rank=0, world_size=ranks, num_workers=workers)
         with pytest.raises(ValueError, match="export again with --workers"):
             packs.planned_dataset(encoder_of(packs), config)
-
-
-@stateless
-def cook_written_pack(sample: CrudeSample) -> Encoded:
-    said = json.loads(sample["json"])["said"]
-    return Encoded(**basic_sample_keys(sample), said=said, shown=[])
-
-
-class OfTar(Encoder):
-    """Reads packs that were written as samples."""
-
-    cookers = [Cooker(cook_written_pack)]  # noqa: RUF012, as Energon declares them
-
-
-def write_packs(plan: Path, folder: Path) -> None:
-    """Write one tar of a pack plan's packs by name, line by line, as LoongForge's `write_wds`
-    does; each says its samples' numbers."""
-    number_of = {}
-    for number in range(SAMPLES):
-        shard = f"part-{number * SHARDS // SAMPLES}"
-        digest = hashlib.sha1(f"{shard}.tar\0{number:06}".encode()).hexdigest()[:16]
-        number_of[f"{shard}__{digest}"] = number
-    described = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
-    (folder / ".nv-meta").mkdir(parents=True)
-    (folder / ".nv-meta/dataset.yaml").write_text(json.dumps(described))
-    with tarfile.open(folder / "pretrain-000000.tar", "w") as tar:
-        for line in map(json.loads, plan.read_text().splitlines()):
-            said = [number_of[name] for name in line["sample_ids"]]
-            content = json.dumps({"said": said}).encode()
-            member = tarfile.TarInfo(f"{line['pack_id']}.json")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-
-
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 2), (8, 0)])
-def test_energon_deals_loongforges_tar_as_planned(shards, tmp_path, ranks, workers):
-    """Prevents a pack plan whose tar Energon deals to other ranks, or in another order."""
-    made = planned(shards, "loongforge", 0, ranks, workers=workers)
-    write_packs(made.export / "pack_plan.jsonl", tmp_path / "packed")
-    prepare(tmp_path / "packed")
-    for rank in range(ranks):
-        dataset = get_train_dataset(
-            tmp_path / "packed",
-            worker_config=WorkerConfig(rank=rank, world_size=ranks, num_workers=workers),
-            batch_size=1,
-            task_encoder=OfTar(),
-            shuffle_buffer_size=None,
-            max_samples_per_sequence=None,
-        )
-        expected = made.of_rank(rank)
-        read = [pack.said for pack, _ in zip(get_savable_loader(dataset), expected, strict=False)]
-        assert read == expected
 
 
 def test_where_energon_has_found_samples(shards):

@@ -1,0 +1,66 @@
+"""Limits of LoongForge's trainer, for predictions of its launch lines, and its lists of layers."""
+
+from collections.abc import Sequence
+
+from omnibal.export.layout import DECODER
+from omnibal.export.megatron_flags import Flags, flag_lines, plan_layout
+from omnibal.export.recomputed_layers import first_layers
+from omnibal.job.plan import Plan
+from omnibal.model.targets import TARGETS, PackRules, RecomputeFreedom, TargetName
+from omnibal.pipeline.stage import Stage
+
+_MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
+LOONGFORGE = _MEGATRON_LM.model_copy(
+    update={
+        "name": None,
+        "title": "LoongForge",
+        "stages": _MEGATRON_LM.stages.model_copy(
+            update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
+        ),
+        "packs": PackRules(full_steps=True, one_medium=True),
+    }
+)
+
+
+def layer_flags(plan: Plan) -> list[str]:
+    """Flags of the split and of recomputed layers."""
+    return flag_lines(_split_flags(plan), _recompute_flags(plan))
+
+
+def _split_flags(plan: Plan) -> Flags:
+    """Layers of the language model by stage, or by chunk in model order; none for one stage."""
+    layout = plan_layout(plan)
+    if layout.virtual > 1:
+        of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
+        return {
+            "num-virtual-stages-per-pipeline-rank": str(layout.virtual),
+            "custom-virtual-pipeline-layers": _listed(of_chunks),
+        }
+    return {"custom-pipeline-layers": _listed(layout.layers)} if layout.pipeline > 1 else {}
+
+
+def _recompute_flags(plan: Plan) -> Flags:
+    """Recomputed layers of every chunk, a number for each stage; none if no layer is recomputed.
+
+    A list needs a comma, so a single stage has Megatron's own number.
+    """
+    parts = plan.stages_at(0)
+    counts = [
+        _number_of_stage([parts[part] for part in plan.parts_of(stage)], plan.model.towers)
+        for stage in range(plan.parallel.pipeline)
+    ]
+    if not any(counts):
+        return {}
+    full = {"recompute-granularity": "full", "recompute-method": "block"}
+    if len(counts) == 1:
+        return full | {"recompute-num-layers": str(counts[0])}
+    return full | {"custom-pipeline-recompute-layers": _listed(counts)}
+
+
+def _number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int:
+    """Return the number by which all chunks of a stage recompute layers of all their towers."""
+    return max(first_layers(chunk, tower) or 0 for chunk in chunks for tower in towers)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
