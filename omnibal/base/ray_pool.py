@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from omnibal import __version__
@@ -130,7 +131,7 @@ class _RayPool:
         room, under_way = _Room(ray, self.head), set[Any]()
         try:
             while True:
-                for task in _first(left, room.tasks() - len(under_way)):
+                for task in islice(left, max(0, room.tasks() - len(under_way))):
                     under_way.add(run.remote([handed], __version__, task))
                 if not under_way:
                     return
@@ -174,13 +175,6 @@ class _Room:
             self.counted = time.monotonic()
             self.cores = max(1, int(self.ray.cluster_resources().get("CPU", 0)))
         return _PER_CORE * self.cores
-
-
-def _first(tasks: Iterable[Task], count: int) -> Iterator[Task]:
-    for _ in range(count):
-        for task in tasks:
-            yield task
-            break
 
 
 def _work_on(handed: list[Any], version: str, task: Any) -> Any:

@@ -43,7 +43,6 @@ from omnibal.data.stored_files import (
     natural_order,
 )
 from omnibal.data.tar_shards import (
-    Shard,
     energon_shards,
     read_shard_sample,
     webdataset_shards,
@@ -124,7 +123,7 @@ class StoredRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class _Folder:
+class _Folder(Media):
     """Images, videos and recordings that are files of their own."""
 
     root: Path
@@ -136,17 +135,8 @@ class _Folder:
     def video(self, name: str) -> Video:
         return video_at(self._path(name))
 
-    def unnamed(self) -> tuple[ImageFile, ...]:
-        return ()
-
-    def unnamed_videos(self) -> tuple[Video, ...]:
-        return ()
-
     def recording(self, name: str) -> AudioFile:
         return AudioFile(self._path(name))
-
-    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
-        return ()
 
     def _path(self, name: str) -> Path:
         return named_from(self.root, name, self.cache)
@@ -160,15 +150,15 @@ def video_at(path: Path) -> Video:
         found = list(path.iterdir()) if path.is_dir() else []
     except OSError:  # of which the reader of the bad image tells
         found = []
-    frames = [each for each in found if _is_frame(each)]
+    # Hidden files beside frames are the metadata that macOS writes.
+    frames = [
+        each
+        for each in found
+        if each.suffix.lower() in IMAGE_SUFFIXES and not each.name.startswith(".")
+    ]
     # A video without frames is a sample with a bad image: named, or left out, like any other.
     frames.sort(key=lambda each: natural_order(each.name))
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
-
-
-def _is_frame(path: Path) -> bool:
-    """Whether a file is a frame; the hidden metadata files that macOS writes are not."""
-    return path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -456,7 +446,11 @@ def _open_source(
             ) from error
         root = named_from(folder, entry.root or "", cache)
     else:
-        shards = _shards(entry, folder, cache)
+        if entry.energon is not None:
+            dataset = named_from(folder, entry.energon, cache)
+            shards = energon_shards(dataset, entry.split or "train")
+        else:
+            shards = webdataset_shards(entry.shards or "", folder, cache)
         rows = all(is_rows(shard.path) for shard in shards)
         files = [
             DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
@@ -503,12 +497,6 @@ def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
     if not in_shards and len(indexes) == 1:
         return indexes[0].digest.hex()
     return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
-
-
-def _shards(entry: _SourceMeta, folder: Path, cache: BlockCache | None) -> list[Shard]:
-    if entry.energon is not None:
-        return energon_shards(named_from(folder, entry.energon, cache), entry.split or "train")
-    return webdataset_shards(entry.shards or "", folder, cache)
 
 
 def _repeated(records: int, repeat_time: float) -> np.ndarray:

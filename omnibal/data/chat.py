@@ -307,8 +307,7 @@ def _encode_by_ours(
     clips_per_recording: Sequence[int],
 ) -> EncodedSample:
     template = _TEMPLATES[model.chat_template]
-    encode = _encode_apart if template.message_by_message else _encode_together
-    token_ids, loss_mask = encode(written, template, tokenizer)
+    token_ids, loss_mask = _encode_messages(written, template, tokenizer)
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
@@ -516,37 +515,26 @@ def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
     return len(opening) - opening.index(tokenizer.required(template.end)) - 1
 
 
-def _encode_together(
+def _encode_messages(
     written: WrittenSample, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of the messages as one string."""
-    end = tokenizer.required(template.end)
-    token_ids = np.array(tokenizer.encode("".join(written.messages)), np.int64)
-    ends = np.flatnonzero(token_ids == end)
+    """Ids and mask of the messages, tokenized one by one or as one string."""
+    apart = template.message_by_message
+    encoded = list(
+        map(tokenizer.encode, written.messages if apart else ["".join(written.messages)])
+    )
+    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
+    ends = np.flatnonzero(token_ids == tokenizer.required(template.end))
     if len(ends) != len(written.messages):
         raise _control_tokens(written.sample)
+    stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
     header = _header_tokens(template, tokenizer)
     loss_mask = np.zeros(len(token_ids), bool)
     for answer in written.answers:
-        loss_mask[ends[answer - 1] + 1 + header : ends[answer] + 1] = True
-    return token_ids, loss_mask
-
-
-def _encode_apart(
-    written: WrittenSample, template: _Template, tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of messages that are tokenized one by one."""
-    header = _header_tokens(template, tokenizer)
-    encoded = list(map(tokenizer.encode, written.messages))
-    masks = [np.zeros(len(ids), bool) for ids in encoded]
-    for answer in written.answers:
         has_line_end = not written.messages[answer].endswith(template.end)
-        closed = len(encoded[answer]) - has_line_end
-        masks[answer][header:closed] = True
-    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-    if np.count_nonzero(token_ids == tokenizer.required(template.end)) != len(encoded):
-        raise _control_tokens(written.sample)
-    return token_ids, np.concatenate(masks)
+        before = stops[answer - 1] if answer else 0
+        loss_mask[before + header : stops[answer] - has_line_end] = True
+    return token_ids, loss_mask
 
 
 def _item_tokens(

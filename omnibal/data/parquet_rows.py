@@ -99,7 +99,7 @@ class RowRecording(AudioFile):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Row(Media):
     """A row's record, and the images and recordings that it holds or names."""
 
     place: RowPlace
@@ -134,9 +134,6 @@ class Row:
         """The images inside, in their order."""
         path = self.place.path
         return tuple(RowImage(path, str(held), held=held) for held in self._held(_IMAGES))
-
-    def unnamed_videos(self) -> tuple[Video, ...]:
-        return ()
 
     def recording(self, name: str) -> AudioFile:
         return self.folder.recording(name)

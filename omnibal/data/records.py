@@ -1,10 +1,11 @@
 """Checked reading of one sample's JSON record: its images, recordings and conversation."""
 
 import json
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import unquote
 
 from omnibal.data.messages import (
@@ -62,26 +63,34 @@ class Record:
     """Tools that the model may call, a JSON list."""
 
 
-class Media(Protocol):
+class Media(ABC):
     """Images, videos and recordings that the names in a record refer to."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def image(self, name: str) -> ImageFile:
         """One image or frame."""
 
+    @abstractmethod
     def video(self, name: str) -> Video:
         """One video, by the name of its file or of the folder of its frames."""
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         """List the images of a record that names neither images nor videos."""
+        return ()
 
     def unnamed_videos(self) -> tuple[Video, ...]:
         """List the videos of such a record."""
+        return ()
 
+    @abstractmethod
     def recording(self, name: str) -> AudioFile:
         """One recording."""
 
     def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         """List the recordings of a record that names none."""
+        return ()
 
 
 def read_record(record: dict[str, Any], media: Media) -> Record:

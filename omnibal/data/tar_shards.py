@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from omnibal.data.energon_index import (
 )
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.record_files import RecordIndex
+from omnibal.data.records import Media
 from omnibal.data.sample import Video
 from omnibal.data.stored_files import (
     AUDIO_SUFFIXES,
@@ -43,6 +44,7 @@ from omnibal.data.stored_files import (
     VIDEO_SUFFIXES,
     AudioFile,
     ImageFile,
+    StoredFile,
     VideoFile,
     is_video_file,
     natural_order,
@@ -55,6 +57,7 @@ _META = re.compile(r"__[^/]*__($|/)")
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 _TAR_BLOCK = 512  # bytes, by the format
 
+File = TypeVar("File", bound=StoredFile)
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 """webdataset's `group_by_keys`."""
 Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list["_Member"]]]]
@@ -94,7 +97,7 @@ class _Member:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardSample:
+class ShardSample(Media):
     """The members of one sample, at least one."""
 
     shard: Path
@@ -118,7 +121,7 @@ class ShardSample:
 
     def image(self, name: str) -> ImageFile:
         """The member of that name: all of it, without its folder, or what is behind the key."""
-        return self._image(self._named(name, "image"))
+        return self._file(ImageFile, self._named(name, "image"))
 
     def video(self, name: str) -> Video:
         """The member of that name; raises InvalidRecordError of a folder, as a key has none."""
@@ -127,25 +130,25 @@ class ShardSample:
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
                 "list of the members that are frames"
             )
-        return self._video(self._named(name, "video"))
+        return Video(file=self._file(VideoFile, self._named(name, "video")))
 
     def unnamed(self) -> tuple[ImageFile, ...]:
         """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
-        return tuple(map(self._image, self._all_of(IMAGE_SUFFIXES)))
+        return tuple(self._file(ImageFile, member) for member in self._all_of(IMAGE_SUFFIXES))
 
     def unnamed_videos(self) -> tuple[Video, ...]:
         """All videos among the members, where there is no image."""
         if self._all_of(IMAGE_SUFFIXES):
             return ()
-        return tuple(map(self._video, self._all_of(VIDEO_SUFFIXES)))
+        return tuple(Video(file=self._file(VideoFile, m)) for m in self._all_of(VIDEO_SUFFIXES))
 
     def recording(self, name: str) -> AudioFile:
         """The member of that name, as `image` understands it."""
-        return self._recording(self._named(name, "audio"))
+        return self._file(AudioFile, self._named(name, "audio"))
 
     def unnamed_recordings(self) -> tuple[AudioFile, ...]:
         """All recordings among the members, in the order of `unnamed`."""
-        return tuple(map(self._recording, self._all_of(AUDIO_SUFFIXES)))
+        return tuple(self._file(AudioFile, member) for member in self._all_of(AUDIO_SUFFIXES))
 
     def _named(self, name: str, key: str) -> _Member:
         for member in self.members:
@@ -162,14 +165,8 @@ class ShardSample:
         found = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
         return sorted(found, key=lambda member: natural_order(PurePath(member.suffix).stem))
 
-    def _image(self, member: _Member) -> ImageFile:
-        return ImageFile(self.shard, member.name, member.offset, member.size)
-
-    def _video(self, member: _Member) -> Video:
-        return Video(file=VideoFile(self.shard, member.name, member.offset, member.size))
-
-    def _recording(self, member: _Member) -> AudioFile:
-        return AudioFile(self.shard, member.name, member.offset, member.size)
+    def _file(self, kind: type[File], member: _Member) -> File:
+        return kind(self.shard, member.name, member.offset, member.size)
 
 
 def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:

@@ -72,11 +72,7 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    sizes, units = in_common_units(lengths, caps)
-    naive = packs_of_sums(sizes, units)
-    if found is not None and found <= naive:
-        return naive
-    return max(naive, _by_pairs(SizeCounts.of(sizes), units, found))
+    return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)
 
 
 def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
@@ -103,14 +99,10 @@ def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
             distinct = counted.of_features(pair)
             some = distinct.thinned(_MAX_GROUPED)
             proven = _bound_by_values(distinct, some, caps[pair], types)
-            bound = max(bound, _whole(proven))
+            bound = max(bound, int(np.ceil(proven * (1 - _ROUNDING))))
         if found is None or found <= bound + max(1, _GAP * bound):
             break
     return bound
-
-
-def _whole(packs: float) -> int:
-    return int(np.ceil(packs * (1 - _ROUNDING)))
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:

@@ -47,14 +47,11 @@ class Rest:
         if len(self.total) <= _MAX_FILLED and len(ways[0]) > np.ceil(values.sum() - 1e-6):
             worth = (values + _SIZE_VALUE * self.total) * self._noise(rng)
             ways.append(list(fill_one_by_one(self.sizes, worth, None, self.caps)))
-            ways += self._opened_by_largest(rng)
+            # Also with each pack opened by the largest sample left.
+            noise = self._noise(rng)
+            arguments = (self.sizes, self.total * noise, self.larger * noise, self.caps)
+            ways += [list(fill_one_by_one(*arguments)), list(fill_by_pairs(*arguments))]
         return min(ways, key=len)
-
-    def _opened_by_largest(self, rng: np.random.Generator) -> list[list[np.ndarray]]:
-        """Two packings, both filled one by one, each pack opened by the largest sample left."""
-        noise = self._noise(rng)
-        arguments = (self.sizes, self.total * noise, self.larger * noise, self.caps)
-        return [list(fill_one_by_one(*arguments)), list(fill_by_pairs(*arguments))]
 
     def _noise(self, rng: np.random.Generator) -> np.ndarray:
         return 1 + _VALUE_NOISE * rng.random(len(self.total))

@@ -77,7 +77,7 @@ def test_bound_and_packs_enclose_the_optimum():
     """Prevents a bound that is not one, and a packing far from the best on small sets."""
     rng = np.random.default_rng(0)
     extra = 0
-    for _ in range(150):
+    for _ in range(60):
         caps = Caps.of(tiles=int(rng.integers(3, 10)), tokens=int(rng.integers(50, 600)))
         sizes = [
             (int(rng.integers(0, caps["tiles"] + 1)), int(rng.integers(1, caps["tokens"] + 1)))
@@ -111,7 +111,7 @@ def test_bound_is_as_tight_as_all_patterns_allow():
     """Prevents a bound that is valid and useless: few kinds of samples leave nothing to round."""
     rng = np.random.default_rng(1)
     caps = Caps.of(tiles=9, tokens=512)
-    for _ in range(25):
+    for _ in range(8):
         kinds = sorted({(int(rng.integers(0, 6)), int(rng.integers(60, 400))) for _ in range(4)})
         counts = [int(n) for n in rng.integers(50, 400, len(kinds))]
         lengths = make_lengths([k for k, n in zip(kinds, counts, strict=True) for _ in range(n)])
@@ -153,7 +153,7 @@ def family(name: str, count: int) -> Lengths:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_balanced_is_near_the_bound(name):
     """Prevents a packing tuned to one data set."""
-    lengths = family(name, 6000)
+    lengths = family(name, 3000)
     caps = Caps.of(tiles=FAMILIES[name][0], tokens=FAMILIES[name][1])
     packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
     assert_valid(packs, lengths, caps)
