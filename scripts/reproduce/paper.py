@@ -398,8 +398,10 @@ def main() -> None:
         f"{cluster.memory_efficiency}"
     )
     print_table_7(data, cluster)
-    columns = ("model", "baseline: paper", "days", "balanced: paper", "days")
-    columns += ("speed-up: paper", "predicted", "error", "this project")
+    columns = (
+        *("model", "baseline: paper", "days", "balanced: paper", "days"),
+        *("speed-up: paper", "predicted", "error", "this project"),
+    )
     rows = [table_9_row(job, data, cluster) for job in TABLE_9]
     print_table("Table 9: GPU days and speed-ups", columns, rows)
 
