@@ -1,0 +1,182 @@
+"""Forty planning jobs and the figures of their plans, kept in `kept_jobs.json`.
+
+    python tests/planner/kept_job_cases.py > tests/planner/kept_jobs.json
+
+writes the figures again, after a change that is meant to change plans.
+"""
+
+import hashlib
+import json
+import shlex
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from omnibal import cli
+from omnibal.data.image_sizes import IMAGE, ImageSizes
+from omnibal.data.lengths import Lengths, write_lengths
+
+KEPT = Path(__file__).with_name("kept_jobs.json")
+H100 = "--cluster h100-80g --samples-per-step 128"
+CHAT = f"--model internvl-chat-1.5-6b-20b --lengths tiles {H100} --max-tiles 12 --max-tokens 4096"
+QWEN = "--model qwen3-vl-8b --lengths native --cluster h100-80g --samples-per-step 64"
+CAPPED = f"{QWEN} --limit image_tokens=12288 --max-tokens 16384"
+MOE = "--model qwen3-30b-a3b --lengths texts --cluster h100-80g --samples-per-step 128"
+DIGITS = "--model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512"
+JOBS = {
+    "bf16": f"{CHAT} --tp 2 --pp 4 --dp 2",
+    "bmp": f"{CHAT} --tp 2 --pp 4 --dp 2 --method bmp",
+    "equal-layers": f"{CHAT} --tp 2 --pp 4 --dp 2 --method layer --recompute full",
+    "parameters": f"{CHAT} --tp 2 --pp 4 --dp 2 --method parameter --recompute front",
+    "isf": f"{CHAT} --tp 2 --pp 4 --dp 2 --packing isf",
+    "epochs": f"{CHAT} --tp 2 --pp 4 --dp 2 --epochs 2 --seed 5",
+    "64-gpus": f"{CHAT} --tp 2 --pp 4 --dp 8 --network-gb-per-s 25",
+    "memory": f"{CHAT} --tp 4 --pp 4 --dp 1 --memory-gib 56",
+    "frozen": f"{CHAT} --tp 2 --pp 2 --dp 2 --freeze vision",
+    "lora": f"{CHAT} --tp 2 --pp 2 --dp 2 --lora-rank 16",
+    "lora-trained-tower": f"{CHAT} --tp 2 --pp 2 --lora-rank 64 --lora-rslora --freeze projector",
+    "sharded": f"{CHAT} --tp 2 --pp 1 --dp 8 --sharding full",
+    "hybrid-sharded": f"{CHAT} --tp 1 --pp 2 --dp 16 --sharding hybrid",
+    "beside": f"{CHAT} --tp 4 --pp 2 --dp 4 --encoder data-parallel",
+    "beside-sharded": f"{CHAT} --tp 2 --pp 1 --dp 4 --encoder data-parallel --sharding auto",
+    "interleaved": f"{CHAT} --tp 2 --pp 4 --dp 2 --schedule interleaved",
+    "zb-h1": f"{CHAT} --tp 4 --pp 4 --dp 2 --schedule zb-h1",
+    "zb-v": f"{CHAT} --tp 8 --pp 2 --dp 2 --schedule zb-v",
+    "window": f"{CHAT} --tp 2 --pp 2 --dp 4 --window 64".replace("--samples-per-step 128 ", ""),
+    "arrival": f"{CHAT} --tp 2 --pp 2 --dp 4 --window 64 --dispatch off".replace(
+        "--samples-per-step 128 ", ""
+    ),
+    "fp8": f"{CHAT} --tp 2 --pp 2 --dp 4 --precision fp8",
+    "free-caps": f"--model internvl3-8b --lengths tiles {H100} --tp 2 --pp 2 --dp 2",
+    "free-8": f"--model internvl3-8b --lengths tiles {H100} --gpus 8",
+    "free-64": f"--model internvl2.5-26b --lengths tiles {H100} --gpus 64 --pp 4"
+    " --encoder pipeline",
+    "text": f"--model llama3.1-8b --lengths texts {H100} --tp 2 --pp 2 --dp 2 --max-tokens 8192",
+    "text-levels": f"--model llama3.1-8b --lengths long {H100} --tp 1 --pp 1 --dp 8"
+    " --packing-levels auto",
+    "text-hbp": f"--model llama3.1-8b --lengths long {H100} --tp 1 --pp 2 --dp 8"
+    " --packing-levels hbp",
+    "experts": f"{MOE} --tp 1 --pp 2 --dp 8 --ep 8 --max-tokens 8192",
+    "experts-tp": f"{MOE} --tp 2 --pp 2 --dp 4 --ep 4 --max-tokens 8192 --expert-imbalance 1.5",
+    "experts-free": f"{MOE} --gpus 16",
+    "native": f"{CAPPED} --tp 2 --pp 2 --dp 2",
+    "native-beside": f"{CAPPED} --tp 1 --pp 2 --dp 4 --encoder data-parallel",
+    "native-adapters": f"{CAPPED} --tp 1 --pp 2 --dp 4 --lora-rank 8",
+    "three-modalities": "--model internvl-digits-omni --cluster laptop-cpu --lengths spoken --pp 2"
+    " --dp 2 --limit clips=8 --max-tiles 8 --max-tokens 512 --micro-batches 4",
+    "digits": f"{DIGITS} --lengths small --pp 2 --dp 2 --micro-batches 3",
+    "shapes-only": f"{DIGITS} --pp 2 --dp 2",
+    "for-megatron-lm": f"{DIGITS} --lengths small --pp 2 --dp 2 --for megatron-lm",
+    "for-megatron-bridge": f"{QWEN} --tp 2 --pp 2 --dp 2 --for megatron-bridge --no-compare",
+    "for-ms-swift": f"{QWEN} --tp 2 --pp 2 --dp 2 --for ms-swift --no-compare",
+    "for-xtuner": f"{QWEN} --dp 8 --for xtuner --no-compare",
+}
+
+
+def write_data(folder: Path) -> None:
+    """Write the length files that jobs name: tiles, texts, long, native, spoken, small."""
+    rng = np.random.default_rng(47)
+    text = np.clip(rng.lognormal(5.5, 1.0, 1300), 8, 3000).astype(int)
+    tiles = rng.choice(np.array([0, 1, 2, 5, 7]), 1300)
+    _write(folder / "tiles.parquet", tokens=np.minimum(tiles * 256 + text, 4096), tiles=tiles)
+    _write(folder / "texts.parquet", tokens=np.clip(text * 4, 16, 8192))
+    _write(folder / "long.parquet", tokens=np.append(text, rng.integers(20_000, 65_537, 9)))
+    times, cells = rng.choice([1, 1, 1, 8], 1100), rng.integers(16, 1024, 1100)
+    images = np.zeros(1100, IMAGE)
+    images["times"], images["tokens"] = times, cells
+    sizes = ImageSizes(images=images, counts=np.ones(1100, np.int64))
+    _write(
+        folder / "native.parquet",
+        sizes,
+        tokens=sizes.tokens + text[:1100],
+        image_tokens=sizes.tokens,
+    )
+    tiles, clips = rng.integers(0, 4, 1200), rng.integers(0, 3, 1200)
+    said = tiles * 16 + clips * 25 + 30
+    _write(folder / "spoken.parquet", tokens=said, tiles=tiles, clips=clips)
+    _write(folder / "small.parquet", tokens=tiles * 16 + 40 + clips, tiles=tiles)
+
+
+def _write(path: Path, images: ImageSizes | None = None, **columns: np.ndarray) -> None:
+    tokens = columns.pop("tokens").astype(np.int32)
+    lengths = Lengths(
+        items={name: column.astype(np.int32) for name, column in columns.items()},
+        tokens=tokens,
+        loss_tokens=np.maximum(tokens // 3, 1).astype(np.int32),
+        source=0 * tokens,
+        source_names=("docs",),
+        origin=None,
+        squares={} if images is None else {"squared_image_tokens": images.squares},
+        image_sizes=images,
+    )
+    write_lengths(lengths, path)
+
+
+def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
+    """Plan a job by its command, and return what `omnibal plan --json` prints.
+
+    Args:
+        job: options, where --lengths names a file of `data`.
+        plan: the plan directory to write.
+    """
+    words = shlex.split(job)
+    if "--lengths" in words:
+        at = words.index("--lengths") + 1
+        words[at] = str(data / f"{words[at]}.parquet")
+    printed = StringIO()
+    try:
+        with redirect_stdout(printed), redirect_stderr(StringIO()) as errors:
+            cli.main(["plan", *words, "--json", "-o", str(plan)])
+    except SystemExit as ended:
+        if ended.code:
+            raise AssertionError(errors.getvalue()) from None
+    return json.loads(printed.getvalue())
+
+
+def plan_figures(result: dict[str, Any], plan: Path) -> dict[str, Any]:
+    """Return the figures of a plan that a user sees: packs, stages, times, memory."""
+    stages = [
+        {name: stage[name] for name in ("recompute", "forward_ms", "backward_ms", "peak_gib")}
+        | {name: count for name, count in stage.items() if name.endswith("_layers")}
+        for stage in result["stages"]
+    ]
+    written = json.loads((plan / "plan.json").read_text())
+    figures = {name: result.get(name) for name in ("step_ms", "packs", "steps", "levels")}
+    return figures | {
+        "stages": stages,
+        "parallel": written["parallel"],
+        "packs_sha256": packs_sha256(plan),
+    }
+
+
+def packs_sha256(plan: Path) -> str | None:
+    """Return the hash of the columns of packs.parquet. None if the plan is of shapes only."""
+    if not (plan / "packs.parquet").exists():
+        return None
+    digest = hashlib.sha256()
+    table = pq.read_table(plan / "packs.parquet")
+    for name in table.column_names:
+        digest.update(json.dumps([name, table[name].to_pylist()]).encode())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    """Print the figures of all jobs as JSON, a line a job."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_data(folder)
+        figures = (
+            f"{json.dumps(name)}: {json.dumps(plan_figures(plan_job(job, folder, plan), plan))}"
+            for name, job in JOBS.items()
+            for plan in [folder / name]
+        )
+        print("{", ",\n".join(figures), "}", sep="\n")
+
+
+if __name__ == "__main__":
+    main()
