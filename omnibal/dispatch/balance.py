@@ -30,11 +30,6 @@ class Assignment:
     bound: float
     """No assignment's busiest rank has less."""
 
-    @property
-    def above_bound(self) -> float:
-        """How far the busiest rank is above the bound, as a share of it; 0 without any load."""
-        return self.busiest / self.bound - 1 if self.bound else 0.0
-
 
 def balance(weight: np.ndarray, ranks: int) -> Assignment:
     """Assign items so that the largest sum of weights is small: at most 4/3 - 1/(3 ranks) of least.
