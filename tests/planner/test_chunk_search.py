@@ -62,7 +62,7 @@ def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
 SCHEDULES = (TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2))
 
 
-@pytest.mark.parametrize(("seed", "schedule"), [*product(range(3), SCHEDULES)])
+@pytest.mark.parametrize(("seed", "schedule"), [*product(range(2), SCHEDULES)])
 def test_without_a_cap_the_best_of_all_cuts_is_found(seed: int, schedule: PipelineSchedule) -> None:
     """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
     rng = np.random.default_rng(seed)

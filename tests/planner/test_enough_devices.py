@@ -1,5 +1,6 @@
 """What would fit where no sizes on some devices do: what is named is planned, as named."""
 
+import functools
 import re
 from dataclasses import replace
 
@@ -49,16 +50,27 @@ def told(goal: Goal) -> str:
 
 def least_gib(goal: Goal) -> float:
     """GiB of a device with which a goal is planned, by trying."""
-    low, high = 0.0, 1.0
-    while high - low > 0.02 * high:
+    low, high = 0.0, 0.04
+    while not fits(with_memory(goal, high)):
+        low, high = high, 2 * high
+    while high - low > 0.03 * high:
         middle = (low + high) / 2
-        cluster = goal.job.cluster.model_copy(update={"memory_gib": middle})
-        enough = fits(replace(goal, job=replace(goal.job, cluster=cluster)))
-        low, high = (low, middle) if enough else (middle, high)
+        low, high = (low, middle) if fits(with_memory(goal, middle)) else (middle, high)
     return high
 
 
-@pytest.mark.parametrize("data", [SHAPES, Samples(lengths=example_lengths(), caps=CAPS)])
+def with_memory(goal: Goal, gib: float) -> Goal:
+    cluster = goal.job.cluster.model_copy(update={"memory_gib": gib})
+    return replace(goal, job=replace(goal.job, cluster=cluster))
+
+
+@functools.cache
+def enough_for_four_ranks() -> float:
+    """GiB with which four data-parallel ranks fit if they divide weights, and no other way."""
+    return 1.1 * least_gib(goal_of(1.0, 4, tensor=1, pipeline=1))
+
+
+@pytest.mark.parametrize("data", [SHAPES, Samples(lengths=example_lengths(count=100), caps=CAPS)])
 def test_as_many_devices_as_are_named_are_planned(data):
     """Prevents: advice to use more devices that does not say how many, or says too few."""
     enough_for_four = least_gib(goal_of(1.0, 4, data=data))
@@ -73,7 +85,7 @@ def test_as_many_devices_as_are_named_are_planned(data):
 def test_what_was_given_is_named_where_it_stands_in_the_way():
     """Prevents: more devices advised where weights that ranks divide would fit, or free sizes."""
     given = {"tensor": 1, "pipeline": 1}
-    gib = 1.1 * least_gib(goal_of(1.0, 4, **given))
+    gib = enough_for_four_ranks()
     advice = told(goal_of(gib, 4, shardings=REPLICATED, **given))
     assert "--sharding auto instead of replicated, as in --tp 1 --pp 1 --dp 4 --sharding" in advice
     [named] = re.findall(r"no (--\w\w) 1, as in", advice) or [None]
@@ -96,7 +108,7 @@ def test_smaller_caps_are_named():
 @pytest.mark.parametrize("levels", [LevelRule(count=1), LevelRule()])
 def test_given_sizes_with_samples_are_told_of_sharding(levels):
     """Prevents: a search of levels that ends with general advice, or names stages alone."""
-    gib = 1.1 * least_gib(goal_of(1.0, 4, tensor=1, pipeline=1))
+    gib = enough_for_four_ranks()
     job = job_of(gib).sized(Parallel(pipeline=1, data=4))
     data = Samples(lengths=example_lengths(), caps=CAPS)
     goal = Goal(job=job, data=data, free=Free(levels=levels, shardings=REPLICATED))
@@ -106,7 +118,7 @@ def test_given_sizes_with_samples_are_told_of_sharding(levels):
 
 def test_reasons_of_what_was_not_chosen_are_no_advice():
     """Prevents: a plan whose table of other ways says what would fit in its place."""
-    gib = 1.1 * least_gib(goal_of(1.0, 4, tensor=1, pipeline=1))
+    gib = enough_for_four_ranks()
     job = job_of(gib).sized(Parallel(pipeline=1, data=4))
     free = Free(shardings=ALL, placements=(EncoderPlacement.PIPELINE,))
     planned = plan(Goal(job=job, data=SHAPES, free=free))

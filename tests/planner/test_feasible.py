@@ -53,8 +53,10 @@ def with_memory(planned: PlanRequest, gib: float) -> PlanRequest:
 
 def least_memory(planned: PlanRequest) -> float:
     """GiB of a device, by trying: just enough for a plan."""
-    low, high = 0.0, 4.0
-    while high - low > 1e-4 * high:
+    low, high = 0.0, 0.02
+    while not fits(with_memory(planned, high)):
+        low, high = high, 2 * high
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(with_memory(planned, middle)) else (middle, high)
     return high
@@ -142,7 +144,7 @@ def test_changes_keep_to_limits_of_stages():
 def test_no_size_between_is_left_out():
     """Prevents four times the ranks where three times would do."""
     roomy = one_epoch(lengths=None)
-    planned = with_memory(roomy, 1.001 * least_memory(sized(roomy, data=3)))
+    planned = with_memory(roomy, 1.002 * least_memory(sized(roomy, data=3)))
     assert not fits(sized(planned, data=2))
     assert 3 in [change.request.job.parallel.data for change in changes_of(planned)]
 
