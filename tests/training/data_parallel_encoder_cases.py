@@ -67,19 +67,14 @@ CASES = {
     "pp2-of-two-chunks-dp2": Case(
         {"data": 2}, cuts=(1, 2, 3), kept=1, tied=True, chunks=2, schedule="interleaved",
     ),
-    "pp2-dp2-audio": Case({"data": 2}, pipelines=2, cuts=(2,), audio=True),
     "tp2-sp-dp2-audio": Case(
         {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
         frozen=("audio", "audio_projector"),
-    ),
-    "dp4-audio": Case(
-        {"data": 4}, pipelines=4, kept=3, audio=True, frozen=("language", "vision"),
     ),
     # Ranks without a pack, or with one less, compute empty ones to join others.
     "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
     "pp2-dp2-experts": Case({"data": 2, "expert": 2}, cuts=(2,), audio=True, experts=True),
     # Weights of the encoders divided over ranks, some of which have no pass or fewer than others.
-    "pp2-dp2-divided": Case({"data": 2}, pipelines=1, cuts=(2,), kept=1, sharded=4),
     "pp2-dp2-divided-by-two": Case(
         {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",), sharded=2,
     ),
@@ -87,11 +82,9 @@ CASES = {
         {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
         frozen=("vision", "audio", "audio_projector"), recompute={"language": (1,)}, sharded=4,
     ),
-    "pp4-divided": Case({}, cuts=(1, 2, 3), per_pass=1, kept=1, drop_path=0.3, sharded=2),
     "dp4-all-divided": Case(
         {"data": 4, "sharded": 4}, pipelines=2, kept=1, audio=True, sharded=4
     ),
-    "dp4-language-divided": Case({"data": 4, "sharded": 2}, pipelines=4, kept=99),
     "dp4-language-divided-frozen": Case(
         {"data": 4, "sharded": 4}, pipelines=2, kept=1, frozen=("language",), sharded=2,
     ),
@@ -101,10 +94,6 @@ CASES = {
     ),
     "dp4-frozen-divided": Case(
         {"data": 4}, pipelines=4, frozen=("vision", "projector"), sharded=2,
-    ),
-    "tp2-dp2-all-divided": Case(
-        {"tensor": 2, "sequence_parallel": True, "data": 2, "sharded": 2}, pipelines=2, kept=1,
-        tied=True, sharded=2,
     ),
     "pp2-tp2-zb-h1": Case({"tensor": 2}, cuts=(2,), kept=2, schedule="zb-h1"),
     "pp2-dp2-zb-v": Case(

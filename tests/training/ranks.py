@@ -19,7 +19,7 @@ import torch
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.model.parallel import Parallel
 
-_TIMEOUT_S = 600
+TIMEOUT_S = 600
 
 
 def run_ranks(
@@ -51,7 +51,7 @@ def run_ranks(
             process.kill()
         failures = signals + [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
         assert not failures, "\n".join(failures)
-        assert not hanging, f"ranks {hanging} did not end within {_TIMEOUT_S} s"
+        assert not hanging, f"ranks {hanging} did not end within {TIMEOUT_S} s"
         return [
             torch.load(Path(folder) / f"{rank}.result", weights_only=False)
             for rank in range(parallel.world_size)
@@ -80,7 +80,7 @@ def run_alone(work: Callable[..., None], arguments: dict[str, Any]) -> None:
         error = Path(folder) / "error"
         process = context.Process(target=_alone, args=(work, arguments, error))
         process.start()
-        process.join(_TIMEOUT_S)
+        process.join(TIMEOUT_S)
         process.kill()
         assert not error.exists(), error.read_text()
         assert process.exitcode == 0, f"ended with {process.exitcode}, or not at all"
@@ -96,7 +96,7 @@ def _alone(work: Callable[..., None], arguments: dict[str, Any], error: Path) ->
 
 def _wait(processes: list[Any]) -> None:
     """Until all have ended, or the first has failed: the others would wait for it."""
-    deadline = time.monotonic() + _TIMEOUT_S
+    deadline = time.monotonic() + TIMEOUT_S
     running = processes
     while running and time.monotonic() < deadline and not any(one.exitcode for one in processes):
         ended = connection.wait([process.sentinel for process in running], 1.0)

@@ -109,10 +109,8 @@ def single_process(name, adapters):
 @pytest.mark.parametrize(
     ("adapters", "cuts", "sizes"),
     [
-        pytest.param(EVERYWHERE, (), {"tensor": 2}, id="tp2"),
         pytest.param(SOME, (5,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2"),
         pytest.param(EVERYWHERE, (2,), {"tensor": 2, "data": 2, "sharded": 2}, id="tp2-zero3-pp2"),
-        pytest.param(EVERYWHERE, (3,), {"data": 2}, id="pp2-dp2"),
     ],
 )
 def test_every_way_to_divide_equals_one_process(adapters, cuts, sizes):

@@ -46,7 +46,6 @@ def alone(model="plain", frozen=()):
 
 PLANS = {
     # A step of every plan has no images at all.
-    "recomputed": plan_of(2, 4, 6, recompute=SOME),
     "tensor": plan_of(2, 4, 6, **IN_PARTS, recompute=SOME),
     "frozen-vision": plan_of(2, 4, 6, data=2, frozen=("vision",)),
     "frozen-language": plan_of(3, 5, 7, frozen=("language",)),
@@ -64,9 +63,7 @@ def test_same_training_as_one_process(monkeypatch, plan):
 
 
 TIED_PLANS = {
-    "two-stages": plan_of(2, 4, 6, model=TIED),
     "two-stages-tensor": plan_of(2, 4, 6, model=TIED, **IN_PARTS),
-    "one-stage": plan_of(2, 5, 6, model=TIED, data=2),
     "one-stage-divided": plan_of(2, 5, 6, model=TIED, data=2, sharded=2),
     "one-stage-back-and-forth": plan_of(5, 6, 7, model=TIED, name="zb-v", data=2),
     "one-stage-frozen": plan_of(2, 5, 6, model=TIED, frozen=("language",)),
@@ -85,7 +82,6 @@ def test_tied_head_equals_one_process(monkeypatch, plan):
 ADAPTERS = AdapterConfig(rank=4, alpha=8, parts=("language",))
 IN_TWO_PARTS = {
     "adapters": plan_of(2, 4, 6, name="zb-v", recompute=SOME, **IN_PARTS),
-    "adapters-in-turn": plan_of(2, 4, 6, recompute=SOME, **IN_PARTS),
     "adapters-in-one-part": plan_of(2, 5, 6, name="zb-v", data=2),
     "tied": plan_of(2, 5, 6, model=TIED, name="zb-v", recompute=SOME, **IN_PARTS),
     "frozen": plan_of(2, 4, 6, name="zb-v", frozen=("vision",), recompute=SOME, **IN_PARTS),

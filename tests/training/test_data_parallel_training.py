@@ -72,15 +72,8 @@ def in_pipeline(*cuts, frozen=(), **sizes):
 
 
 RESUMES = {
-    "beside-to-pipeline": (
-        plan_of(Case({"tensor": 2, "data": 2}, pipelines=2)), in_pipeline(2, data=2),
-    ),
     "pipeline-to-beside": (
         in_pipeline(2, tensor=2, sequence_parallel=True), plan_of(Case({"data": 2}, cuts=(1,))),
-    ),
-    "other-sizes": (
-        plan_of(Case({"data": 4}, pipelines=4)),
-        plan_of(Case({"tensor": 2, "sequence_parallel": True}, cuts=(2,))),
     ),
     "frozen-language": (
         plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
@@ -138,10 +131,10 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
     assert not any(run_ranks(plan.parallel, said_by_core, plan, tmp_path))
 
 
-@pytest.mark.parametrize("sharded", [1, 4])
+@pytest.mark.parametrize("sharded", [1, 2])
 def test_bf16_trains_as_fp32(sharded):
     """Prevents: an exchange that mixes types, or gradients lost to rounding."""
-    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2, audio=True, sharded=sharded))
+    plan = plan_of(Case({"data": 2}, pipelines=2, audio=True, sharded=sharded))
     fp32 = run_ranks(plan.parallel, train_steps, plan)[0][0]
     plan = plan.model_copy(update={"precision": "bf16"})
     for results, _, weights in run_ranks(plan.parallel, train_steps, plan):

@@ -49,8 +49,6 @@ def toy(*cuts, model=MODEL, recompute=None, frozen=(), adapters=None, **sizes):
 CASES = {
     "pp2": Case(plan=toy(5)),
     "pp4-recomputed": Case(plan=toy(2, 4, 6, recompute=RECOMPUTE)),
-    "pp2-tp2": Case(plan=toy(3, tensor=2)),
-    "pp2-tp2-sp": Case(plan=toy(5, recompute={"language": (0,)}, **IN_PARTS)),
     "pp2-tp2-sp-fused": Case(plan=toy(5, **IN_PARTS), adds_up=True),
     "pp2-tied-apart": Case(plan=toy(6, model=TIED)),
     "pp2-dp2-uneven": Case(plan=toy(5, data=2, recompute=RECOMPUTE), steps=UNEVEN_STEPS),

@@ -30,7 +30,7 @@ def test_ranks_that_share_packs(name):
     assert min(map(len, logs)) > 20
 
 
-@pytest.mark.parametrize("name", ["pp2-dp2", "tp2-dp2-all-divided", "pp4", "pp2-dp2-zb-v"])
+@pytest.mark.parametrize("name", ["pp2-dp2", "tp2-sp-dp2-divided", "pp4", "pp2-dp2-zb-v"])
 def test_data_parallel_encoders(tmp_path, name):
     """Prevents: a rank without items that skips an exchange of features which others begin."""
     case = beside.CASES[name]

@@ -34,12 +34,9 @@ def alone():
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-7 language layers.
 PLANS = {
-    "data-2": plan_of(data=2),
     "experts-4": plan_of(data=4, expert=4),
     "experts-2-of-data-4": plan_of(data=4, expert=2),
     "pipeline-recomputed": plan_of(6, data=2, expert=2, recompute=(0, 2)),
-    "tensor": plan_of(**IN_PARTS),
-    "tensor-experts": plan_of(**IN_PARTS, expert=2, recompute=(1,)),
     "tensor-data-experts": plan_of(**IN_PARTS, data=2, expert=4),
     "tensor-pipeline": plan_of(5, **IN_PARTS, expert=2),
 }

@@ -20,14 +20,9 @@ IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units of the language model: 0 embed, 1-3 layers, of which Qwen3-VL's first two take deepstack
 # features, 4 head. A cut is the position of the first unit after it.
 PLANS = {
-    "replicated": ("Qwen3-VL", {"cuts": (3,), "data": 2, "pipelines": 2}),
-    "within-pipelines": ("Qwen3-VL", {"cuts": (2,), "data": 2, "kept": 0}),
     "features-sent-on": ("Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "divided": 4}),
     "of-four": ("tied", {"cuts": (1, 2, 3), "per_pass": 4, "recompute": {"language": (0, 1)}}),
-    "divided": ("Qwen3-VL", {"cuts": (2,), "data": 2, "pipelines": 2, "divided": 4, "kept": 12}),
-    "divided-by-two": ("tied", {"cuts": (2,), "data": 2, "divided": 2, "kept": 99}),
     "all-divided": ("Qwen3-VL", {"data": 4, "sharded": 4, "pipelines": 4, "divided": 4}),
-    "tensor": ("Qwen3-VL", {**IN_PARTS, "data": 2, "pipelines": 2}),
     "tensor-pipeline": ("tied", {**IN_PARTS, "cuts": (2,), "divided": 4}),
     "frozen-vision": (
         "Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "frozen": ("vision",)},
@@ -37,7 +32,6 @@ PLANS = {
         "Qwen3-VL", {"cuts": (2,), "data": 2, "frozen": ("vision", "projector"), "divided": 2},
     ),
     "experts": ("experts", {"data": 4, "expert": 2, "pipelines": 2}),
-    "windows": ("Qwen2.5-VL", {"cuts": (2,), "data": 2, "pipelines": 2}),
     "windows-divided": ("Qwen2.5-VL", {"cuts": (3,), "data": 2, "divided": 4, "kept": 3}),
     "windows-tensor": ("Qwen2.5-VL", {**IN_PARTS, "data": 2, "pipelines": 2}),
 }  # fmt: skip

@@ -82,7 +82,6 @@ RECOMPUTE = {"vision": (0,), "language": (0, 1)}
 @pytest.mark.parametrize(
     ("model", "cuts", "recompute", "sizes", "frozen"),
     [
-        pytest.param(MODEL, (), {}, {}, (), id="dp2"),
         pytest.param(MODEL, (5,), RECOMPUTE, {}, (), id="pp2-recomputed"),
         pytest.param(MODEL, (), RECOMPUTE, {}, ("vision",), id="frozen-vision"),
         pytest.param(MODEL, (3,), {}, {}, ("language",), id="frozen-language"),

@@ -49,8 +49,6 @@ def copies_by_tensor_rank(ranks, tensor):
         pytest.param((), {"tensor": 2}, 1, id="tp2"),
         pytest.param((), {"data": 2}, 2, id="dp2"),
         pytest.param((4,), {}, 1, id="pp2-both-on-the-second"),
-        pytest.param((6,), {}, 2, id="pp2"),
-        pytest.param((2, 5), {}, 2, id="pp3-embed-on-the-second"),
         pytest.param((1, 4, 6), {}, 2, id="pp4-embed-on-the-third"),
         # Alone, the head is divided in its middle; the embedding is all in one rank's half.
         pytest.param((7,), {"data": 2}, 4, id="pp2-dp2-head-alone"),
