@@ -806,8 +806,7 @@ def picture(result: LayoutResult) -> str:
     """The common practice's step above the full system's, as replayed."""
     first, last = result.variants[0], result.variants[-1]
     title = "One step of each: a pipeline of four stages, before and after"
-    figure = before_and_after(title, [_shown(result, first), _shown(result, last)])
-    return svg_file(figure, title)
+    return svg_file(before_and_after(title, [_shown(result, first), _shown(result, last)]))
 
 
 def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:

@@ -53,6 +53,7 @@ from omnibal.report.fake_device_tables import (
     fake_device_launches_table,
     fake_device_table,
 )
+from omnibal.report.plan_tables import run_table
 
 _STEPS, _REPETITIONS = 10, 3  # the defaults
 
@@ -199,7 +200,7 @@ def _print_result(job: ReplayJob, output: Path) -> None:
     console.print(command_tables.replayed_stages_table(job.plan, kept))
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
-        console.print(command_tables.run_table(job.plan, None, summary))
+        console.print(run_table(job.plan, None, summary))
     print(f"replay: {output}")
 
 

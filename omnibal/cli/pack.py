@@ -103,7 +103,7 @@ def pack(
     from omnibal.job.plan_data import SampleData
     from omnibal.packing.balanced import pack_balanced
     from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
-    from omnibal.report.page_tables import packing_facts
+    from omnibal.report.plan_tables import packing_facts
     from omnibal.search.caps import isf_note
 
     mixtures = [] if steps.mixture is None else [steps.mixture]
@@ -139,10 +139,9 @@ def pack(
     if picture is not None:
         from omnibal.report.drawing import svg_file
         from omnibal.report.formatting import write_ascii
-        from omnibal.report.loads import compare_loads, draw_loads
+        from omnibal.report.loads import draw_loads
 
-        compared = compare_loads(job, data, packs)
-        write_ascii(svg_file(draw_loads(compared), compared.title), picture)
+        write_ascii(svg_file(draw_loads(job, data, packs)), picture)
     with status("proving how many packs are needed"):
         least = naive_lower_bound(samples, caps)
         if bound:

@@ -510,7 +510,7 @@ def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
 
 def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> None:
     from omnibal.job.check import training_obstacles
-    from omnibal.report.page_tables import memory_table
+    from omnibal.report import plan_tables
     from omnibal.report.phase_table import phases_of_plan, phases_table
 
     result, found, prediction = planned.result, planned.strategies, planned.prediction
@@ -531,7 +531,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     if found is not None and found.gap:
         print_notes([_note_on_choices(found)])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
-    summary["image_share"] = None if plan.shapes is None else command_tables.share_of_images(plan)
+    summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
     summary["window"] = None if windows is None else windows.as_dict()
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
@@ -546,19 +546,19 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         ]
         summary["strategies_gap"] = found.gap
         strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-    memory = memory_table(plan)
-    assert memory is not None
+    memory, lost = plan_tables.memory_table(plan), plan_tables.lost_time_table(plan)
+    assert memory is not None and lost is not None
     of_packs = levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,
         summary,
         *strategies,
         *(table for table in of_packs if table is not None),
-        *command_tables.encoder_facts(plan, choice),
-        command_tables.stages_table(plan, prediction),
+        *plan_tables.encoder_facts(plan, choice),
+        plan_tables.stages_table(plan),
         memory,
-        command_tables.lost_time_table(prediction),
-        command_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
+        lost,
+        plan_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
     )
 
 

@@ -12,7 +12,6 @@ from omnibal.cli.console import print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.job.plan import plan_files
 from omnibal.job.runlog import RUN_FILE, run_files
-from omnibal.report import command_tables
 
 
 def report(
@@ -35,7 +34,7 @@ def report(
     from omnibal.job.replay import REPLAY_FILES
     from omnibal.report.fake_device_tables import fake_device_table
     from omnibal.report.page import write_report
-    from omnibal.report.page_tables import accuracy_table
+    from omnibal.report.plan_tables import accuracy_table, run_table
     from omnibal.report.summary import replay_figures
 
     trained = _run_directory(run)
@@ -61,7 +60,7 @@ def report(
     result["report"] = str(output)
     measured = []
     if shown.replay is not None or shown.run is not None:
-        measured.append(command_tables.run_table(shown.plan, shown.run, shown.replay))
+        measured.append(run_table(shown.plan, shown.run, shown.replay))
     measured += [fake_device_table(shown.plan, shown.fake_stages)] if shown.fake_stages else []
     accuracy = accuracy_table(shown.evaluation) if shown.evaluation else None
     measured += [] if accuracy is None else [accuracy]

@@ -1,4 +1,4 @@
-"""Results of commands as tables; those that the page shows too are in `report/page_tables.py`."""
+"""Results of commands as tables; those of a plan and its run are in `report/plan_tables.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,26 +7,18 @@ import numpy as np
 
 from omnibal.job.plan import Plan
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
-from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
-from omnibal.model.units import model_parts
-from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
-from omnibal.report.formatting import change, gib_or_mib, held_encoders, milliseconds, percent
+from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
 from omnibal.report.table import Cell, Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.parameters import ModelParameters
     from omnibal.cost.profile import FitResidual
-    from omnibal.job.replay import ReplaySummary, StageReplay
-    from omnibal.report.summary import RunSummary
+    from omnibal.job.replay import StageReplay
     from omnibal.search.caps import CapSearch
-    from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.parallel_sizes import StrategySearch
-    from omnibal.search.schedule_choice import ScheduleChoice
     from omnibal.search.strategy import Sizing
-    from omnibal.search.weight_sharding import ShardingChoice
 
 _SHOWN_CANDIDATES = 10  # as many as a terminal shows beside the rest of what a command says
 
@@ -185,130 +177,6 @@ def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> T
     )
 
 
-def stages_table(plan: Plan, prediction: Prediction) -> Table:
-    """Units of every stage, and its times per micro-batch."""
-    towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
-    held_at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
-    rows = [
-        (
-            str(index),
-            *(str(stage.number_of_layers(tower)) for tower in towers),
-            " / ".join(
-                " + ".join(str(len(stages[index].recomputed(tower))) for tower in towers)
-                for stages in held_at_levels
-            ),
-            f"{predicted.forward_ms:,.2f}",
-            f"{predicted.backward_ms:,.2f}",
-            f"{100 * predicted.wait_fraction:.1f}",
-            ", ".join(span.name for span in stage.units if span.layers is None),
-        )
-        for index, (stage, predicted) in enumerate(zip(held, prediction.stages, strict=True))
-    ]
-    recompute = "recompute\nby level" if plan.levels else "recompute"
-    # Words are not divided: the longest has as many characters.
-    also = Column(title="also holds", style="wrap", least_width=len("projector,"))
-    titles = ("stage", *towers, recompute, "forward\nms", "backward\nms", "waits\n%")
-    return Table.of_rows("Stages", [*titles, also], rows)
-
-
-def encoder_facts(plan: Plan, choice: "PlacementChoice") -> list[Facts]:
-    """Both placements of encoders, and how data-parallel ones run."""
-    planned, encoders = choice.predicted, plan.beside
-    beside = None if plan.prediction is None else plan.prediction.beside
-    if beside is None and len(planned) < 2:
-        return []
-    entries = [("placement", choice.chosen.option)]
-    # Placements are compared before another schedule is taken.
-    usual = ONE_FORWARD_ONE_BACKWARD
-    in_usual = "" if plan.schedule == usual else f" in {usual.name}"
-    for name, placement in (
-        ("step, in the pipeline", EncoderPlacement.PIPELINE),
-        ("step, beside it", EncoderPlacement.DATA_PARALLEL),
-    ):
-        if placement in planned:
-            rate = planned[placement].samples_per_second_per_gpu
-            per_second = "" if rate is None else f", {_of_all(rate, plan)} samples/s"
-            step = milliseconds(planned[placement].step_ms, 4)
-            entries.append((name, step + in_usual + per_second))
-    entries.append(("why", choice.reason))
-    if encoders is not None and beside is not None:
-        ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
-        entries.append(("ranks that encode together", f"{ranks:,}"))
-        entries.append(("weights of encoders", held_encoders(plan.parallel, encoders.sharded)))
-        for name, encoder in plan.model.encoders.items():
-            entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
-            entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
-        times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
-        entries.append(("forward + backward", times))
-        entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
-        entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
-    return [Facts("Encoders", entries)]
-
-
-def _of_all(per_gpu: float, plan: Plan) -> str:
-    return f"{per_gpu * plan.parallel.world_size:,.2f}"
-
-
-def share_of_images(plan: Plan) -> float | None:
-    """Share of the tokens of a pack of shapes that are images'; None where there are none."""
-    assert plan.shapes is not None
-    caps, towers = plan.shapes.caps, plan.model.encoders.values()
-    images = [tower for tower in towers if tower.of_images]
-    if not images:
-        return None
-    return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
-
-
-def _data_text(plan: Plan) -> str:
-    if plan.data is not None:
-        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
-        return f"{samples} in {plan.data.packs:,} packs, {plan.data.steps:,} steps"
-    assert plan.shapes is not None
-    text, share = f"no samples: every pack has {plan.shapes.caps}", share_of_images(plan)
-    if share is not None:
-        text += f", {100 * share:.0f} % of the tokens are images'"
-    if plan.shapes.image_tokens is not None:
-        text += f", {plan.shapes.image_tokens:,} an image"
-    return text
-
-
-def plan_facts(
-    plan: Plan,
-    prediction: Prediction,
-    sharding: "ShardingChoice | None" = None,
-    schedule: "ScheduleChoice | None" = None,
-) -> Facts:
-    """The prediction of the whole job, and why its weights and its schedule are as they are."""
-    parallel, exchange = plan.parallel, prediction.exchange
-    entries = [
-        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
-        ("data", _data_text(plan)),
-        ("step", milliseconds(prediction.step_ms, 4)),
-        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
-    ]
-    if schedule is not None and schedule.reason:
-        entries.append(("schedule", schedule.reason))
-    if exchange.total_ms:
-        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
-        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
-    if prediction.samples_per_second_per_gpu is not None:
-        per_second = _of_all(prediction.samples_per_second_per_gpu, plan)
-        entries.append(("samples per second", per_second))
-    if prediction.gpu_days is not None:
-        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
-    if plan.adapters is not None:
-        entries.append(("adapters", plan.adapters.words))
-        known = {*plan.adapters.parts, *plan.frozen}
-        whole = [part for part in model_parts(plan.model) if part not in known]
-        entries.append(("trained whole", ", ".join(whole) or "nothing"))
-    if parallel.sharded > 1:
-        held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
-        entries.append(("weights", held))
-    if sharding is not None and sharding.others:
-        entries.append(("other ways to hold weights", sharding.reason))
-    return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
-
-
 def simulation_facts(result: dict[str, Any]) -> Facts:
     """The simulated steps of a plan."""
     entries = [("steps", f"{result['steps']:,}")]
@@ -320,56 +188,6 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
     if result["trace"] is not None:
         entries.append((f"trace of step {result['trace_step']:,}", result["trace"]))
     return Facts("Simulated steps", entries)
-
-
-def lost_time_table(prediction: Prediction) -> Table:
-    """Breakdown of the time of a step, from the ideal up."""
-    causes, step_ms = prediction.lost.named(), prediction.step_ms
-    rows = [
-        (k, f"{ms:z,.1f}", percent(ms / step_ms)) for k, ms in [*causes.items(), ("step", step_ms)]
-    ]
-    titles = ("", "ms", "of the step")
-    return Table.of_rows("Where the step's time goes", titles, rows[:-1], rows[-1:])
-
-
-def run_table(plan: Plan, run: "RunSummary | None", replay: "ReplaySummary | None") -> Table:
-    """Times of a run and a replay beside the plan's prediction; at least one is given."""
-    from omnibal.report.summary import figures_by_source, replayed_peaks_as_predicted
-
-    sources, predicted = figures_by_source(plan, run, replay), plan.prediction
-    columns: dict[str, dict[str, str]] = {name: {} for name in ("predicted", *sources)}
-    if run is not None:
-        if predicted is not None:
-            columns["predicted"]["step, median"] = _with_error(predicted.step_ms, run.step_ms)
-        columns["measured"] = {
-            "provider of layers": run.provider or "not recorded",
-            "loss, first step": f"{run.first_loss:.4f}",
-            "loss, last step": f"{run.last_loss:.4f}",
-            "step, median": milliseconds(run.step_ms),
-            **{name: f"{count:,}" for name, count in run.incidents().items()},
-            **{str(slow): f"{slow.factor:.2f} x median rank" for slow in run.slow_ranks},
-        }
-    if replay is not None:
-        step = f"step, mean of {len(replay.info.steps):,}"
-        columns["predicted"][step] = _with_error(replay.predicted_step_ms, replay.step_ms)
-        for stage, gib in enumerate(replayed_peaks_as_predicted(plan, replay)):
-            columns["predicted"][f"stage {stage} peak"] = gib_or_mib(gib)
-        columns["replayed"] = {
-            "provider of layers": replay.info.provider,
-            step: milliseconds(replay.step_ms),
-            **{f"stage {i} peak": gib_or_mib(one.peak_gib) for i, one in enumerate(replay.stages)},
-        }
-    for name, figures in sources.items():
-        waits = enumerate(figures.wait_fractions)
-        columns[name] |= {f"stage {stage} waits": percent(share) for stage, share in waits}
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [(name, *(column.get(name, "") for column in columns.values())) for name in names]
-    title = "Replay and run" if run and replay else "Run" if run else "Replay"
-    return Table.of_rows(title, ("", *columns), rows)
-
-
-def _with_error(predicted_ms: float, taken_ms: float) -> str:
-    return f"{milliseconds(predicted_ms)} ({change(predicted_ms, taken_ms)})"
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:

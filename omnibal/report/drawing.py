@@ -5,7 +5,7 @@ Equal inputs give equal bytes. Figures are made without pyplot, which keeps stat
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -73,8 +73,13 @@ def _as_variable(found: re.Match[str]) -> str:
     return f'style="fill: var(--{name})"' if found[1] else f"var(--{name})"
 
 
-def svg_file(figure: Figure, title: str) -> str:
-    """Return the text of an SVG file that follows the reader's light or dark scheme."""
+def svg_file(figure: Figure, title: str = "") -> str:
+    """Return the text of an SVG file that follows the reader's light or dark scheme.
+
+    Args:
+        title: by default the figure's own.
+    """
+    title = title or figure.get_suptitle()
     head, rest = to_svg(figure, title).removeprefix("<svg").split(">", 1)
     return (
         f"<svg {_NAMESPACES}{head}><title>{escape(title)}</title>\n<style>{_PALETTE}</style>{rest}"
@@ -82,22 +87,26 @@ def svg_file(figure: Figure, title: str) -> str:
 
 
 def stack_bars(
-    axes: Axes,
-    rows: Sequence[float],
-    parts: Mapping[str, Sequence[float]],
-    colours: Mapping[str, str],
-    height: float = 0.7,
+    axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Iterable[str]
 ) -> None:
-    """Draw a horizontal bar in every row, of parts one after another.
+    """Draw a named horizontal bar for every row, of parts one after another.
 
     Args:
         parts: values of all rows, by the part's label in the legend.
-        colours: names of the parts' colours.
+        colours: names of the parts' colours, in their order.
     """
-    left = np.zeros(len(rows))
-    for label, values in parts.items():
-        axes.barh(rows, values, height, left, label=label, color=COLOURS[colours[label]])
+    left = np.zeros(len(names))
+    for (label, values), colour in zip(parts.items(), colours, strict=False):
+        axes.barh(range(len(names)), values, left=left, label=label, color=COLOURS[colour])
         left += values
+    label_rows(axes, names)
+
+
+def add_legend(figure: Figure, columns: int) -> None:
+    """Add one legend above all axes, with every label once."""
+    found = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
+    figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=columns)
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:

@@ -20,9 +20,13 @@ def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
         stages,
         {
             "stage": lambda one: f"{one.stage}",
-            "predicted": lambda one: difference_cells(one)[0],
-            "allocated": lambda one: difference_cells(one)[1],
-            "difference": lambda one: difference_cells(one)[2],
+            "predicted": lambda one: (
+                "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
+            ),
+            "allocated": lambda one: f"{one.allocated_gib:.2f}",
+            "difference": lambda one: (
+                "" if one.deviation is None else f"{100 * one.deviation:+.1f} %"
+            ),
             "of usable": lambda one: Marked.share(one.allocated_gib / cap_gib),
             "state": lambda one: f"{one.state_gib:.2f}",
             "rest": lambda one: f"{one.activations_gib:.2f}",
@@ -31,13 +35,6 @@ def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
         "What the code would allocate on one device of each stage, counted without one, beside "
         "what the plan predicts. A difference below zero: the plan predicts too little.",
     )
-
-
-def difference_cells(one: FakeStage) -> list[str]:
-    """Predicted and allocated peak, and how far the prediction is from it."""
-    predicted = "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
-    deviation = "" if one.deviation is None else f"{100 * one.deviation:+.1f} %"
-    return [predicted, f"{one.allocated_gib:.2f}", deviation]
 
 
 def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> Table:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, pairwise
+from itertools import pairwise
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -14,10 +14,12 @@ from omnibal.job.runlog import StepRecord
 from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
 from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.stage import Span
 from omnibal.report.drawing import (
     COLOURS,
     NARROW,
     WIDE,
+    add_legend,
     label_rows,
     make_logarithmic,
     new_figure,
@@ -26,11 +28,10 @@ from omnibal.report.drawing import (
     style,
     to_svg,
 )
-from omnibal.report.formatting import milliseconds, number, percent, shorten
+from omnibal.report.formatting import milliseconds, number, shorten
 from omnibal.report.length_sources import largest_sources
-from omnibal.report.summary import StepFigures, memory_parts, recomputed_layers
+from omnibal.report.summary import StepFigures, lost_by_source, memory_parts
 
-_LEAST_SHOWN_SHARE = 0.001  # of a step: what is less would be thinner than a pixel
 _EDGES = "embedding, projector, head"
 _TIME_COLOURS = {
     "forward": "green",
@@ -42,28 +43,10 @@ _TIME_COLOURS = {
     "exchange": "blue",
 }
 """Colours of the parts of `StageTime`, in its order."""
-_MEMORY_COLOURS = {
-    "weights": "blue",
-    "gradients": "teal",
-    "optimizer": "grey",
-    "activations": "rose",
-    "working": "yellow",
-}
-_LOST_COLOURS = (
-    "green",
-    "pale",
-    "yellow",
-    "orange",
-    "purple",
-    "grey",
-    "blue",
-    "teal",
-    "rose",
-    "red",
-)
-"""Colours of the ideal time and then of the causes that are shown."""
-_PEAKS = {"replayed": ("yellow", "D"), "measured": ("ink", "o")}
-"""Colours and markers of peaks."""
+_MEMORY_COLOURS = ("blue", "teal", "grey", "rose", "yellow")
+"""Colours of the parts of `memory_parts`."""
+_LOST_COLOURS = "green pale yellow orange purple grey blue teal rose red ink".split()
+"""Colours of the ideal time and of the causes that lose time."""
 _POINTS = 200
 """Intervals of a curve with two points each, however long the run."""
 _CELLS = 64
@@ -77,82 +60,54 @@ class PageFigure:
     title: str
     drawn: Figure | None
     """None if there is nothing to draw."""
-    label: str = ""
-    """What it shows, for readers who cannot see it."""
     caption: str
     wide: bool = False
 
     @property
     def svg(self) -> str:
         """The figure as an SVG element; empty without one."""
-        return "" if self.drawn is None else to_svg(self.drawn, self.label)
+        return "" if self.drawn is None else to_svg(self.drawn, f"{self.title}. {self.caption}")
 
 
 @style()
 def split_figure(plan: Plan) -> PageFigure:
     """Draw every unit of the model as a block in the row of its stage."""
-    encoders = zip(plan.pipeline_model.encoders, cycle(("blue", "teal")))
-    colours = {**dict(encoders), LANGUAGE: "orange", _EDGES: "grey"}
-    drawn = drawn_units(plan)
-    figure = new_figure(WIDE, 80 + 30 * len(drawn))
+    colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
+    colours |= {LANGUAGE: "orange"}
+    at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
+    figure = new_figure(WIDE, 80 + 30 * len(at_levels[0]))
     axes = figure.subplots()
-    labelled = set()
-    for stage, units in enumerate(drawn):
+
+    def draw(stage: int, place: int, unit: Span) -> None:
+        layer = unit.layers[0] if unit.layers else None
+        again = any(layer in stages[stage].recomputed(unit.name) for stages in at_levels)
+        label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * again
+        axes.barh(
+            *(stage, 1, 0.8, place),
+            facecolor=COLOURS[colours.get(unit.name, "grey")],
+            edgecolor=COLOURS["paper"],
+            hatch="//" if again else None,
+            label=label,
+        )
+
+    for number_, stage in enumerate(at_levels[0]):
+        units = [unit for span in stage.units for unit in span.units]
         for place, unit in enumerate(units):
-            kind, _, again = unit
-            label = f"{kind} layer" if kind != _EDGES else kind
-            label += ", recomputed" if again else ""
-            axes.barh(
-                *(stage, 1, 0.8, place),
-                facecolor=COLOURS[colours[kind]],
-                edgecolor=COLOURS["paper"],
-                hatch="//" if again else None,
-                label="" if label in labelled else label,
-            )
-            labelled.add(label)
-    label_rows(axes, [f"stage {stage}" for stage in range(len(drawn))])
-    axes.set_xlim(0, max(map(len, drawn)))
+            draw(number_, place, unit)
+    label_rows(axes, [f"stage {stage}" for stage in range(len(at_levels[0]))])
     axes.set_xlabel("units of the stage")
-    figure.legend(loc="outside upper left", ncols=6)
-    stages = zip(drawn, recomputed_layers(plan), strict=True)
+    add_legend(figure, columns=6)
+    levels = ", at some level of packs" if plan.levels else ""
     return PageFigure(
         title="Layers on each pipeline stage",
         drawn=figure,
-        label="; ".join(
-            f"stage {stage}: {len(units)} units, {again} recomputed"
-            for stage, (units, again) in enumerate(stages)
-        ),
-        caption="Hatched: recomputed in the backward pass"
-        + (", at some level of packs." if plan.levels else "."),
+        caption=f"Hatched: recomputed in the backward pass{levels}.",
         wide=True,
     )
 
 
-def drawn_units(plan: Plan) -> list[list[tuple[str, int | None, bool]]]:
-    """Return (tower, layer, whether any level recomputes it) of the units of every stage.
-
-    Units that are no layers have no number, and stand under one name.
-    """
-    return [
-        [
-            (_EDGES, None, False)
-            if unit.layers is None
-            else (
-                unit.name,
-                unit.layers[0],
-                any(unit.layers[0] in stage.recomputed(unit.name) for stage in at_levels),
-            )
-            for span in at_levels[0].units
-            for unit in span.units
-        ]
-        for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
-    ]
-
-
 @style()
-def memory_figure(
-    plan: Plan, sources: Mapping[str, StepFigures], replay: ReplaySummary | None
-) -> PageFigure | None:
+def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
     """Draw the memory of one device of each stage: predicted parts, peaks and the limit.
 
     Returns:
@@ -161,37 +116,25 @@ def memory_figure(
     if plan.prediction is None:
         return None
     memories = [memory_parts(stage.memory) for stage in plan.prediction.stages]
-    rows = range(len(memories))
-    cap_gib = memory_cap_gib(plan.cluster)
     figure = new_figure(NARROW, 100 + 34 * len(memories))
     axes = figure.subplots()
     parts = {name: [memory[name] for memory in memories] for name in memories[0]}
-    stack_bars(axes, rows, parts, _MEMORY_COLOURS)
-    for name, figures in sources.items():
-        if name in _PEAKS:
-            colour, marker = _PEAKS[name]
-            axes.plot(
-                *(figures.peak_gib, rows, marker),
-                color=COLOURS[colour],
-                markeredgecolor=COLOURS["ink"],
-                label=f"{name} peak",
-            )
+    names = [f"stage {stage}" for stage in range(len(memories))]
+    stack_bars(axes, names, parts, _MEMORY_COLOURS)
+    for source, marker in (("replayed", "D"), ("measured", "o")):
+        if source in sources:
+            peaks = sources[source].peak_gib
+            ink = COLOURS["ink"]
+            axes.plot(peaks, range(len(names)), marker, color=ink, label=f"{source} peak")
+    cap_gib = memory_cap_gib(plan.cluster)
     axes.axvline(cap_gib, color=COLOURS["red"], linestyle="--", label="usable")
-    label_rows(axes, [f"stage {stage}" for stage in rows])
     axes.set_xlabel("GiB")
-    figure.legend(loc="outside upper left", ncols=4)
+    add_legend(figure, columns=4)
     usable = f"{100 * USABLE_MEMORY_FRACTION:g} % of a device's {plan.cluster.memory_gib:g} GiB"
     caption = f"Predicted, at the peak of the step. Usable: {usable}."
-    if replay and not all(stage.with_working_memory for stage in replay.stages):
-        caption += " The replayed peak on a CPU is without working memory."
     if "measured" in sources:
         caption += " The measured peak on a CPU is the whole process, its libraries included."
-    return PageFigure(
-        title="Memory of one device per stage",
-        drawn=figure,
-        label="memory by kind and stage against what is usable",
-        caption=caption,
-    )
+    return PageFigure(title="Memory of one device per stage", drawn=figure, caption=caption)
 
 
 @style()
@@ -204,24 +147,24 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | 
     series = {name: figures.stages for name, figures in sources.items() if figures.stages}
     if not series:
         return None
-    stages = plan.parallel.pipeline
-    names = [f"stage {stage} {name}" for stage in range(stages) for name in series]
-    times = [series[name][stage] for stage in range(stages) for name in series]
-    has_encoders = any(time.encoder_ms for time in times)
+    rows = {
+        f"stage {stage} {name}": times[stage]
+        for stage in range(plan.parallel.pipeline)
+        for name, times in series.items()
+    }
+    has_encoders = any(time.encoder_ms for time in rows.values())
     shown = list(_TIME_COLOURS)[: None if has_encoders else 5]
-    figure = new_figure(NARROW, 100 + 24 * len(names))
+    figure = new_figure(NARROW, 100 + 24 * len(rows))
     axes = figure.subplots()
-    columns = dict(zip(shown, zip(*times, strict=True), strict=False))
-    stack_bars(axes, range(len(names)), columns, _TIME_COLOURS, height=0.8)
-    label_rows(axes, names)
+    parts = dict(zip(shown, zip(*rows.values(), strict=True), strict=False))
+    stack_bars(axes, [*rows], parts, _TIME_COLOURS.values())
     axes.set_xlabel("ms")
-    figure.legend(loc="outside upper left", ncols=4)
+    add_legend(figure, columns=4)
     means = ["Replayed: mean over the replayed steps."] * ("replayed" in series)
     means += ["Measured: median over the run's steps."] * ("measured" in series)
     return PageFigure(
         title="A step's time by stage",
         drawn=figure,
-        label=f"time per stage and activity, {' and '.join(series)}",
         caption="Backward includes recomputation. Update: gradient reduction, clipping, weight "
         "update. "
         + "Encoder, exchange: of data-parallel encoders, on all ranks. " * has_encoders
@@ -269,11 +212,9 @@ def curve_figure(
     at = extremes(shown, _POINTS)
     if smooth:
         axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
-        along = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
-        mean = moving_mean(shown, len(steps) // 40)
-        axes.plot(steps[along], mean[along], color=COLOURS["blue"])
-    else:
-        axes.plot(steps[at], shown[at], color=COLOURS["blue"])
+        at = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))
+        shown = moving_mean(shown, len(steps) // 40)
+    axes.plot(steps[at], shown[at], color=COLOURS["blue"])
     if predicted is not None:
         axes.axhline(predicted, color=COLOURS["ink"], linestyle="--")
     validated = [one for one in held_out if np.isfinite(one[1])]
@@ -282,14 +223,8 @@ def curve_figure(
         notes.append(f"Second line: held-out data, {number(validated[-1][1])} at the end.")
     if from_zero:
         axes.set_ylim(0, high)
-    axes.set_xlabel("step")
-    axes.set_ylabel(y_title)
-    return PageFigure(
-        title=title,
-        drawn=figure,
-        label=f"{title}: {number(shown[0])} at the first step, {number(shown[-1])} at the last",
-        caption=" ".join(notes),
-    )
+    axes.set(xlabel="step", ylabel=y_title)
+    return PageFigure(title=title, drawn=figure, caption=" ".join(notes))
 
 
 def extremes(values: np.ndarray, intervals: int) -> np.ndarray:
@@ -319,35 +254,23 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
         # Of several kinds of items, those that fill packs most.
         name = max(limited, key=lambda item: packs.items[item].mean() / caps[item])
         counted = packs.items[name]
-    most = caps.get(name) or int(counted.max())
-    ends = (most, caps["tokens"])
-    edges = [
-        np.arange(0, end + step + 1, step) for end in ends for step in [max(1, -(-end // _CELLS))]
-    ]
-    counts = np.histogram2d(counted, packs.tokens, edges)[0]
+    ends = (caps.get(name) or int(counted.max()), caps["tokens"])
+    sides = np.array([[max(1, -(-end // _CELLS))] for end in ends])
+    cells, counts = np.unique(
+        np.stack([counted, packs.tokens]) // sides * sides, axis=1, return_counts=True
+    )
     figure = new_figure(NARROW, 270)
     axes = figure.subplots()
     # Shades on a logarithmic scale: one pack stays visible next to a thousand.
-    shades = np.ceil(5 * np.log1p(counts) / np.log1p(counts.max()))
-    for shade in range(1, 6):
-        column, row = np.nonzero(shades == shade)
-        axes.scatter(
-            *(edges[0][column], edges[1][row], 14),
-            marker="s",
-            color=COLOURS["blue"],
-            alpha=shade / 5,
-            linewidths=0,
-        )
+    shades = np.ceil(5 * np.log1p(counts) / np.log1p(counts.max())) / 5
+    axes.scatter(*cells, 14, COLOURS["blue"], marker="s", alpha=shades, linewidths=0)
     if name in caps.names:
-        axes.axvline(most, color=COLOURS["red"], linestyle="--")
+        axes.axvline(caps[name], color=COLOURS["red"], linestyle="--")
     axes.axhline(caps["tokens"], color=COLOURS["red"], linestyle="--")
-    axes.set_xlabel(f"{name} in the pack")
-    axes.set_ylabel("tokens in the pack")
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel=f"{name} in the pack", ylabel="tokens in the pack", ylim=(0, None))
     return PageFigure(
         title="Packs against their caps",
         drawn=figure,
-        label=f"{name} and tokens of {len(packs):,} packs",
         caption=f"{len(packs):,} packs; darker: more of them. Dashed: the caps, "
         f"{words([f'{caps[name]:,} {name}' for name in caps.names])}.",
     )
@@ -355,37 +278,21 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
 
 @style()
 def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
-    """Draw the step as ideal computation and time lost to each cause, predicted and replayed."""
-    steps: dict[str, tuple[dict[str, float], float]] = {}
-    if plan.prediction is not None:
-        steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
-    if replay is not None:
-        steps["replayed"] = replay.lost.named(), replay.step_ms
-    shown = {
-        cause: [lost.get(cause, 0.0) for lost, _ in steps.values()]
-        for lost, step_ms in steps.values()
-        for cause, ms in lost.items()
-        if ms >= _LEAST_SHOWN_SHARE * step_ms > 0
-    }
-    if not shown:
+    """Draw the step as ideal computation and time lost to each cause, predicted and replayed.
+
+    Returns:
+        None if neither is known.
+    """
+    steps = lost_by_source(plan, replay)
+    if not steps:
         return None
-    totals_ms = [step_ms for _, step_ms in steps.values()]
-    labelled = {
-        f"{cause} "
-        + " / ".join(
-            f"{milliseconds(ms)} ({percent(ms / step_ms)})"
-            for ms, step_ms in zip(of_steps, totals_ms, strict=True)
-        ): of_steps
-        for cause, of_steps in shown.items()
-    }
-    columns = 4 if len(steps) == 1 else 3
-    figure = new_figure(WIDE, 80 + 30 * len(steps) + 20 * -(-len(shown) // columns))
+    causes = dict.fromkeys(cause for lost, _ in steps.values() for cause in lost)
+    parts = {cause: [lost.get(cause, 0.0) for lost, _ in steps.values()] for cause in causes}
+    figure = new_figure(WIDE, 120 + 30 * len(steps))
     axes = figure.subplots()
-    stack_bars(axes, range(len(steps)), labelled, dict(zip(labelled, cycle(_LOST_COLOURS))))
-    label_rows(axes, [*steps])
-    axes.set_xlim(0, max(totals_ms))
+    stack_bars(axes, [*steps], parts, _LOST_COLOURS)
     axes.set_xlabel("ms")
-    figure.legend(loc="outside upper left", ncols=columns)
+    add_legend(figure, columns=6)
     caption = (
         "Ideal: the needed work spread evenly over all devices, without waiting. The step is "
         "simulated again without one cause after another; the differences add up to it."
@@ -397,48 +304,32 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
             f"{milliseconds(exchange.total_ms)}, of which {milliseconds(exchange.exposed_ms)} "
             "are exposed and count as communication."
         )
-    if replay is not None:
-        caption += " After the slash: the replayed steps, with the times that their stages took."
-    return PageFigure(
-        title="Where the step's time goes",
-        drawn=figure,
-        label="time of a step by cause",
-        caption=caption,
-        wide=True,
-    )
+    return PageFigure(title="Where the step's time goes", drawn=figure, caption=caption, wide=True)
 
 
 @style()
 def lengths_figure(lengths: Lengths, most: int) -> PageFigure:
-    """Draw the spread of items and tokens in the samples of each source: quartiles and tails."""
+    """Draw the spread of items and tokens in the samples of each source."""
     groups = largest_sources(lengths, most)
     features = (*lengths.item_names, "tokens")
     figure = new_figure(WIDE, 80 + 26 * len(groups))
-    for place, axes in enumerate(figure.subplots(1, len(features), sharey=True, squeeze=False)[0]):
-        feature = features[place]
+    all_axes = figure.subplots(1, len(features), sharey=True, squeeze=False)[0]
+    for axes, feature in zip(all_axes, features, strict=True):
         values = [lengths.column(feature)[np.isin(lengths.source, codes)] for _, codes in groups]
         axes.boxplot(
             values,
-            positions=range(len(groups)),
             orientation="horizontal",
-            whis=(5, 95),
-            showfliers=False,
+            positions=range(len(groups)),
             widths=0.6,
-            patch_artist=True,
+            whis=(5, 95),
             manage_ticks=False,
-            boxprops={"facecolor": COLOURS["pale"], "edgecolor": COLOURS["soft"]},
-            medianprops={"color": COLOURS["blue"], "linewidth": 2.5},
-            whiskerprops={"color": COLOURS["soft"]},
-            capprops={"color": COLOURS["soft"]},
         )
-        if feature == "tokens":
-            make_logarithmic(axes)
         axes.set_xlabel(f"{feature} in the sample")
-        label_rows(axes, [shorten(printable(name), 40) for name, _ in groups])
+    make_logarithmic(all_axes[-1])
+    label_rows(all_axes[0], [shorten(printable(name), 40) for name, _ in groups])
     return PageFigure(
         title="Sample lengths by source",
         drawn=figure,
-        label=f"spread of {' and '.join(features)} by source",
         caption="Line: median. Box: middle half of the samples. Whiskers: 5th to 95th percentile.",
         wide=True,
     )

@@ -101,71 +101,48 @@ def common_practice(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LoadComparison:
-    """A schedule of one epoch, and common practice on the same samples."""
-
-    title: str
-    subtitle: str
-    samples_per_micro_batch: int
-    """Samples of every micro-batch before."""
-    seed: int
-    before: RankLoads | None
-    """None if the samples do not make one complete step."""
-    after: RankLoads
-    after_title: str
-    cost_source: str
-
-    @property
-    def sides(self) -> dict[str, RankLoads]:
-        """Loads of the sides that are there."""
-        sides = {"before": self.before, "after": self.after}
-        return {name: loads for name, loads in sides.items() if loads is not None}
-
-
-def compare_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> LoadComparison:
-    """Compare a schedule of one epoch with common practice.
+def compare_loads(
+    job: JobSpec, data: SampleData, scheduled: ScheduledPacks
+) -> dict[str, RankLoads]:
+    """Return the loads of a schedule of one epoch, `after`, and of common practice, `before`.
 
     Args:
         job: whose data-parallel ranks are compared, and whose costs predict their times.
         data: that was packed under one limit.
         scheduled: its packs.
+
+    Returns:
+        Without `before` if the samples do not make one complete step of it.
     """
-    dp, packs = job.parallel.data, len(scheduled)
-    lengths, seed, caps = data.lengths, data.settings.seed, data.caps
-    micro_batches = data.packs_per_step // dp
-    count = max(round(len(scheduled.packs.samples) / packs), 1)
-    # Nothing is padded: samples of a pack follow one another in one row.
+    dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    model, cluster = (shorten(printable(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
-    most = words([f"{caps[name]:,} {name}" for name in caps.names])
-    return LoadComparison(
-        title=f"Predicted load of ranks: {model} on {cluster}",
-        subtitle=(
-            f"{_counted(len(lengths), 'sample')} in {_counted(packs, 'pack')} of at most {most}; "
-            f"{_counted(dp, 'data-parallel rank')}, up to {_counted(micro_batches, 'pack')} each "
-            "per step"
-        ),
-        samples_per_micro_batch=count,
-        seed=seed,
-        before=common_practice(lengths, count, dp, micro_batches, seed, job.load_ms),
-        after=RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0),
-        after_title=f"After: packed, matched and dealt out ({data.settings.packing})",
-        cost_source=shorten(printable(job.cost.source), 40),
+    # Nothing is padded: samples of a pack follow one another in one row.
+    after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
+    before = common_practice(
+        *(lengths, _mean_samples(scheduled), dp, data.packs_per_step // dp),
+        seed=data.settings.seed,
+        load=job.load_ms,
     )
+    return {"after": after} if before is None else {"before": before, "after": after}
+
+
+def _mean_samples(scheduled: ScheduledPacks) -> int:
+    return max(round(len(scheduled.packs.samples) / len(scheduled)), 1)
 
 
 @style()
-def draw_loads(compared: LoadComparison) -> Figure:
+def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Figure:
     """Draw steps end to end with a bar for every rank, and distributions over the whole epoch."""
-    sides = compared.sides
+    sides = compare_loads(job, data, scheduled)
     figure = new_figure(WIDE, 330 + 220 * len(sides))
-    figure.suptitle(compared.title, x=0.01, ha="left", weight="bold")
+    model, cluster = (shorten(printable(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
+    title = f"Predicted load of ranks: {model} on {cluster}"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
     *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
-    each = f"{_counted(compared.samples_per_micro_batch, 'sample')} per micro-batch"
+    each = f"{_counted(_mean_samples(scheduled), 'sample')} per micro-batch"
     titles = {
         "before": f"Before: random order, {each}, padded to the longest",
-        "after": compared.after_title,
+        "after": f"After: packed, matched and dealt out ({data.settings.packing})",
     }
     # Equally many on both sides, so that their ends can be compared.
     count = min(_STEPS_SHOWN, *(len(loads.compute_ms) for loads in sides.values()))
@@ -176,16 +153,22 @@ def draw_loads(compared: LoadComparison) -> Figure:
         axes.set_title(f"{titles[side]}\n{key_figures(loads, first)}")
         axes.sharex(all_axes[0])
     _draw_distributions(below.subplots(1, 2), sides)
-    note = f"No picture of before: {each} do not make one complete step."
-    if compared.before is not None:
-        note = (
-            f"Before: seed {compared.seed}; {each}, the rounded mean of after; padding costs what "
-            "text does; the caps do not hold; the last incomplete step is dropped."
-        )
+    dp, caps = job.parallel.data, data.caps
+    limits = words([f"{caps[name]:,} {name}" for name in caps.names])
     note = (
-        f"{compared.subtitle}. Simulated from predicted time ({compared.cost_source}): both passes "
-        f"of the whole model on every rank. A step ends with its slowest rank. {note}"
+        f"{_counted(len(data.lengths), 'sample')} in {_counted(len(scheduled), 'pack')} of at most "
+        f"{limits}; {_counted(dp, 'data-parallel rank')}, up to "
+        f"{_counted(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
+        f"time ({shorten(printable(job.cost.source), 40)}): both passes of the whole model on "
+        "every rank. A step ends with its slowest rank. "
     )
+    if "before" in sides:
+        note += (
+            f"Before: seed {data.settings.seed}; {each}, the rounded mean of after; padding costs "
+            "what text does; the caps do not hold; the last incomplete step is dropped."
+        )
+    else:
+        note += f"No picture of before: {each} do not make one complete step."
     below.supxlabel(fill(note, _LINE), x=0.01, ha="left", color=COLOURS["soft"])
     return figure
 
@@ -221,16 +204,14 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
     starts_ms = ends_ms - loads.step_ms[steps]
     for row, rank in enumerate(ranks):
         took_ms = loads.compute_ms[steps, rank]
-        axes.barh(
-            row, took_ms, 0.85, starts_ms, color=COLOURS[colour], label="" if row else "computing"
-        )
+        axes.barh(row, took_ms, 0.85, starts_ms, color=COLOURS[colour], label="computing")
         axes.barh(
             *(row, ends_ms - starts_ms - took_ms, 0.85, starts_ms + took_ms),
             facecolor=COLOURS["pale"],
             edgecolor=COLOURS["grey"],
             linewidth=0,
             hatch="///",
-            label="" if row else "waiting for the slowest rank",
+            label="waiting for the slowest rank",
         )
     axes.vlines(ends_ms, -0.5, len(ranks) - 0.5, color=COLOURS["ink"], linewidth=0.8)
     label_rows(axes, [f"rank {rank:,}" for rank in ranks])
@@ -238,7 +219,8 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
         f"ms, {len(steps)} of {_counted(all_steps, 'step')} end to end, "
         f"{len(ranks)} of {_counted(all_ranks, 'rank')}"
     )
-    axes.legend(loc="upper right", bbox_to_anchor=(1, -0.09), ncols=2)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[:2], labels[:2], loc="upper right", bbox_to_anchor=(1, -0.09), ncols=2)
 
 
 def _draw_distributions(all_axes: np.ndarray, sides: Mapping[str, RankLoads]) -> None:

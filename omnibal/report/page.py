@@ -30,6 +30,7 @@ from omnibal.job.runlog import (
 from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report.cards import headline_cards
+from omnibal.report.fake_device_tables import fake_device_table
 from omnibal.report.figures import (
     PageFigure,
     curve_figure,
@@ -42,14 +43,15 @@ from omnibal.report.figures import (
 )
 from omnibal.report.formatting import percent, write_ascii
 from omnibal.report.length_sources import sources_table
-from omnibal.report.page_tables import (
+from omnibal.report.plan_tables import (
     accuracy_table,
     answers_table,
+    lost_time_table,
     memory_table,
     mixture_table,
     packing_facts,
     provenance_facts,
-    stage_table,
+    stages_table,
 )
 from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
 from omnibal.report.timeline import timeline_figure
@@ -192,12 +194,14 @@ def _shown(report: ReportInput) -> dict[str, Any]:
         "cards": headline_cards(plan, run, replay, report.records),
         "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),
-        "stages": stage_table(plan, run, replay),
+        "stages": stages_table(plan, run, replay),
         "waste": waste_figure(plan, replay),
+        "lost": lost_time_table(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(plan, run, replay, report.fake_stages),
+        "memory": memory_table(plan, run, replay),
+        "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "times": time_figure(plan, sources),
-        "memories": memory_figure(plan, sources, replay),
+        "memories": memory_figure(plan, sources),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),
         "accuracy": accuracy_table(evaluation) if evaluation else None,

@@ -149,14 +149,6 @@ def micro_batches_per_step(plan: Plan) -> float | None:
     return plan.shapes.micro_batches_per_step if plan.shapes else None
 
 
-def recomputed_layers(plan: Plan) -> list[str]:
-    """Layers that each stage recomputes, at every level of packs."""
-    return [
-        " / ".join(str(stage.recomputed_layers) for stage in at_levels)
-        for at_levels in zip(*map(plan.held, plan.stages_at_levels), strict=True)
-    ]
-
-
 def memory_parts(memory: StageMemory) -> dict[str, float]:
     """GiB by kind."""
     return {
@@ -166,6 +158,18 @@ def memory_parts(memory: StageMemory) -> dict[str, float]:
         "activations": memory.activations_gib,
         "working": memory.transient_gib,
     }
+
+
+def lost_by_source(
+    plan: Plan, replay: ReplaySummary | None
+) -> dict[str, tuple[dict[str, float], float]]:
+    """Return the ms lost to each cause and the ms of the step, predicted and replayed."""
+    steps: dict[str, tuple[dict[str, float], float]] = {}
+    if plan.prediction is not None:
+        steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
+    if replay is not None:
+        steps["replayed"] = replay.lost.named(), replay.step_ms
+    return steps
 
 
 def figures_by_source(

@@ -1,6 +1,8 @@
 """Figure of one simulated training step over the stages."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,7 +15,7 @@ from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import EncoderBlock, Timeline, encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
-from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, style
+from omnibal.report.drawing import COLOURS, WIDE, add_legend, label_rows, new_figure, style
 from omnibal.report.figures import PageFigure
 
 _COLOURS = {
@@ -24,6 +26,14 @@ _COLOURS = {
 }
 _NUMBERED_SHARE = 0.016
 """Smallest share of the axis whose bar has room for its number."""
+_NUMBER: dict[str, Any] = {
+    "ha": "center",
+    "va": "center",
+    "color": COLOURS["paper"],
+    "fontsize": 10,
+    "in_layout": False,
+}
+"""Style of a bar's number."""
 
 
 @style()
@@ -43,13 +53,12 @@ def timeline_figure(
     timeline, encoding = of_ranks.of_step(0), [one for one in blocks if one.rank == 0]
     figure = new_figure(WIDE, 90 + 30 * len(timeline.finish_ms))
     draw_step(figure.subplots(), timeline, micro_batches, encoding)
-    figure.legend(loc="outside upper left", ncols=6)
+    add_legend(figure, columns=6)
     chunks = plan.schedule.chunks
     of_chunks = f", {chunks} chunks a stage" if chunks > 1 else ""
     return PageFigure(
         title=f"Step {step:,} as simulated",
         drawn=figure,
-        label=f"schedule of {micro_batches} micro-batches on {len(timeline.finish_ms)} stages",
         caption="The step of median load on the first data-parallel rank: "
         f"{micro_batches} micro-batches under {timeline.schedule.name}{of_chunks}. Numbers count "
         "micro-batches. All ranks and their packs: `omnibal simulate PLAN --trace FILE`, for "
@@ -73,61 +82,29 @@ def draw_step(
         recompute_ms: part of each backward that recomputes, drawn apart. [micro-batches, parts]
         end_ms: end of the axis; None for the end of the step.
     """
-    schedule, stages = timeline.schedule, len(timeline.finish_ms)
+    schedule = timeline.schedule
     if end_ms is None:
         end_ms = max([float(timeline.step_ms), *(one.end_ms for one in encoding)])
-    for kind, start_ms in timeline.start_ms.items():
-        for part in range(start_ms.shape[1]):
+    bar = partial(axes.barh, height=0.8, edgecolor=COLOURS["paper"], linewidth=0.6)
+    for kind, all_start_ms in timeline.start_ms.items():
+        for part in range(all_start_ms.shape[1]):
             stage, is_later = schedule.stage_of(part), part >= schedule.stages
-            starts = start_ms[:micro_batches, part]
-            ends = timeline.end_ms[kind][:micro_batches, part]
-            label = "" if part else kind.label
-            if kind is Pass.FORWARD and part == schedule.stages:
-                label = "forward of later chunks"
-            alpha = 0.6 if is_later else 1.0
-            _bars(axes, stage, starts, ends - starts, _COLOURS[kind], label=label, alpha=alpha)
+            start_ms = all_start_ms[:micro_batches, part]
+            took_ms = timeline.end_ms[kind][:micro_batches, part] - start_ms
+            label = f"{kind.label}{' of later chunks' if is_later else ''}"
+            colour, alpha = COLOURS[_COLOURS[kind]], 0.6 if is_later else 1.0
+            bar(stage, took_ms, left=start_ms, facecolor=colour, label=label, alpha=alpha)
             if recompute_ms is not None and kind is Pass.BACKWARD and recompute_ms.any():
-                label = "" if part else "recomputed in the backward"
-                _bars(axes, stage, starts, recompute_ms[:, part], "orange", label=label)
-            for index in np.flatnonzero(ends - starts >= _NUMBERED_SHARE * end_ms):
-                axes.text(
-                    *((starts[index] + ends[index]) / 2, stage, str(index)),
-                    ha="center",
-                    va="center",
-                    color=COLOURS["paper"],
-                    fontsize=10,
-                    in_layout=False,
-                )
-    if encoding:
-        starts = [block.start_ms for block in encoding]
-        took = [block.end_ms - block.start_ms for block in encoding]
-        for stage in range(stages):
-            label = "" if stage else "data-parallel encoders"
-            _bars(axes, stage, starts, took, "teal", label=label)
-    axes.set_xlim(0, end_ms)
-    axes.set_xlabel("ms")
-    label_rows(axes, [f"stage {stage}" for stage in range(stages)])
-
-
-def _bars(
-    axes: Axes,
-    stage: int,
-    start_ms: Sequence[float] | np.ndarray,
-    took_ms: Sequence[float] | np.ndarray,
-    colour: str,
-    *,
-    label: str = "",
-    alpha: float = 1.0,
-) -> None:
-    axes.broken_barh(
-        list(zip(start_ms, took_ms, strict=True)),
-        (stage - 0.4, 0.8),
-        facecolor=COLOURS[colour],
-        edgecolor=COLOURS["paper"],
-        linewidth=0.6,
-        label=label,
-        alpha=alpha,
-    )
+                again = {"facecolor": COLOURS["orange"], "label": "recomputed in the backward"}
+                bar(stage, recompute_ms[:, part], left=start_ms, **again)
+            for index in np.flatnonzero(took_ms >= _NUMBERED_SHARE * end_ms):
+                middle_ms = start_ms[index] + took_ms[index] / 2
+                axes.text(middle_ms, stage, str(index), **_NUMBER)
+    for one in encoding:
+        encoders = {"facecolor": COLOURS["teal"], "label": "data-parallel encoders"}
+        bar(range(schedule.stages), one.end_ms - one.start_ms, left=one.start_ms, **encoders)
+    axes.set(xlim=(0, end_ms), xlabel="ms")
+    label_rows(axes, [f"stage {stage}" for stage in range(schedule.stages)])
 
 
 def representative_step(workload: Workload, load_ms: np.ndarray) -> int:

@@ -42,11 +42,9 @@ def panels() -> list[Axes]:
 def bars(axes: Axes, colour: str) -> np.ndarray:
     """(stage, start, end) of all bars of a colour, in this order."""
     found = [
-        (round(box.y0 + 0.4), box.x0, box.x1)
-        for collection in axes.collections
-        if to_hex(collection.get_facecolor()[0]) == COLOURS[colour]
-        for path in collection.get_paths()
-        for box in [path.get_extents()]
+        (round(bar.get_y() + 0.4), bar.get_x(), bar.get_x() + bar.get_width())
+        for bar in axes.patches
+        if to_hex(bar.get_facecolor()) == COLOURS[colour]
     ]
     return np.array(sorted(found))
 

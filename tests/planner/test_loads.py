@@ -26,7 +26,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs
 from omnibal.report.drawing import svg_file
 from omnibal.report.formatting import write_ascii
-from omnibal.report.loads import LoadComparison, common_practice, compare_loads, draw_loads
+from omnibal.report.loads import common_practice, compare_loads, draw_loads
 from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
@@ -46,17 +46,17 @@ class Case:
     def lengths(self) -> Lengths:
         return self.data.lengths
 
-    @cached_property
-    def compared(self) -> LoadComparison:
-        return compare_loads(self.job, self.data, self.scheduled)
-
     @property
+    def sides(self) -> list[str]:
+        return [*compare_loads(self.job, self.data, self.scheduled)]
+
+    @cached_property
     def figure(self) -> Figure:
-        return draw_loads(self.compared)
+        return draw_loads(self.job, self.data, self.scheduled)
 
     @property
     def svg(self) -> str:
-        return svg_file(self.figure, self.compared.title)
+        return svg_file(self.figure)
 
     @property
     def dp(self) -> int:
@@ -134,8 +134,7 @@ def evenly(count: int, at_most: int) -> list[int]:
 
 def panels(shown: Case) -> dict[str, Axes]:
     """Axes of every side, by the side."""
-    sides = shown.compared.sides
-    return dict(zip(sides, shown.figure.axes, strict=False))
+    return dict(zip(shown.sides, shown.figure.axes, strict=False))
 
 
 def check_bars(axes: Axes, loads: np.ndarray, steps: list[int]) -> None:
@@ -309,7 +308,7 @@ def test_names_are_text_whatever_they_hold(tmp_path) -> None:
     assert root.find(f".//{SVG}script") is None
     assert "<script>&\"'????\N{SNOWMAN}" in root.findtext(f"{SVG}title")
     assert written.isascii()
-    assert len(case(name="n" * 200).compared.title) <= 90
+    assert len(case(name="n" * 200).figure.get_suptitle()) <= 90
 
 
 def without_tiles() -> Lengths:
@@ -339,7 +338,7 @@ def test_odd_sizes_are_drawn(name: str) -> None:
     """Prevents division by nothing, and figures that are not numbers."""
     shown = ODD[name]()
     assert not re.search(r"\b(nan|inf)\b", shown.svg)
-    assert ("before" in shown.compared.sides) == (name != "no step before")
+    assert ("before" in shown.sides) == (name != "no step before")
     assert ("do not make one complete step" in words(shown)) == (name == "no step before")
     *_, straggler, load = shown.figure.axes
     assert all(np.isfinite(line.get_xdata()).all() for line in [*straggler.lines, *load.lines])

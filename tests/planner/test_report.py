@@ -71,7 +71,7 @@ from omnibal.report.figures import (
 from omnibal.report.formatting import milliseconds
 from omnibal.report.length_sources import sources_table
 from omnibal.report.page import render, write_report
-from omnibal.report.page_tables import accuracy_table, memory_table
+from omnibal.report.plan_tables import accuracy_table, lost_time_table, memory_table
 from omnibal.report.summary import figures_by_source
 from omnibal.report.timeline import representative_step, timeline_figure
 
@@ -380,23 +380,24 @@ def test_headline_gives_measured_and_predicted(page: str) -> None:
     assert "single digit 85.5 % chance 10.0 %" in text
 
 
-def test_stage_times_are_per_step_on_both_sides(page: str) -> None:
+def test_stage_times_are_per_micro_batch_on_both_sides(page: str) -> None:
     """Prevents a time per micro-batch from standing beside one per step."""
     records = make_records(STEPS)
     for stage, row in enumerate(rows_under(page, "Stages")):
         predicted = PREDICTION.stages[stage]
         measured = [record.stages[stage] for record in records]
-        layers, recomputed = [("3", "0"), ("1", "4")][stage], ["2", "1"][stage]
+        layers, recomputed = [("3", "0"), ("1", "4")][stage], ["2 + 0", "0 + 1"][stage]
         assert row == [
             str(stage),
             *layers,
             recomputed,
-            f"{MICRO_BATCHES * predicted.forward_ms:.1f}",
-            f"{statistics.median(s.forward_ms for s in measured):.1f}",
-            f"{MICRO_BATCHES * predicted.backward_ms:.1f}",
-            f"{statistics.median(s.backward_ms for s in measured):.1f}",
+            f"{predicted.forward_ms:.2f}",
+            f"{statistics.median(s.forward_ms for s in measured) / MICRO_BATCHES:.2f}",
+            f"{predicted.backward_ms:.2f}",
+            f"{statistics.median(s.backward_ms for s in measured) / MICRO_BATCHES:.2f}",
             f"{100 * predicted.wait_fraction:.1f}",
             f"{(17.0, 9.0)[stage]:.1f}",
+            ["vision embed", "projector, language embed, head"][stage],
         ]
 
 
@@ -507,7 +508,7 @@ def test_lengths_are_drawn_by_source() -> None:
     counts = np.bincount(lengths.source)
     order = np.argsort(-counts)
     assert names == [*(lengths.source_names[i] for i in order[:2]), "1 smaller sources", "all"]
-    medians = [line.get_xdata()[0] for line in tokens.lines[4::5]]
+    medians = [line.get_xdata()[0] for line in tokens.lines if line.get_linewidth() == 2.5]
     expected = [np.median(lengths.tokens[lengths.source == i]) for i in order]
     assert medians == [*expected, np.median(lengths.tokens)]
 
@@ -538,10 +539,10 @@ def test_timeline_draws_every_pass_of_the_simulated_step(directories: tuple[Path
         times.backward_link_ms[rows],
     )
     drawn: dict[int, list[tuple[float, float]]] = {}
-    for bars in figure.drawn.axes[0].collections:
-        for path in bars.get_paths():
-            box = path.get_extents()
-            drawn.setdefault(round(box.y0 + 0.4), []).append((box.x0, box.x1))
+    for bar in figure.drawn.axes[0].patches:
+        drawn.setdefault(round(bar.get_y() + 0.4), []).append(
+            (bar.get_x(), bar.get_x() + bar.get_width())
+        )
     assert len(drawn) == len(STAGES)
     for stage, boxes in drawn.items():
         ends = [(s[:, stage], step.end_ms[kind][:, stage]) for kind, s in step.start_ms.items()]
@@ -563,7 +564,7 @@ def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
     assert "Whole training" not in page
     updates_ms = []
     for stage, row in zip(PREDICTION.stages, rows_under(page, "Stages"), strict=True):
-        assert row[4] == f"{MICRO_BATCHES * stage.forward_ms:.1f}"
+        assert row[4] == f"{stage.forward_ms:.2f}"
         update_ms = PREDICTION.step_ms * (1 - stage.wait_fraction) - MICRO_BATCHES * (
             stage.forward_ms + stage.backward_ms
         )
@@ -572,7 +573,7 @@ def test_shapes_only_plan_is_drawn_per_step(tmp_path: Path) -> None:
     drawn = time_figure(shapes_only, figures_by_source(shapes_only, None, None)).drawn
     [update] = [bars for bars in drawn.axes[0].containers if bars.get_label() == "update"]
     assert [bar.get_width() for bar in update] == pytest.approx(updates_ms)
-    assert "4 micro-batches on 2 stages" in page
+    assert "4 micro-batches under 1F1B" in page
     assert "<h2>Data</h2>" not in page
 
 
@@ -770,12 +771,12 @@ def test_replayed_times_stand_between_predicted_and_measured(
     for old, new, replay in zip(before, after, replays, strict=True):
         replayed = [new.pop(column) for column in (11, 8, 5)]
         assert new == old
-        assert replayed[2] == f"{sum(replay.forward_ms) / rank_steps:.1f}"
-        assert replayed[1] == f"{sum(replay.backward_ms) / rank_steps:.1f}"
-    assert len(after[0]) + 3 == 4 + 3 * 3
+        assert replayed[2] == f"{sum(replay.forward_ms) / rank_steps / MICRO_BATCHES:.2f}"
+        assert replayed[1] == f"{sum(replay.backward_ms) / rank_steps / MICRO_BATCHES:.2f}"
+    assert len(after[0]) + 3 == 4 + 3 * 3 + 1
     head = three_columns.split("<h2>Stages</h2>")[1].split("</thead>")[0]
-    heads = re.findall(r"<th[^>]*>(\w+)</th>", head)
-    assert heads[-9:] == ["predicted", "replayed", "measured"] * 3
+    heads = re.findall(r"<th[^>]*>([\w ]+)</th>", head)
+    assert heads[-10:] == [*(["predicted", "replayed", "measured"] * 3), "also holds"]
 
 
 def test_replay_has_its_own_step_bubble_and_memory(
@@ -799,12 +800,14 @@ def test_replay_has_its_own_step_bubble_and_memory(
     rows = rows_under(three_columns, "Time and memory")
     assert [row[8:] for row in rows] == [["2.97", "1.50", "3.41"], ["2.41", "2.50", "3.11"]]
     assert "A replay on a CPU measures no working memory" in text
-    drawn = memory_figure(plan, figures_by_source(plan, None, replay), replay).drawn
+    drawn = memory_figure(plan, figures_by_source(plan, None, replay)).drawn
     peaks, usable = drawn.axes[0].lines
     assert peaks.get_xdata().tolist() == pytest.approx([1.5, 2.5])
     assert usable.get_xdata()[0] == pytest.approx(3.6)
-    key = re.search(r"ideal ([\d.]+ \w+) \([\d.]+ %\) / ([\d.]+ \w+) \(", three_columns)
-    assert key.groups() == ("141 ms", milliseconds(replay.lost.ideal_ms))
+    lost = lost_time_table(plan, replay)
+    ideal = f"{replay.lost.ideal_ms:.1f}", f"{100 * replay.lost.ideal_ms / replay.step_ms:.1f} %"
+    assert lost.sections[0][0] == ["ideal", "141.0", "75.2 %", *ideal]
+    assert lost.sections[1][0][1::2] == ["187.5", f"{replay.step_ms:.1f}"]
     assert "exchange gradients and weights for 6.25 ms, of which 1.75 ms are exposed" in text
     assert "3 steps of the plan, each stage by itself on one device" in text
     assert "with random content of the plan's sizes; median of 3 repetitions" in text
@@ -845,7 +848,7 @@ def test_page_of_a_replay_alone(tmp_path: Path) -> None:
     assert "(2 processes shared them), with the samples of the data; measured once" in parsed.text
     assert "no run was given" not in parsed.text
     assert "<small>predicted" not in parsed.text
-    assert len(rows_under((tmp_path / "r.html").read_text(), "Stages")[0]) == 4 + 3
+    assert len(rows_under((tmp_path / "r.html").read_text(), "Stages")[0]) == 4 + 3 + 1
 
 
 def test_plan_without_micro_batches_has_no_replay(tmp_path: Path) -> None:

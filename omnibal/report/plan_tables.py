@@ -1,0 +1,461 @@
+"""Tables of a plan, its replay and its run, as commands print them and the page shows them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from omnibal.job.plan import DataPlan, MixtureSeen, Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import memory_cap_gib
+from omnibal.model.units import model_parts
+from omnibal.pipeline.prediction import Prediction, StageMemory
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
+from omnibal.report.formatting import (
+    EN_DASH,
+    aligned,
+    change,
+    gib_or_mib,
+    held_encoders,
+    milliseconds,
+    number,
+    percent,
+    shorten,
+)
+from omnibal.report.summary import (
+    RunSummary,
+    accuracy_interval,
+    figures_by_source,
+    is_right,
+    lost_by_source,
+    memory_parts,
+    micro_batches_per_step,
+    replayed_peaks_as_predicted,
+    telling_examples,
+)
+from omnibal.report.table import Cell, Column, Facts, Marked, Style, Table
+from omnibal.search.encoder_placement import PlacementChoice
+from omnibal.search.schedule_choice import ScheduleChoice
+from omnibal.search.weight_sharding import ShardingChoice
+from omnibal.steps.metrics import PackMetrics
+
+_EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
+_TEXT_LIMIT = 160  # characters: about three lines of a cell
+
+
+def _column(
+    title: str, cells: Sequence[Cell], style: Style = "", group: str = ""
+) -> tuple[Column, Sequence[Cell]]:
+    return Column(title=title, style=style, group=group), cells
+
+
+def _beside(
+    group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
+) -> list[tuple[Column, Sequence[Cell]]]:
+    """A column of each named series, all with equal decimals; an empty one is left out."""
+    cells = iter(aligned([value for values in series.values() for value in values], at_least))
+    bold = ("peak", "replayed", "measured")
+    return [
+        _column(name, list(islice(cells, len(values))), "bold" if name in bold else "", group)
+        for name, values in series.items()
+        if values
+    ]
+
+
+def stages_table(
+    plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
+) -> Table:
+    """Units of every stage, and its times per micro-batch: predicted, replayed and measured.
+
+    Times of data-parallel encoders are of a step; they are there beside a run or a replay.
+    """
+    towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
+    at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
+    sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
+
+    def of_sources(
+        title: str, digits: int, values: Mapping[str, list[float]]
+    ) -> list[tuple[Column, Sequence[Cell]]]:
+        cells = {name: [f"{one:,.{digits}f}" for one in of] for name, of in values.items()}
+        if len(cells) == 1:
+            return [_column(title, *cells.values())]
+        return [_column(name, of, group=title) for name, of in cells.items()]
+
+    def times(field: str, per: float) -> dict[str, list[float]]:
+        timed = {name: figures.stages for name, figures in sources.items() if figures.stages}
+        return {name: [getattr(time, field) / per for time in of] for name, of in timed.items()}
+
+    recomputed = [
+        " / ".join(
+            " + ".join(str(len(stages[index].recomputed(tower))) for tower in towers)
+            for stages in at_levels
+        )
+        for index in range(len(held))
+    ]
+    also = [", ".join(span.name for span in stage.units if span.layers is None) for stage in held]
+    columns = [
+        _column("stage", [str(index) for index in range(len(held))]),
+        *(_column(name, [str(one.number_of_layers(name)) for one in held]) for name in towers),
+        _column("recompute\nby level" if plan.levels else "recompute", recomputed),
+        *of_sources("forward\nms", 2, times("forward_ms", count)),
+        *of_sources("backward\nms", 2, times("backward_ms", count)),
+    ]
+    if len(sources) > 1 and any(any(ms) for ms in times("encoder_ms", 1).values()):
+        columns += of_sources("encoders\nms", 1, times("encoder_ms", 1))
+        columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
+    waits = {name: [100 * wait for wait in one.wait_fractions] for name, one in sources.items()}
+    columns += of_sources("waits\n%", 1, waits)
+    # Words are not divided: the longest has as many characters.
+    wide = Column(title="also holds", style="wrap", least_width=len("projector,"))
+    mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
+    slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
+    slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""
+    caption = f"Times of a micro-batch; backward includes recomputation.{mean}{slower}"
+    return Table.of_columns("Stages", [*columns, (wide, also)], caption)
+
+
+def memory_table(
+    plan: Plan,
+    run: RunSummary | None = None,
+    replay: ReplaySummary | None = None,
+) -> Table | None:
+    """Predicted memory by kind, the sum against the device's, and the peak by other sources.
+
+    The replayed peak is shown beside its predicted value; the last row is of data-parallel
+    encoders, if there are any. None if there is nothing to show.
+    """
+    cap_gib = memory_cap_gib(plan.cluster)
+    beside = plan.prediction.beside if plan.prediction else None
+    names = [str(stage) for stage in range(plan.parallel.pipeline)]
+    memories = [stage.memory for stage in plan.prediction.stages] if plan.prediction else []
+    caption = "Memory of one device of each stage at the peak of the step; usable are "
+    caption += f"{number(cap_gib)} GiB."
+    if beside is not None and plan.beside is not None:
+        names.append("encoders")
+        memories.append(beside.memory)
+        caption += " Data-parallel encoders: their part of a device that embeds tokens"
+        caption += f"; weights are {held_encoders(plan.parallel, plan.beside.sharded)}."
+    columns = [_column("stage", names, "left")]
+    if memories:
+        columns += _predicted_memory(memories, cap_gib)
+    if replay:
+        peaks = {
+            "predicted": replayed_peaks_as_predicted(plan, replay),
+            "peak": [stage.peak_gib for stage in replay.stages],
+        }
+        columns += _beside("replayed, GiB", peaks)
+        if not all(stage.with_working_memory for stage in replay.stages):
+            caption += " A replay on a CPU measures no working memory: predicted beside it is "
+            caption += "the rest."
+    if run:
+        columns += _beside("measured, GiB", {"peak": run.peak_gib})
+    if len(columns) == 1:
+        return None
+    filled = [(one, [*cells, *[""] * (len(names) - len(cells))]) for one, cells in columns]
+    return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", filled, caption)
+
+
+def _predicted_memory(
+    memories: Sequence[StageMemory], cap_gib: float
+) -> list[tuple[Column, Sequence[Cell]]]:
+    parts = [memory_parts(memory) | {"peak": memory.peak_gib} for memory in memories]
+    sizes = {kind: [part[kind] for part in parts] for kind in parts[0]}
+    shares = [memory.peak_gib / cap_gib for memory in memories]
+    return [
+        *_beside("predicted, GiB", sizes, at_least=2),
+        _column("of usable", [Marked.share(share) for share in shares], group="predicted, GiB"),
+    ]
+
+
+def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | None:
+    """Breakdown of the time of a step from the ideal up, predicted and replayed.
+
+    Returns:
+        None if neither is known.
+    """
+    steps = lost_by_source(plan, replay)
+    if not steps:
+        return None
+    causes = dict.fromkeys(cause for lost, _ in steps.values() for cause in lost)
+    columns = [Column(title="")]
+    for source in steps:
+        group = source if len(steps) > 1 else ""
+        columns += [Column(title=title, group=group) for title in ("ms", "of the step")]
+
+    def row(name: str, all_ms: Iterable[float]) -> list[str]:
+        cells = [name]
+        for ms, (_, step_ms) in zip(all_ms, steps.values(), strict=True):
+            cells += [f"{ms:z,.1f}", percent(ms / step_ms)]
+        return cells
+
+    rows = [row(cause, (lost.get(cause, 0.0) for lost, _ in steps.values())) for cause in causes]
+    step = row("step", (step_ms for _, step_ms in steps.values()))
+    return Table.of_rows("Where the step's time goes", columns, rows, [step])
+
+
+def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
+    """Both placements of encoders, and how data-parallel ones run."""
+    planned, encoders = choice.predicted, plan.beside
+    beside = None if plan.prediction is None else plan.prediction.beside
+    if beside is None and len(planned) < 2:
+        return []
+    entries = [("placement", choice.chosen.option)]
+    # Placements are compared before another schedule is taken.
+    usual = ONE_FORWARD_ONE_BACKWARD
+    in_usual = "" if plan.schedule == usual else f" in {usual.name}"
+    for name, placement in (
+        ("step, in the pipeline", EncoderPlacement.PIPELINE),
+        ("step, beside it", EncoderPlacement.DATA_PARALLEL),
+    ):
+        if placement in planned:
+            rate = planned[placement].samples_per_second_per_gpu
+            per_second = "" if rate is None else f", {_of_all(rate, plan)} samples/s"
+            step = milliseconds(planned[placement].step_ms, 4)
+            entries.append((name, step + in_usual + per_second))
+    entries.append(("why", choice.reason))
+    if encoders is not None and beside is not None:
+        ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
+        entries.append(("ranks that encode together", f"{ranks:,}"))
+        entries.append(("weights of encoders", held_encoders(plan.parallel, encoders.sharded)))
+        for name, encoder in plan.model.encoders.items():
+            entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
+            entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
+        times = f"{milliseconds(beside.forward_ms)} + {milliseconds(beside.backward_ms)}"
+        entries.append(("forward + backward", times))
+        entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
+        entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
+    return [Facts("Encoders", entries)]
+
+
+def _of_all(per_gpu: float, plan: Plan) -> str:
+    return f"{per_gpu * plan.parallel.world_size:,.2f}"
+
+
+def share_of_images(plan: Plan) -> float | None:
+    """Share of the tokens of a pack of shapes that are images'; None where there are none."""
+    assert plan.shapes is not None
+    caps, towers = plan.shapes.caps, plan.model.encoders.values()
+    images = [tower for tower in towers if tower.of_images]
+    if not images:
+        return None
+    return sum(caps[tower.feature] * tower.tokens_per_item for tower in images) / caps["tokens"]
+
+
+def _data_text(plan: Plan) -> str:
+    if plan.data is not None:
+        samples = f"{plan.data.samples:,} samples x {plan.data.epochs} epoch(s)"
+        return f"{samples} in {plan.data.packs:,} packs, {plan.data.steps:,} steps"
+    assert plan.shapes is not None
+    text, share = f"no samples: every pack has {plan.shapes.caps}", share_of_images(plan)
+    if share is not None:
+        text += f", {100 * share:.0f} % of the tokens are images'"
+    if plan.shapes.image_tokens is not None:
+        text += f", {plan.shapes.image_tokens:,} an image"
+    return text
+
+
+def plan_facts(
+    plan: Plan,
+    prediction: Prediction,
+    sharding: ShardingChoice | None = None,
+    schedule: ScheduleChoice | None = None,
+) -> Facts:
+    """The prediction of the whole job, and why its weights and its schedule are as they are."""
+    parallel, exchange = plan.parallel, prediction.exchange
+    entries = [
+        ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
+        ("data", _data_text(plan)),
+        ("step", milliseconds(prediction.step_ms, 4)),
+        ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
+    ]
+    if schedule is not None and schedule.reason:
+        entries.append(("schedule", schedule.reason))
+    if exchange.total_ms:
+        exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
+        entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
+    if prediction.samples_per_second_per_gpu is not None:
+        per_second = _of_all(prediction.samples_per_second_per_gpu, plan)
+        entries.append(("samples per second", per_second))
+    if prediction.gpu_days is not None:
+        entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
+    if plan.adapters is not None:
+        entries.append(("adapters", plan.adapters.words))
+        known = {*plan.adapters.parts, *plan.frozen}
+        whole = [part for part in model_parts(plan.model) if part not in known]
+        entries.append(("trained whole", ", ".join(whole) or "nothing"))
+    if parallel.sharded > 1:
+        held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
+        entries.append(("weights", held))
+    if sharding is not None and sharding.others:
+        entries.append(("other ways to hold weights", sharding.reason))
+    return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
+
+
+def run_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
+    """Times of a run and a replay beside the plan's prediction; at least one is given."""
+    sources, predicted = figures_by_source(plan, run, replay), plan.prediction
+    columns: dict[str, dict[str, str]] = {name: {} for name in ("predicted", *sources)}
+    if run is not None:
+        if predicted is not None:
+            columns["predicted"]["step, median"] = _with_error(predicted.step_ms, run.step_ms)
+        columns["measured"] = {
+            "provider of layers": run.provider or "not recorded",
+            "loss, first step": f"{run.first_loss:.4f}",
+            "loss, last step": f"{run.last_loss:.4f}",
+            "step, median": milliseconds(run.step_ms),
+            **{name: f"{count:,}" for name, count in run.incidents().items()},
+            **{str(slow): f"{slow.factor:.2f} x median rank" for slow in run.slow_ranks},
+        }
+    if replay is not None:
+        step = f"step, mean of {len(replay.info.steps):,}"
+        columns["predicted"][step] = _with_error(replay.predicted_step_ms, replay.step_ms)
+        for stage, gib in enumerate(replayed_peaks_as_predicted(plan, replay)):
+            columns["predicted"][f"stage {stage} peak"] = gib_or_mib(gib)
+        columns["replayed"] = {
+            "provider of layers": replay.info.provider,
+            step: milliseconds(replay.step_ms),
+            **{f"stage {i} peak": gib_or_mib(one.peak_gib) for i, one in enumerate(replay.stages)},
+        }
+    for name, figures in sources.items():
+        waits = enumerate(figures.wait_fractions)
+        columns[name] |= {f"stage {stage} waits": percent(share) for stage, share in waits}
+    names = dict.fromkeys(name for column in columns.values() for name in column)
+    rows = [(name, *(column.get(name, "") for column in columns.values())) for name in names]
+    title = "Replay and run" if run and replay else "Run" if run else "Replay"
+    return Table.of_rows(title, ("", *columns), rows)
+
+
+def _with_error(predicted_ms: float, taken_ms: float) -> str:
+    return f"{milliseconds(predicted_ms)} ({change(predicted_ms, taken_ms)})"
+
+
+def accuracy_table(evaluation: Evaluation) -> Table | None:
+    """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
+    if not evaluation.kinds:
+        return None
+    return Table.of_records(
+        "Held-out answers, exact",
+        evaluation.kinds,
+        {
+            Column(title="kind of question", style="left"): lambda kind: kind.kind,
+            "questions": lambda kind: f"{kind.questions:,}",
+            "correct": lambda kind: f"{kind.correct:,}",
+            Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
+            "95 % interval": _interval,
+            "chance": lambda kind: percent(kind.chance),
+        },
+        f"Exact matches after step {evaluation.step:,}. Chance is the best "
+        "that one constant answer reaches.",
+    )
+
+
+def _interval(kind: KindAccuracy) -> str:
+    low, high = accuracy_interval(kind)
+    return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
+
+
+def answers_table(evaluation: Evaluation) -> Table | None:
+    """A few questions of every kind, right and wrong ones; None without any."""
+    examples = telling_examples(evaluation, _EXAMPLES_SHOWN)
+    if not examples:
+        return None
+    right = Marked("\N{CHECK MARK}", "good", "right")
+    wrong = Marked("\N{BALLOT X}", "bad", "wrong")
+    rows: list[list[Cell]] = []
+    for one in examples:
+        texts = (one.kind, one.question, one.expected, one.answered, one.sample)
+        sign = right if is_right(one) else wrong
+        rows.append([sign, *(shorten(text, _TEXT_LIMIT) for text in texts)])
+    titles = ("kind", "question", "expected", "answered", "sample")
+    wide = (Column(title=title, style="wrap") for title in titles)
+    caption = "Examples, right and wrong ones of every kind; not in proportion."
+    return Table.of_rows("Examples", (Column(title="", style="mark"), *wide), rows, caption=caption)
+
+
+def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
+    """Figures of packs: how full they are, how even over ranks, and what ranks exchange.
+
+    Args:
+        load: by which the straggler factor is measured.
+        data: of the plan that the packs are of, whose steps and method are said too.
+    """
+    samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
+    entries = [
+        ("samples packed", samples),
+        ("packs", f"{metrics.packs:,}"),
+        ("packs needed at least", f"{metrics.packs_lower_bound:,}"),
+        ("gap to bound", f"{100 * metrics.gap:.2f} %"),
+        *((f"fill of {name}", percent(share)) for name, share in metrics.fill.items()),
+        ("pad ratio", f"{metrics.pad_ratio:.4f}"),
+        *((f"dist ratio of {name}", f"{ratio:.4f}") for name, ratio in metrics.dist_ratio.items()),
+        ("attention balance ratio", f"{metrics.attention_balance_ratio:.4f}"),
+        ("ABR lower bound", f"{metrics.least_attention_balance_ratio:.4f}"),
+        ("communication ratio", f"{metrics.communication_ratio:.4f}"),
+        ("exchanged ratio", f"{metrics.exchanged_ratio:.4f}"),
+        ("tokens of a rank in a step", f"{metrics.tokens_per_rank:,.0f}"),
+        ("straggler factor", f"{metrics.straggler_factor:.4f}"),
+        ("straggler factor measured in", load),
+        ("steps", f"{metrics.steps:,}"),
+    ]
+    if data is not None:
+        count = f"{'' if data.window is None else 'at most '}{data.micro_batches_per_step}"
+        entries += [("micro-batches of a rank in a step", count), ("method", _packed_by(data))]
+    return Facts("Packs", entries)
+
+
+def mixture_table(mixture: MixtureSeen) -> Table:
+    """Epochs of every source of a mixture that were seen by some steps of the run."""
+    rows: list[list[Cell]] = [
+        [
+            each.name,
+            f"{each.samples:,}",
+            *(f"{seen / max(each.samples, 1):.2f}" for seen in each.seen),
+        ]
+        for each in mixture.sources
+    ]
+    steps = (f"step {step:,}" for step in mixture.by_step)
+    caption = "Times that a source's samples were seen by each step."
+    return Table.of_rows("Mixture", ["source", "samples", *steps], rows, caption=caption)
+
+
+def provenance_facts(
+    plan: Plan,
+    replay: ReplaySummary | None,
+    run: RunSummary | None,
+    records: Sequence[StepRecord],
+) -> Facts:
+    """Facts about the page's inputs."""
+    entries: dict[str, str | Marked] = {
+        "Plan schema": f"version {plan.schema_version}",
+        "Cluster": f"{plan.cluster.name}, {plan.cluster.memory_gib:g} GiB a device",
+    }
+    if plan.prediction:
+        entries["Costs from"] = plan.prediction.cost_source
+    if plan.data:
+        entries["Packs made by"] = _packed_by(plan.data)
+        entries["Lengths"] = _sha256(plan.data.lengths_sha256)
+        entries["Packs"] = _sha256(plan.data.packs_sha256)
+    if plan.data and plan.data.origin:
+        entries["Data"] = _sha256(plan.data.origin.data_sha256)
+        entries["Tokenizer"] = _sha256(plan.data.origin.tokenizer_sha256)
+    if replay:
+        steps = ", ".join(f"{step:,}" for step in replay.info.steps)
+        about = f"on {replay.info.device}, provider {replay.info.provider}"
+        entries["Replayed steps"] = f"{steps}, {about}"
+    if run:
+        entries["Provider of the run's layers"] = run.provider or "not recorded"
+    if records:
+        first, last = records[0].step, records[-1].step
+        entries["Run log"] = f"{len(records):,} steps, {first:,} to {last:,}"
+    return Facts("", [*entries.items()])
+
+
+def _packed_by(data: DataPlan) -> str:
+    method = data.method.replace("_", " ")
+    if data.window is None:
+        return f"{method}, seed {data.seed}"
+    return f"{method}, in windows of {data.window:,} samples in their order"
+
+
+def _sha256(value: str) -> Marked:
+    return Marked(f"sha256 {value}", "code")
