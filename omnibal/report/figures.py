@@ -263,7 +263,7 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
     axes = figure.subplots()
     # Shades on a logarithmic scale: one pack stays visible next to a thousand.
     shades = np.ceil(5 * np.log1p(counts) / np.log1p(counts.max())) / 5
-    axes.scatter(*cells, 14, COLOURS["blue"], marker="s", alpha=shades, linewidths=0)
+    axes.scatter(cells[0], cells[1], 14, COLOURS["blue"], marker="s", alpha=shades, linewidths=0)
     if name in caps.names:
         axes.axvline(caps[name], color=COLOURS["red"], linestyle="--")
     axes.axhline(caps["tokens"], color=COLOURS["red"], linestyle="--")

@@ -78,7 +78,7 @@ def stages_table(
     ) -> list[tuple[Column, Sequence[Cell]]]:
         cells = {name: [f"{one:,.{digits}f}" for one in of] for name, of in values.items()}
         if len(cells) == 1:
-            return [_column(title, *cells.values())]
+            return [_column(title, next(iter(cells.values())))]
         return [_column(name, of, group=title) for name, of in cells.items()]
 
     def times(field: str, per: float) -> dict[str, list[float]]:

@@ -95,14 +95,15 @@ def draw_step(
             colour, alpha = COLOURS[_COLOURS[kind]], 0.6 if is_later else 1.0
             bar(stage, took_ms, left=start_ms, facecolor=colour, label=label, alpha=alpha)
             if recompute_ms is not None and kind is Pass.BACKWARD and recompute_ms.any():
-                again = {"facecolor": COLOURS["orange"], "label": "recomputed in the backward"}
-                bar(stage, recompute_ms[:, part], left=start_ms, **again)
+                label, colour = "recomputed in the backward", COLOURS["orange"]
+                bar(stage, recompute_ms[:, part], left=start_ms, facecolor=colour, label=label)
             for index in np.flatnonzero(took_ms >= _NUMBERED_SHARE * end_ms):
                 middle_ms = start_ms[index] + took_ms[index] / 2
                 axes.text(middle_ms, stage, str(index), **_NUMBER)
     for one in encoding:
-        encoders = {"facecolor": COLOURS["teal"], "label": "data-parallel encoders"}
-        bar(range(schedule.stages), one.end_ms - one.start_ms, left=one.start_ms, **encoders)
+        stages, took_ms = range(schedule.stages), one.end_ms - one.start_ms
+        label, colour = "data-parallel encoders", COLOURS["teal"]
+        bar(stages, took_ms, left=one.start_ms, facecolor=colour, label=label)
     axes.set(xlim=(0, end_ms), xlabel="ms")
     label_rows(axes, [f"stage {stage}" for stage in range(schedule.stages)])
 

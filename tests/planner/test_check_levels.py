@@ -346,4 +346,7 @@ def test_simulation_and_report_are_of_the_levels(
     table = stages_table(result.plan)
     (titles,) = [[column.title for column in table.columns]]
     at = titles.index("recompute\nby level")
-    assert [row[at] for section in table.sections for row in section] == ["0 / 0", "0 / 1"]
+    assert [row[at] for section in table.sections for row in section] == [
+        "0 + 0 / 0 + 0",
+        "0 + 0 / 0 + 1",
+    ]
