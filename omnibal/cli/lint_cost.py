@@ -126,14 +126,14 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
             "recompute": {tower: len(stage.recomputed(tower)) for tower in towers},
             "forward_ms": each.forward_ms,
             "backward_ms": each.backward_ms,
-            "wait_fraction": waits,
+            "wait_fraction": each.wait_fraction,
         }
-        for stage, each, memory, waits in _by_stage(costed)
+        for stage, each, memory in _by_stage(costed)
     ]
     return {
         "schedule": {"name": costed.schedule.name, "chunks": costed.schedule.chunks},
         "step_ms": costed.step_ms,
-        "bubble_fraction": costed.bubble_fraction,
+        "bubble_fraction": costed.prediction.bubble_fraction,
         "samples_per_second_per_gpu": costed.prediction.samples_per_second_per_gpu,
         "stages": stages,
     }
@@ -148,10 +148,9 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
     }
 
 
-def _by_stage(costed: "Costed") -> "Iterator[tuple[Stage, StagePrediction, DeviceMemory, float]]":
-    """Every stage, its times, its memory and the share of a step in which it idles."""
-    predicted = costed.prediction.stages
-    return zip(costed.stages, predicted, costed.memory, costed.wait_fractions, strict=True)
+def _by_stage(costed: "Costed") -> "Iterator[tuple[Stage, StagePrediction, DeviceMemory]]":
+    """Every stage, its times and its memory."""
+    return zip(costed.stages, costed.prediction.stages, costed.memory, strict=True)
 
 
 def _accuracy(verdict: "Verdict") -> Accuracy | None:
@@ -172,9 +171,9 @@ def _stages_table(verdict: "Verdict") -> Table:
             f"{memory.device_gib:,.1f}",
             f"{each.forward_ms:,.2f}",
             f"{each.backward_ms:,.2f}",
-            f"{waits:.1%}",
+            f"{each.wait_fraction:.1%}",
         )
-        for index, (stage, each, memory, waits) in enumerate(_by_stage(verdict.line))
+        for index, (stage, each, memory) in enumerate(_by_stage(verdict.line))
     ]
     times = ("forward\nms", "backward\nms", "waits")
     titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)
@@ -191,7 +190,7 @@ def _facts(verdict: "Verdict") -> Facts:
         ("devices", f"{sizes.world_size:,} of {launched.job.cluster.name}"),
         ("step", f"{verdict.line.step_ms:,.1f} ms"),
         ("memory", f"{memory.device_gib:,.1f} GiB at most; {torch}"),
-        ("pipeline idle time", f"{verdict.line.bubble_fraction:.1%} of the step"),
+        ("pipeline idle time", f"{prediction.bubble_fraction:.1%} of the step"),
         ("tokens per second", f"{tokens * sizes.world_size:,.0f}, {tokens:,.0f} a device"),
     ]
     if prediction.samples_per_second_per_gpu is not None:

@@ -78,7 +78,7 @@ class _Stored:
     """Files that are to be stored under these parts, but for the record; empty in a shard."""
 
 
-def stored(annotations: Annotations, index: int) -> _Stored:
+def _find_members(annotations: Annotations, index: int) -> _Stored:
     """Find the members of a sample, those of its own shard or those that it will have in one.
 
     Raises:
@@ -163,7 +163,8 @@ def _write_packs(
     with path.open("w", encoding="utf-8") as file:
         for pack in map(int, lines):
             found = (
-                stored(annotations, int(n)) for n in numbers[offsets[pack] : offsets[pack + 1]]
+                _find_members(annotations, int(n))
+                for n in numbers[offsets[pack] : offsets[pack + 1]]
             )
             samples = [[each.dataset, each.key, each.parts] for each in found]
             number = -1 if pack in seen else pack
@@ -180,20 +181,16 @@ def _write_offsets(path: Path) -> None:
 
 
 def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) -> None:
-    """Every sample that is in no shard, once, in the order in which packs first need them."""
+    """Write each sample that is in no shard once, in the order in which packs first need them."""
     _, first = np.unique(numbers, return_index=True)
     with path.open("w", encoding="utf-8") as file:
-        for line in _sample_lines(numbers[np.sort(first)], annotations):
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-
-
-def _sample_lines(numbers: np.ndarray, annotations: Annotations) -> Iterator[dict]:
-    for index in map(int, numbers):
-        found = stored(annotations, index)
-        if found.dataset == _MADE:
-            record = annotations.stored(index).content.decode().strip()
-            names = zip(found.parts[1:], map(str, found.files), strict=True)
-            yield {"key": found.key, "record": record, "files": list(names)}
+        for index in numbers[np.sort(first)].tolist():
+            found = _find_members(annotations, index)
+            if found.dataset == _MADE:
+                record = annotations.stored(index).content.decode().strip()
+                names = list(zip(found.parts[1:], map(str, found.files), strict=True))
+                line = {"key": found.key, "record": record, "files": names}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
 def without_packs(trainer: str) -> str:

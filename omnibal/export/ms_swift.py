@@ -44,7 +44,7 @@ def export(given: ExportInput) -> Exported:
     plan = given.files.plan
     flags: dict[str, str] = {
         **_data_flags(given),
-        **_parallel_flags(plan),
+        **_as_ms_swifts({**parallel_flags(plan), **_split(plan)}),
         **_recompute_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
@@ -54,7 +54,7 @@ def export(given: ExportInput) -> Exported:
         **_optimizer_flags(plan),
         **_frozen_flags(plan),
         "torch_dtype": _dtype(plan),
-        **{name.replace("-", "_"): str(value) for name, value in fp8_flags(plan).items()},
+        **_as_ms_swifts(fp8_flags(plan)),
     }
     return _exported(given, "megatron sft", flags)
 
@@ -140,12 +140,6 @@ def layer_flags(plan: Plan) -> list[str]:
 
 def _split(plan: Plan) -> Flags:
     return split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
-
-
-def _parallel_flags(plan: Plan) -> Flags:
-    predicted = plan.model.language.prediction_layers
-    flags = _as_ms_swifts({**parallel_flags(plan), **_split(plan)})
-    return {**flags, "mtp_num_layers": str(predicted)} if predicted else flags
 
 
 def _recompute_flags(plan: Plan) -> Flags:

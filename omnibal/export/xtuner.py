@@ -67,7 +67,9 @@ def _files(given: ExportInput) -> dict[str, Writer]:
     order, annotations = given.order, given.annotations
     if order is None:
         return {}
-    files = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(_sampler_order(given, order))}
+    full = given.packs_per_step
+    whole = np.arange(len(order) // full * full, dtype=np.int64)  # packs of all full steps
+    files = {_SCRIPT: script_file(_SCRIPT), _ORDER: array_file(whole)}
     lengths = given.files.steps[1]
     record = record_numbers(order, lengths, annotations)
     if record is None:
@@ -82,12 +84,6 @@ def _files(given: ExportInput) -> dict[str, Writer]:
         "samples.npy": array_file(_rows(order, lengths, file, record)),
         "paths.json": json_file(paths),
     }
-
-
-def _sampler_order(given: ExportInput, order: ReadingOrder) -> np.ndarray:
-    """Packs of all full steps, in reading order. int64"""
-    full = given.packs_per_step
-    return np.arange(len(order) // full * full, dtype=np.int64)
 
 
 def _paths(annotations: Annotations) -> list[Path]:

@@ -67,16 +67,6 @@ class Costed:
         return self.prediction.step_ms
 
     @property
-    def wait_fractions(self) -> list[float]:
-        """Share of a step in which each stage idles. [stages]"""
-        return [stage.wait_fraction for stage in self.prediction.stages]
-
-    @property
-    def bubble_fraction(self) -> float:
-        """Share of device time that is idle."""
-        return self.prediction.bubble_fraction
-
-    @property
     def memory(self) -> list[DeviceMemory]:
         """Most memory of a device of every stage."""
         memories = [stage.memory for stage in self.prediction.stages]

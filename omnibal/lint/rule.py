@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partialmethod
-from typing import Any, Protocol
+from typing import Any
 
 from omnibal.lint.launch import Finding, Launcher, Severity
 from omnibal.lint.line import ARGPARSE, Line
@@ -17,15 +17,8 @@ VALIDATE_ARGS = "training/arguments.py, validate_args, Megatron-LM@000c4ac"
 
 Problems = Iterator[tuple[str, str]]
 """What is given and what to change, where a line breaks a rule; only the first is told."""
-
-
-class Check(Protocol):
-    """A function of a line, whose name and docstring are its rule's."""
-
-    __name__: str
-
-    def __call__(self, line: Line) -> Problems:
-        """Yield what is given and what to change."""
+Check = Callable[[Line], Problems]
+"""A function of a line, whose name and docstring are its rule's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NoReturn
 
 from omnibal.base.errors import UserError
@@ -91,13 +90,13 @@ class _Reader:
     def read(self, text: str, line: int) -> Iterator[Command]:
         """Take a line's assignments, or yield its command."""
         self.line, raw = line, _WORD.findall(text)
-        if raw[:1] == ["export"]:
+        is_export = raw[:1] == ["export"]
+        if is_export:
             raw = raw[1:]
             self.exported.update(word.partition("=")[0] for word in raw)
-            assigned, rest = [*filter(None, map(_ASSIGNMENT.fullmatch, raw))], list[str]()
-        else:
-            assigned = [*takewhile(bool, map(_ASSIGNMENT.fullmatch, raw))]
-            rest = raw[len(assigned) :]
+        matches = [_ASSIGNMENT.fullmatch(word) for word in raw]
+        count = len(raw) if is_export or None not in matches else matches.index(None)
+        assigned, rest = [match for match in matches[:count] if match], raw[count:]
         if not rest:
             for match in assigned:
                 self.values[match[1]] = self._assigned(match)

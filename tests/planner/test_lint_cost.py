@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -123,9 +124,14 @@ def published(name: str, samples: Samples = MADE_UP, line: str = "") -> Launched
     return of_line(f"{one.line} {line}", model_of(one.model), samples)
 
 
+@cache
+def verdict_of(name: str) -> Verdict:
+    return Verdict.of(published(name))
+
+
 def test_what_starts_and_does_not_fit_is_told():
     """Prevents: a line that starts, takes its GPUs and ends out of memory, called good."""
-    verdict = Verdict.of(published("lf-q3vl-235b"))
+    verdict = verdict_of("lf-q3vl-235b")
     assert verdict.finding is not None and verdict.finding.severity == "warning"
     heaviest = max(each.device_gib for each in verdict.line.memory)
     assert f"{heaviest:,.1f} GiB" in verdict.finding.message and heaviest > 80
@@ -139,7 +145,7 @@ def test_advice_fits_and_is_read_back(tmp_path: Path):
     """Prevents: flags that do not start, mean other layers than were predicted, or do not fit."""
     for name in ("mb-q25vl-72b", "lf-q3vl-30b"):
         (one,) = (each for each in LINES if each.id == name)
-        verdict = Verdict.of(published(name))
+        verdict = verdict_of(name)
         assert verdict.finding is not None
         for advised in (verdict.better, verdict.least):
             assert advised is not None
@@ -198,7 +204,7 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
 
 def test_the_least_recomputation_is_the_least():
     """Prevents: advice to recompute layers that would fit anyway."""
-    verdict = Verdict.of(published("mb-q25vl-72b"))
+    verdict = verdict_of("mb-q25vl-72b")
     assert verdict.least is not None
     launched = verdict.launched
     counts = [len(part.recomputed("language")) for part in verdict.least.parts]
@@ -321,7 +327,7 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
     told = of_line(f"{line} -vp 4", model)
     plain, chunked = predicted_line(of_line(line, model)), predicted_line(told)
     # Three quarters less of the time that stages wait for the first and the last micro-batch.
-    idle = [each.step_ms * each.bubble_fraction for each in (plain, chunked)]
+    idle = [each.step_ms * each.prediction.bubble_fraction for each in (plain, chunked)]
     assert 0.2 < idle[1] / idle[0] < 0.5
     assert all(more > less for more, less in zip(chunked.peaks_gib, plain.peaks_gib, strict=True))
     assert len(told.parts) == 16 and not told.notes
@@ -392,7 +398,7 @@ def test_chunks_are_predicted_on_a_datasets_packs():
     samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 8 -sl 8192"
     plain, chunked = (of_line(f"{line} {vp}", "llama3.1-8b", samples) for vp in ("", "-vp 2"))
-    idle = [predicted_line(each).bubble_fraction for each in (plain, chunked)]
+    idle = [predicted_line(each).prediction.bubble_fraction for each in (plain, chunked)]
     assert chunked.schedule.chunks == 2 and idle[1] < 0.8 * idle[0]
 
 

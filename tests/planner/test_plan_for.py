@@ -167,7 +167,7 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths, opt
     assert not (tmp_path / "plan").exists()
 
 
-@pytest.mark.parametrize("name", ["ms-swift", "megatron-lm", "megatron-bridge"])
+@pytest.mark.parametrize("name", ["ms-swift", "megatron-bridge"])
 def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
     """Prevents: a plan in 1F1B for a trainer that is faster with chunks, chunks for numbers of
     micro-batches that it refuses, and encoders on a later chunk than the first."""
