@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from length_cases import lengths_of
+from trainer_cases import scheduled as in_order
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
@@ -29,7 +30,7 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 MODEL = load_model("internvl-digits")
@@ -107,22 +108,9 @@ def token_balanced(tokens: np.ndarray, count: int) -> list[list[int]]:
 
 def scheduled(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -> ScheduledPacks:
     """Packs in any order as full steps, the last with what is over."""
-    order = np.random.default_rng(seed).permutation(len(packs))
-    place = np.arange(len(packs))
-    step, within = np.divmod(place, ranks * MICRO_BATCHES)
-    slot, rank = np.divmod(within, ranks)
-    by_rank = np.lexsort((slot, rank, step))
-    listed = Packs.from_lists([packs[order[k]] for k in by_rank])
-    return ScheduledPacks(
-        packs=listed,
-        step=step[by_rank].astype(np.int64),
-        dp_rank=rank[by_rank].astype(np.int32),
-        slot=slot[by_rank].astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items=item_sums(listed, lengths),
-        tokens=listed.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    order = np.random.default_rng(seed).permutation(len(packs)).tolist()
+    listed = Packs.from_lists([packs[number] for number in order])
+    return in_order(listed, lengths, ranks, MICRO_BATCHES)
 
 
 def plan_files(

@@ -64,7 +64,7 @@ class Stored:
         self.sources, self.roots = ("a",), (root,)
 
     def stored(self, index: int) -> StoredRecord:
-        return StoredRecord(b'{"media_type": "text"}', f"{index:06}", True)
+        return StoredRecord(b"{}", f"{index:06}", True)
 
     def where(self, index: int) -> str:
         return f"sample {index}"

@@ -53,10 +53,12 @@ def random_packs(samples: int, most: int, rng: np.random.Generator) -> Packs:
     return Packs(samples=rng.permutation(samples), offsets=offsets.astype(np.int64))
 
 
-def scheduled(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
-    """The packs in this order of reading, with `MICRO_BATCHES` of a rank in every step."""
+def scheduled(
+    packs: Packs, lengths: Lengths, ranks: int, micro_batches: int = MICRO_BATCHES
+) -> ScheduledPacks:
+    """The packs in this order of reading, with so many of a rank in every step."""
     place = np.arange(len(packs))
-    step, within = np.divmod(place, MICRO_BATCHES * ranks)
+    step, within = np.divmod(place, micro_batches * ranks)
     slot, rank = np.divmod(within, ranks)
     order = np.lexsort((slot, rank, step))
     taken = packs.take(order)
@@ -129,7 +131,6 @@ def write_shards(folder: Path, shows: np.ndarray, per_shard: int = 5_000) -> Pat
         with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
             for number in range(first, min(first + per_shard, len(shows))):
                 record = {
-                    "media_type": "image" if shows[number] else "text",
                     "conversations": [
                         {"from": "human", "value": "<image>" * int(shows[number]) + "?"},
                         {"from": "gpt", "value": "!"},

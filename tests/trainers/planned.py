@@ -130,7 +130,7 @@ def picture_of(number: int) -> bytes:
     return picture(number % 35)
 
 
-def record(number: int, more: dict) -> dict:
+def record(number: int, **more: object) -> dict:
     """A record that says its number."""
     shown = "<image>" if shows_picture(number) else ""
     messages = [
@@ -149,7 +149,7 @@ def write_lines(folder: Path) -> Path:
         for number in range(SAMPLES):
             images = [str(folder / f"{number % 35}.png")] if shows_picture(number) else []
             more = {"images": images} if images else {}
-            file.write(json.dumps(record(number, more)) + "\n")
+            file.write(json.dumps(record(number, **more)) + "\n")
     return path
 
 
@@ -158,8 +158,7 @@ def write_shards(folder: Path) -> Path:
     for shard in range(SHARDS):
         with tarfile.open(folder / f"part-{shard}.tar", "w") as tar:
             for number in range(shard * SAMPLES // SHARDS, (shard + 1) * SAMPLES // SHARDS):
-                medium = "image" if shows_picture(number) else "text"
-                members = {"json": json.dumps(record(number, {"media_type": medium})).encode()}
+                members = {"json": json.dumps(record(number)).encode()}
                 if shows_picture(number):
                     members["png"] = picture_of(number)
                 for part, content in members.items():
