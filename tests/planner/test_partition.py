@@ -385,7 +385,7 @@ def test_the_search_equals_brute_force():
     """Prevents a split or recomputed set that is not the best, and caps wrongly held or passed."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0}
-    for number in range(110):
+    for number in range(55):
         cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else 4)
         times, peaks_of_all = brute_force(cost, model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
@@ -408,7 +408,7 @@ def test_the_search_equals_brute_force():
         assert peak <= cap * (1 + 1e-9)
         recomputed = any(stage.recomputed_layers for stage in result.stages)
         outcomes["recomputed" if recomputed else "kept"] += 1
-    assert min(outcomes.values()) >= 10, outcomes
+    assert min(outcomes.values()) >= 4, outcomes
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
     """Prevents towers or kinds of layer that are counted, recomputed or numbered as another's."""
     rng = np.random.default_rng(0)
     recomputed = several = 0
-    for _ in range(40):
+    for _ in range(20):
         cost, model, packs, p = random_case_of(rng, towers, most)
         times, peaks_of_all = brute_force(cost, model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
@@ -435,7 +435,7 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
         again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
         recomputed += max(again) > 0
         several += max(again) > 1
-    assert recomputed >= 10 and (several >= 2 or towers == "language"), (recomputed, several)
+    assert recomputed >= 5 and (several >= 1 or towers == "language"), (recomputed, several)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +533,7 @@ def test_every_path_is_a_lower_bound():
     """Prevents a bound above what is possible, which would rule out the best split unnoticed."""
     rng = np.random.default_rng(4)
     compared = tight = 0
-    for _ in range(120):
+    for _ in range(60):
         cost, model, packs, p = random_case(rng, 6)
         cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
         problem = partition._problem(cost, model, packs, p, cap)
@@ -557,7 +557,7 @@ def test_every_path_is_a_lower_bound():
         assert (lengths <= allowed_ms[:, None]).all()
         np.testing.assert_allclose(np.diag(lengths), step_ms, rtol=1e-12)
         compared += len(splits)
-    assert compared > 500
+    assert compared > 250
     assert tight > 0.1 * compared
 
 

@@ -118,8 +118,9 @@ def opened(result: PlanResult, folder):
     return open_plan(folder)
 
 
-@pytest.mark.parametrize("unit", ["vision_layer", "language_layer"])
-@pytest.mark.parametrize("factor", [1.4, 1 / 1.4])
+@pytest.mark.parametrize(
+    ("unit", "factor"), [("vision_layer", 1.4), ("language_layer", 1 / 1.4)], ids=["more", "less"]
+)
 def test_spoiled_costs_recover(tmp_path, unit, factor):
     """Prevents: a run that does not tell what of its plan was mispredicted: a profile that is off
     by 40 % for a kind of layer, against the plan of the right costs."""

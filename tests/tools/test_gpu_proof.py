@@ -3,13 +3,13 @@
 import os
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import launcher
 
 from omnibal.cost.analytic import model_flops
 from omnibal.job.replay import REPLAY_FILES
@@ -129,19 +129,10 @@ def test_the_page_shows_all_that_was_found(tmp_path: Path):
     assert "<b> &" not in page and len(tables_of(proof)) == 4
 
 
-def proof_command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The script by itself, with the Python that runs the tests."""
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.gpu_proof", *map(str, arguments)],
-        cwd=REPOSITORY, text=True, capture_output=True, timeout=900,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-    )  # fmt: skip
-
-
 def test_without_a_device_it_says_so(tmp_path: Path):
     """Prevents: a proof of nothing, and a traceback on a machine without a GPU."""
     for arguments, words in (((), "no CUDA device"), (("--tiny",), "without --fake-device")):
-        ended = proof_command(tmp_path / "out", *arguments)
+        ended = launcher().run("-m", "scripts.gpu_proof", tmp_path / "out", *arguments)
         assert ended.returncode == 2 and words in ended.stderr
         assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -150,7 +141,9 @@ def test_without_a_device_it_says_so(tmp_path: Path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="fake devices are compiled")
 def test_a_stage_is_tried_without_a_device(tmp_path: Path):
     """Prevents: a dry run that does not come as far as a device would be asked."""
-    ended = proof_command(tmp_path / "out", "--fake-device", "--tiny", "--only", "replay")
+    ended = launcher().run(
+        "-m", "scripts.gpu_proof", tmp_path / "out", "--fake-device", "--tiny", "--only", "replay"
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = Proof.model_validate_json((tmp_path / "out" / "proof.json").read_text())
     [part] = found.parts

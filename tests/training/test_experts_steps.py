@@ -18,7 +18,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
 
-STEPS = 30
+STEPS = 12
 PACKS_PER_STEP = 4
 # Text tokens of the samples of a pack. Packs take turns in lengths, and return after seven.
 LENGTHS = [(12, 7), (16,), (5, 6, 9), (21,), (8, 8)]
@@ -113,4 +113,4 @@ def test_equals_a_plain_loop():
     [expected] = run_ranks(alone, plain_loop, model, renamed(model, weights), rates)
     assert [loss for loss, _, _ in found] == pytest.approx([loss for loss, _ in expected], rel=1e-4)
     assert [norm for _, norm, _ in found] == pytest.approx([norm for _, norm in expected], rel=1e-3)
-    assert found[-1][0] < 0.7 * found[0][0]  # it learns: the weights are others than at first
+    assert found[-1][0] < 0.9 * found[0][0]  # it learns: the weights are others than at first
