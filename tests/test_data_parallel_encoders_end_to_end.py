@@ -55,56 +55,36 @@ def divided(beside, tmp_path_factory) -> Path:
     return folder
 
 
-def test_divided_encoders_go_on_with_whole_ones_and_answer_as_they(
-    beside, divided, digits, tmp_path
-):
-    """Prevents: a checkpoint that whole or divided encoders alone can go on with, and a rank that
-    waits for others' weights while it answers questions."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    held = (
-        "--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6",
-        "--eval-interval", "2", "--max-new-tokens", "2",
-    )  # fmt: skip
-    ranks_succeed(4, *training(beside, digits, whole, "--train-iters", "1"))
-    resume = ("--load", whole, "--train-iters", "2")
-    for plan, save in ((beside, tmp_path / "again"), (divided, parts)):
-        ranks_succeed(4, *training(plan, digits, save, *resume, *held))
-    assert losses(parts) == pytest.approx(losses(tmp_path / "again"), rel=1e-5)
-    validated, answered = (
-        [json.loads((save / name).read_text()) for save in (parts, tmp_path / "again")]
-        for name in ("validation.jsonl", "evaluation.json")
-    )
-    assert validated[0]["loss"] == pytest.approx(validated[1]["loss"], rel=1e-5)
-    for found in answered:
-        found["examples"].sort(key=json.dumps)  # ranks ask in turn
-    assert answered[0] == answered[1]
-
-
 def test_data_parallel_encoders_train_resume_and_answer_as_one_process(
-    single, beside, digits, tmp_path
+    single, beside, divided, digits, tmp_path
 ):
     """Prevents: a plan that the trainer cannot follow, and another loss or other answers where a
-    run goes on with its encoders elsewhere."""
-    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    run goes on with its encoders elsewhere, or divided; and a rank that waits for others' weights
+    while it answers questions."""
+    alone, apart, parts = tmp_path / "alone", tmp_path / "apart", tmp_path / "parts"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6")
     held = (*heldout, "--eval-interval", "3", "--max-new-tokens", "2")
     succeed(*training(single, digits, alone, "--train-iters", "3", *held))
     ranks_succeed(4, *training(beside, digits, apart, "--train-iters", "2"))
     resume = ("--load", apart, "--train-iters", "3")
     succeed(*training(single, digits, tmp_path / "back", *resume))
+    ranks_succeed(4, *training(divided, digits, parts, *resume, *held))
     said = ranks_succeed(4, *training(beside, digits, apart, *resume, *held))
     assert f"resuming {apart} after step 2" in said
     assert losses(apart) == pytest.approx(losses(alone), rel=1e-4)
-    assert losses(tmp_path / "back") == pytest.approx(losses(alone)[2:], rel=1e-4)
+    for save in (tmp_path / "back", parts):
+        assert losses(save) == pytest.approx(losses(alone)[2:], rel=1e-4)
     validated = [
         json.loads((save / "validation.jsonl").read_text().splitlines()[-1])["loss"]
-        for save in (apart, alone)
+        for save in (apart, parts, alone)
     ]
-    assert validated[0] == pytest.approx(validated[1], rel=1e-4)
-    answered = [json.loads((save / "evaluation.json").read_text()) for save in (apart, alone)]
+    assert validated == pytest.approx([validated[-1]] * 3, rel=1e-4)
+    answered = [
+        json.loads((save / "evaluation.json").read_text()) for save in (apart, parts, alone)
+    ]
     for found in answered:
         found["examples"].sort(key=json.dumps)  # ranks ask in turn
-    assert answered[0] == answered[1]
+    assert answered[0] == answered[1] == answered[2]
     for record in records(apart):
         assert all(stage["encoder_ms"] > 0 for stage in record["stages"])
     page = tmp_path / "report.html"

@@ -250,33 +250,6 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
             assert tables[1].pass_bytes(unit_counts(kinds, stage), none)[0] >= checked * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_what_a_layer_keeps_is_counted_by_hand(tensor: int) -> None:
-    """Prevents activations that tensor-parallel ranks are said to hold whole, or not at all."""
-    tower = encoder(layers=2)
-    cost = analytic_cost(model_with(tower), CLUSTER, Parallel(pipeline=1, tensor=tensor), "bf16")
-    h, f, heads = tower.hidden_size, tower.ffn_hidden_size, tower.heads
-    # Input, normed twice, and the residual between the blocks, whole; query, key, value and what
-    # attention makes of them; into the activation, with its gate if any, and out of it.
-    elements = 4 * h + (4 * h + (2 + tower.gated) * f) / tensor
-    statistics = 2 * (1 if tower.normalization == "RMSNorm" else 2) + heads / tensor
-    column = cost.features.index("image_tokens")
-    kept = cost.units["vision_layer"].activation_bytes[column]
-    assert kept == tower.positions_per_item * (2 * elements + 4 * statistics)
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_what_a_gated_projector_works_with_is_counted_by_hand(tensor: int) -> None:
-    """Prevents a gradient of the last product, or of its weight, that takes no memory."""
-    tower, _ = small("glm-4.5v")
-    cost = analytic_cost(model_with(tower), CLUSTER, Parallel(pipeline=1, tensor=tensor), "bf16")
-    unit, column = cost.units["projector"], cost.features.index("image_tokens")
-    inner = (tower.projector_hidden_size or tower.projector_input_size) // tensor
-    # Of the output and of what goes into the last product, and that product's weight.
-    expected = {(2 * inner * WIDTH, 2 * (WIDTH + inner))}
-    assert expected <= {(row[0], row[column]) for row in unit.transient_bytes}
-
-
 def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
     """Prevents a peak that leaves out what the last of them brings back, where kinds differ in
     nothing but what they carry."""

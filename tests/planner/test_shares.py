@@ -159,44 +159,6 @@ def text_job(tensor: int = 1, data: int = 8, **changes) -> JobSpec:
     )
 
 
-def test_ranks_send_what_the_exchange_says() -> None:
-    """Prevents a wrong choice between gathering and exchange of heads: 48 heads share 8 of keys and
-    values, so gathering sends less up to 6 ranks."""
-    for tensor in (1, 2):
-        job = text_job(tensor)
-        language = job.model.language
-        assert (language.heads, language.kv_heads) == (48, 8)
-        rate = 450e6 * job.cluster.link_efficiency  # bytes per ms within a node
-        width = language.hidden_size / tensor
-        sent = {}
-        for context in (2, 4):
-            for exchange in ContextExchange:
-                (cost,) = job.costs_at([level(context, exchange=exchange)])
-                forward_ms, backward_ms, again_ms = cost.units["language_layer"].context_ms
-                sent[exchange, context] = forward_ms[-1]
-                here = 2 * width * (context - 1) / context  # bf16
-                if exchange is ContextExchange.GATHER:
-                    elements = here * context * 2 * 8 / 48
-                    assert backward_ms[-1] == pytest.approx(2 * elements / rate)
-                    # The second forward of a recomputed layer gathers in place of the backward.
-                    assert not again_ms.any()
-                else:
-                    elements = here * (2 + 2 * 8 / 48)
-                    assert backward_ms[-1] == pytest.approx(elements / rate)
-                    np.testing.assert_array_equal(again_ms, forward_ms)
-                assert forward_ms[-1] == pytest.approx(elements / rate)
-                # A latency for each collective: one gathers, two turn to heads and back.
-                latency_ms = 0.01 * (1 if exchange is ContextExchange.GATHER else 2)
-                assert forward_ms[0] == pytest.approx(latency_ms)
-                # Backward both gather again and scatter gradients, or turn there and back.
-                assert backward_ms[0] == pytest.approx(0.02)
-        assert sent["gather", 2] < sent["heads", 2] and sent["gather", 4] < sent["heads", 4]
-    # Of the same tokens, as 8 ranks share them: 7 k against 7/8 (2 h + k).
-    both = [text_job().costs_at([level(8, exchange=each)])[0] for each in ContextExchange]
-    gather, heads = (cost.units["language_layer"].context_ms[0, -1] for cost in both)
-    assert heads < gather
-
-
 def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
     """Prevents features that are exchanged at the rate of a ring, as keys and values that are
     gathered are."""
@@ -210,24 +172,6 @@ def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
     copied_ms = 2 * tile_bytes / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
     tile_ms = cost.units["language_embed"].context_ms[0, cost.features.index("tiles")]
     assert tile_ms == pytest.approx(tile_bytes / 2 / 2e6 + copied_ms, rel=1e-6)
-
-
-def test_gathered_keys_are_copied_three_times() -> None:
-    """Prevents own keys and values that cost no copies: beside each other, beside the others', and
-    in the order of the rank's pieces, each read and written."""
-    copies_alone = assumed_h100().model_copy(
-        update={"intra_node_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 1e-12}
-    )
-    for tensor in (1, 2):
-        job = text_job(tensor, cluster=copies_alone)
-        language = job.model.language
-        head_size = language.hidden_size // language.heads
-        elements = 2 * language.kv_heads * head_size / tensor
-        bytes_per_ms = copies_alone.memory_gb_per_s * 1e6 * copies_alone.memory_efficiency
-        (cost,) = job.costs_at([level(2)])
-        forward_ms = cost.units["language_layer"].context_ms[0]
-        own_ms = forward_ms[cost.features.index("tokens")]
-        assert own_ms == pytest.approx(3 * 2 * elements * 2 / bytes_per_ms)
 
 
 def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
@@ -262,21 +206,6 @@ def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
         assert together.context_ms.any() == exchanges, name
         np.testing.assert_array_equal(together.activation_bytes, alone.activation_bytes)
     assert job.costs_at([level(1)]) == (base,)
-
-
-def test_gathered_keys_and_values_count_as_working_memory() -> None:
-    """Prevents a plan that runs out of memory in the attention of its longest packs."""
-    job = text_job()
-    width = 2 * job.model.language.hidden_size * 8 // 48
-    tokens = 16_384
-    features = np.zeros(len(job.cost.features) + 1)
-    for context in (2, 4):
-        (cost,) = job.costs_at([level(context)])
-        features[cost.features.index("tokens")] = features[-1] = tokens
-        most = (cost.units["language_layer"].transient_bytes @ features).max()
-        # Gathered, the gradients of what was gathered, and these beside each other, in bf16.
-        assert most >= 3 * 2 * context * tokens * width
-        assert (cost.units["vision_layer"].transient_bytes[:, -1] == 0).all()
 
 
 def test_frozen_encoders_get_no_gradient_of_their_features() -> None:

@@ -146,30 +146,6 @@ def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
     assert kept_bytes - more_rows * f * 2 <= more_bytes + 1 <= kept_bytes + 2
 
 
-def test_prediction_is_a_layer_and_a_head_more_in_the_last_unit():
-    """Prevents multi-token prediction that costs no layer, no second logits, or no copy of the
-    embedding on the last stage; and a copy that is counted where one stage has both."""
-    text = VISION.model_copy(update={"encoders": {}})
-    language = text.language.model_copy(update={"prediction_layers": 1})
-    predicting = text.model_copy(update={"language": language})
-    before, after = cost_of(text, tensor=2), cost_of(predicting, tensor=2)
-    layer, head = before.units["language_layer"], before.units["head"]
-    h, words = language.hidden_size, before.units["language_embed"].parameters
-    joined = 2 * h + h * h  # norms, and half of 2 h to h
-    more = after.units["head"].parameters - head.parameters
-    assert more == layer.parameters + joined + h + words
-    assert before.tied_parameters == 0 and after.tied_parameters == words
-    texts = vector(text, tokens=2000, squared_tokens=2e6, loss_tokens=1500)
-    product_ms = 2000 * 2 * h * h / (CLUSTER.tflops("bf16") * 1e9 * CLUSTER.matmul_efficiency)
-    for name, times in (("forward_ms", 1), ("backward_ms", 2)):
-        found = texts @ getattr(after.units["head"], name)
-        least = texts @ (2 * getattr(head, name) + getattr(layer, name)) + times * product_ms
-        assert least < found < 1.1 * least
-    kept = texts @ after.units["head"].activation_bytes
-    assert kept > texts @ (2 * head.activation_bytes + layer.activation_bytes)
-    assert after.units["language_layer"].parameters == layer.parameters
-
-
 def test_shared_packs_need_attention_that_is_exchanged():
     """Prevents a state of linear attention that ranks are said to share at no cost; and heads of
     latent attention that are counted as grouped keys."""

@@ -138,7 +138,7 @@ def test_times_belong_to_the_micro_batches_that_took_them(monkeypatch):
         with standing_in(plan.parallel, 1) as links:
             replayer = StageReplayer(plan, links)
             replayer.step([small, large])
-            for place in range(5):
+            for place in (0, 2, 4):
                 batches = [large if place == i else small for i in range(5)]
                 # The least of three steps: a page that is touched for the first time is charged
                 # to the thread that touches it.
@@ -369,7 +369,7 @@ def test_times_belong_to_the_chunks_that_took_them(monkeypatch):
     with standing_in(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
         replayer.step([small, large])
-        for place in range(4):
+        for place in (0, 3):
             batches = [large if place == i else small for i in range(4)]
             steps = [replayer.step(batches) for _ in range(3)]
             for name in ("forward_ms", "backward_ms", "weight_ms"):
