@@ -120,7 +120,7 @@ class Planned:
     @property
     def prediction(self) -> Prediction:
         """What is predicted of the plan."""
-        return _prediction(self.result)
+        return self.result.plan.predicted
 
     @property
     def gap(self) -> float:
@@ -131,9 +131,6 @@ class Planned:
 
 def plan(goal: Goal, listener: Listener | None = None) -> Planned:
     """Find the best plan for a goal. Equal goals give equal plans.
-
-    Args:
-        listener: told of notes and progress; None to stay silent.
 
     Raises:
         UserError: nothing that is asked for can be planned, with what would fit where memory is
@@ -386,14 +383,15 @@ class _Search:
         for placement in placements:
             try:
                 job = replace(given, placement=placement)
-                made[placement] = self._make_plan_of_levels(self._request(job))
+                request = self._request(job)
+                made[placement] = self._in_use(self._make_plan(request), request)
             except UserError as error:
                 if len(placements) == 1:
                     raise
                 refused[placement] = error
         if not made:
             raise _neither(refused)
-        predicted = {placement: _prediction(result) for placement, (result, _) in made.items()}
+        predicted = {placement: result.plan.predicted for placement, (result, _) in made.items()}
         chosen = fastest(predicted)
         choice = PlacementChoice(
             chosen=chosen,
@@ -407,11 +405,7 @@ class _Search:
     def _scheduled(
         self, result: PlanResult, request: PlanRequest, *, is_ordered: bool = True
     ) -> tuple[PlanResult, ScheduleChoice]:
-        """The plan in the schedule that is asked for, or in the fastest that the trainer runs.
-
-        Args:
-            is_ordered: as of `with_best_schedule`.
-        """
+        """The plan in the schedule that is asked for, or in the fastest that the trainer runs."""
         name, names = self.goal.free.schedule, self._schedules
         if request.data.levels != result.plan.pack_levels:
             # Packs of an earlier plan, which had to be shared.
@@ -453,7 +447,10 @@ class _Search:
             stream = StreamData.of_plan(data.plan, data.data)
             if stream is not None:
                 return stream
-            return self._of_earlier(job, SampleData.of_plan(data.plan, data.data))
+            earlier = SampleData.of_plan(data.plan, data.data)
+            # Packs that were each one rank's stay so while they fit.
+            plain = are_plain(earlier.levels)
+            return earlier if plain else level_search.shared_anew(job, earlier)
         if isinstance(data, ShapesAlone):
             packs = data.packs_per_step
             usual = data.micro_batches or DEFAULT_MICRO_BATCHES
@@ -478,11 +475,6 @@ class _Search:
             samples = self._step_samples(job, data)
             caps = self._find_caps(job, data.lengths, samples, data.settings)
         return self._at_step(job, data, caps)
-
-    def _of_earlier(self, job: JobSpec, data: SampleData) -> SampleData:
-        """Steps of an earlier plan, whose levels are shared in the way that is best for the job;
-        packs that were each one rank's stay so while they fit."""
-        return data if are_plain(data.levels) else level_search.shared_anew(job, data)
 
     def _step_samples(self, job: JobSpec, data: Samples) -> int:
         """Samples of a step, at which caps are compared."""
@@ -596,7 +588,7 @@ class _Search:
                 request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
             )
         result, found, schedule = self._plan_of_strategies(request, found)
-        placement = _placement_of(request, found, _prediction(result))
+        placement = _placement_of(request, found, result.plan.predicted)
         sharding = ShardingChoice.of_strategies(found)
         return Planned(
             result=result,
@@ -654,7 +646,8 @@ class _Search:
         """Samples per step where none are given; a pack a device at least where all ranks are
         data-parallel, so that each has one."""
         usual = strategy_samples_per_step(gpus, self.goal.job.cluster)
-        if not self.goal.job.trainer.has_data_parallelism_alone:
+        trainer = self.goal.job.trainer
+        if not trainer.most_pipeline == trainer.most_tensor == 1:
             return usual
         tokens = data.lengths.tokens
         if data.caps is None:
@@ -754,9 +747,6 @@ class _Search:
         )
         return self._make_plan(shared)
 
-    def _make_plan_of_levels(self, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
-        return self._in_use(self._make_plan(request), request)
-
     def _in_use(self, result: PlanResult, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
         """The plan, made again without levels of no packs, and its request: levels are chosen by
         other packs.
@@ -850,12 +840,7 @@ def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | Do
 def _final_ms(result: PlanResult) -> float:
     """Time per sample of a plan; levels must save a share of it to be taken."""
     must_gain = 0.0 if are_plain(result.plan.pack_levels) else level_search.LEAST_GAIN
-    return relative_ms(_prediction(result)) * (1 + must_gain)
-
-
-def _prediction(result: PlanResult) -> Prediction:
-    assert result.plan.prediction is not None
-    return result.plan.prediction
+    return relative_ms(result.plan.predicted) * (1 + must_gain)
 
 
 def _placement_of(

@@ -39,6 +39,13 @@ class Frozen(Numbered):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def written_unless(default: Any, description: str | None = None) -> Any:
+    """Make a field that is written unless it has its default."""
+    return Field(
+        default=default, exclude_if=lambda value: value == default, description=description
+    )
+
+
 def _is_taken_for_number(given: Any, made: Any) -> bool:
     """Whether a truth value, or one in a list or table, was read as a number."""
     if isinstance(given, bool):

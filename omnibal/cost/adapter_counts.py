@@ -62,12 +62,7 @@ def with_adapters(
     *,
     part: float,
 ) -> Counts:
-    """Counts of a frozen unit with adapters.
-
-    Args:
-        linears: those of the unit that have adapters, by name.
-        part: share of the sequence that a device has between blocks, as under sequence parallelism.
-    """
+    """Counts of a frozen unit with adapters."""
     pairs = list(_pairs(counts, adapters, linears, part))
     given = {pair.product.given for pair in pairs}
     parameters = sum(pair.parameters for pair in pairs)
@@ -85,9 +80,9 @@ def with_adapters(
             ),
             *(
                 Kept(
-                    what=f"between A and B of {pair.product.name}",
-                    made_by=pair.product.name,
-                    bytes=pair.rows_out * pair.rank * device.element_bytes,
+                    f"between A and B of {pair.product.name}",
+                    pair.product.name,
+                    pair.rows_out * pair.rank * device.element_bytes,
                 )
                 for pair in pairs
             ),

@@ -141,14 +141,8 @@ def analytic_cost(
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
     Args:
-        frozen: parts that are not trained.
-        adapters: trained beside matrices of other parts, which are frozen but for them.
         distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
             with them while computing, as this project's trainer always does; other systems do not.
-        runtime: how the trainer runs a step.
-
-    Raises:
-        UserError: the cluster has no rate in this precision, or FP8 cannot multiply a size.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = _device(cluster, parallel, precision, runtime)
@@ -167,7 +161,6 @@ def analytic_cost(
         is_sharded=distributed_optimizer,
         divides_gradients=parallel.sharded > 1,
     )
-    rates = once.rates(state_group(parallel))
     overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
         features=feature_names(model),
@@ -175,15 +168,10 @@ def analytic_cost(
         units=units,
         # Multi-token prediction embeds words on the last stage too.
         tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
-        weight_bytes_per_parameter=element_bytes,
-        gradient_bytes_per_parameter=runtime.gradient_bytes,
-        optimizer_bytes_per_parameter=rates.optimizer_bytes,
+        rates=once.rates(state_group(parallel)),
         optimizer_ms_fixed=0.0,
-        optimizer_ms_per_parameter=rates.optimizer_ms,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
-        gradient_reduction_ms_per_parameter=rates.gradient_reduction_ms,
-        weight_gather_ms_per_parameter=rates.weight_gather_ms,
         bucket_parameters=parallel.bucket_parameters if overlaps else math.inf,
         expert_rates=once.rates(expert_state_group(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
@@ -302,11 +290,7 @@ def layer_products(
     parallel: Parallel,
     precision: Precision = "bf16",
 ) -> list[Product]:
-    """Matrix products of the forward of every kind of unit but the head, on one device.
-
-    Raises:
-        UserError: FP8 cannot multiply a size.
-    """
+    """Matrix products of the forward of every kind of unit but the head, on one device."""
     device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
     counted = [
         _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
@@ -342,13 +326,15 @@ def _device(
     rates = cluster.measured(precision)
     precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
     copies, fused = _Copies(cluster, rates), runtime.fused_loss
+    # Products in fp32 whatever the precision; where no peak in it is given, of that precision.
+    fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
     ring = pass_line(cluster, Group(parallel.tensor), precision)
     experts = all_to_all_line(cluster, Group(parallel.expert), precision)
     to_others = (parallel.expert - 1) / parallel.expert
     products, grouped, attention = _times_of(rates) if rates else (None, None, None)
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
-        fp32_flops_per_ms=_fp32_tflops(cluster, precision) * 1e9 * cluster.matmul_efficiency,
+        fp32_flops_per_ms=cluster.tflops(fp32) * 1e9 * cluster.matmul_efficiency,
         fp8=in_fp8,
         product_times=products,
         grouped_times=grouped,
@@ -386,12 +372,6 @@ def _times_of(
     )
     attention = rates.attention
     return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
-
-
-def _fp32_tflops(cluster: ClusterConfig, precision: Precision) -> float:
-    """Peak in fp32, of products that are in it whatever the precision; where none is given, of
-    that precision."""
-    return cluster.tflops("fp32" if "fp32" in cluster.peak_tflops else precision)
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:

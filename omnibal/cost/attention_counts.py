@@ -9,16 +9,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnibal.cost.block_counts import FIRST_OUTPUT, Block, whole_inputs
 from omnibal.cost.counts import (
+    FIRST_OUTPUT,
     FP32_BYTES,
     Attended,
+    Block,
     Collectives,
     Device,
     Features,
     Kept,
     Product,
     Working,
+    whole_inputs,
 )
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
@@ -85,17 +87,11 @@ def _grouped_query(
     seen = _causal(features, attended, language.heads / t, 2 * language.head_width)
     return Block(
         products=(
+            Product(tokens, h, made / t, name="self_attention.linear_qkv", given=FIRST_OUTPUT),
             Product(
-                rows=tokens,
-                inner=h,
-                outer=made / t,
-                name="self_attention.linear_qkv",
-                given=FIRST_OUTPUT,
-            ),
-            Product(
-                rows=tokens,
-                inner=query / t,
-                outer=h,
+                tokens,
+                query / t,
+                h,
                 name="self_attention.linear_proj",
                 given="gated output" if gate else "",
             ),
@@ -130,36 +126,28 @@ def _grouped_query_kept(
     gate = query if language.output_gate else 0
     log_sum_exp_bytes = FP32_BYTES * language.heads
     attended = Kept(
-        what="attention's output and log-sum-exp",
-        made_by="self_attention.core_attention",
-        bytes=tokens * (query * size + log_sum_exp_bytes) / t,
+        "attention's output and log-sum-exp",
+        "self_attention.core_attention",
+        tokens * (query * size + log_sum_exp_bytes) / t,
     )
     if not language.qk_norm and not gate:
         width = query + widths.key + widths.value
         made_by = "self_attention.split_and_rotate"
         rotated_bytes = tokens * width / t * size
-        rotated = Kept(what="rotated q and k, and v", made_by=made_by, bytes=rotated_bytes)
+        rotated = Kept("rotated q and k, and v", made_by, rotated_bytes)
         return rotated, attended
     made_by = "self_attention.norm_and_rotate"
     # Of q's and k's heads each the norm's scale.
     moments = FP32_BYTES * (language.heads + language.kv_heads) if language.qk_norm else 0
     product = query + gate + widths.key + widths.value
     lines = [
-        Kept(
-            what="product with q, k and v",
-            made_by="self_attention.linear_qkv",
-            bytes=tokens * product / t * size,
-        ),
-        Kept(
-            what="rotated q and k",
-            made_by=made_by,
-            bytes=tokens * ((query + widths.key) * size + moments) / t,
-        ),
+        Kept("product with q, k and v", "self_attention.linear_qkv", tokens * product / t * size),
+        Kept("rotated q and k", made_by, tokens * ((query + widths.key) * size + moments) / t),
         attended,
     ]
     if gate:
         gated_bytes = tokens * query / t * size
-        lines.append(Kept(what="gated output", made_by="gate", bytes=gated_bytes, for_weights=True))
+        lines.append(Kept("gated output", "gate", gated_bytes, for_weights=True))
     return tuple(lines)
 
 
@@ -192,10 +180,10 @@ def _latent(
     seen = _causal(features, attended, language.heads / t, elements)
     return Block(
         products=(
-            *(Product(rows=own, inner=inner, outer=outer) for inner, outer in down),
-            Product(rows=tokens, inner=up_from, outer=widths.query / t),
-            Product(rows=tokens, inner=rank, outer=up_to / t),
-            Product(rows=tokens, inner=widths.output / t, outer=h),
+            *(Product(own, inner, outer) for inner, outer in down),
+            Product(tokens, up_from, widths.query / t),
+            Product(tokens, rank, up_to / t),
+            Product(tokens, widths.output / t, h),
         ),
         attended=(seen,),
         moved_bytes=(own * 2 * norms + tokens * copied / t) * size,
@@ -246,23 +234,18 @@ def _latent_kept(
     ranks = sum(rank for rank in norms if rank is not None)
     count = sum(rank is not None for rank in norms)
     return (
-        Kept(what="latents", made_by="self_attention", bytes=own * ranks * size),
-        Kept(what="latents' moments", made_by="self_attention", bytes=own * count * FP32_BYTES),
+        Kept("latents", "self_attention", own * ranks * size),
+        Kept("latents' moments", "self_attention", own * count * FP32_BYTES),
+        Kept("normed latents", "self_attention", own * ranks * size, for_weights=True),
         Kept(
-            what="normed latents",
-            made_by="self_attention",
-            bytes=own * ranks * size,
-            for_weights=True,
+            "q, k and v",
+            "self_attention",
+            tokens * (widths.query + widths.key + widths.value) / t * size,
         ),
         Kept(
-            what="q, k and v",
-            made_by="self_attention",
-            bytes=tokens * (widths.query + widths.key + widths.value) / t * size,
-        ),
-        Kept(
-            what="attention's output and log-sum-exp",
-            made_by="self_attention.core_attention",
-            bytes=tokens * (widths.output * size + FP32_BYTES * language.heads) / t,
+            "attention's output and log-sum-exp",
+            "self_attention.core_attention",
+            tokens * (widths.output * size + FP32_BYTES * language.heads) / t,
         ),
     )
 
@@ -289,8 +272,8 @@ def _gated_delta_rule(
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     return Block(
         products=(
-            Product(rows=tokens, inner=h, outer=made / t),
-            Product(rows=tokens, inner=values / t, outer=h),
+            Product(tokens, h, made / t),
+            Product(tokens, values / t, h),
         ),
         other_attention_flops=tokens * (rule_flops(linear) + convolved_flops) / t,
         moved_bytes=tokens * (around * size + moved) / t,
@@ -348,12 +331,7 @@ def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> t
     copied = 2 * heads * linear.key_head_size if heads > linear.key_heads else 0
 
     def line(what: str, token_bytes: float, *, for_weights: bool = False) -> Kept:
-        return Kept(
-            what=what,
-            made_by="self_attention",
-            bytes=tokens * token_bytes / t,
-            for_weights=for_weights,
-        )
+        return Kept(what, "self_attention", tokens * token_bytes / t, for_weights=for_weights)
 
     return (
         line("into the convolution", (2 * keys + values) * size),
@@ -379,4 +357,4 @@ def _rule_working(
     heads, d, e = linear.value_heads, linear.key_head_size, linear.value_head_size
     each = (2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e
     own_bytes = tokens * hidden_size * device.element_bytes * device.whole
-    return Working(bytes=own_bytes + tokens * heads * each / device.tensor * device.element_bytes)
+    return Working(own_bytes + tokens * heads * each / device.tensor * device.element_bytes)

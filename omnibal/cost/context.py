@@ -191,12 +191,6 @@ def costs_at(
     """Costs of units on packs of every level, given those at context size 1.
 
     All are linear in the same features, one more than the model's where packs are shared.
-
-    Args:
-        trained: names of the kinds of unit of which anything is trained.
-
-    Raises:
-        UserError: a level exchanges heads that its context size does not divide.
     """
     names = feature_names_at(cost.features, levels)
     if len(names) > len(cost.features):

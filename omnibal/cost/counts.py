@@ -4,6 +4,7 @@ Vectors have one entry per feature of a micro-batch (`omnibal.model.units.featur
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,7 +35,7 @@ class Features:
         return np.zeros(len(self.names))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Product:
     """Matrix product of forward, of inputs [rows, inner] and weights [inner, outer]."""
 
@@ -159,7 +160,7 @@ class Device:
         return (self.tensor - 1) / self.tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Kept:
     """One line of the table of what a unit keeps from its forward to its backward."""
 
@@ -173,7 +174,7 @@ class Kept:
     """Whether only the weights' gradient needs it, so that a frozen unit lets it go."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Working:
     """Working memory at a moment of a unit's backward, besides all that the unit keeps."""
 
@@ -243,9 +244,13 @@ def all_reduced(
     )
 
 
+FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
+"""Lines of what a layer keeps: inputs of its two blocks."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """Operations and bytes of one unit's forward pass on one device; vectors are [features]."""
+class Work:
+    """Operations and bytes of forward on one device; vectors are [features]."""
 
     products: tuple[Product, ...]
     attended: tuple[Attended, ...] = ()
@@ -259,11 +264,31 @@ class Counts:
     collectives: Collectives = Collectives()
     kernels: int
     kept: tuple[Kept, ...]
-    """What is kept where the unit has a backward, its input included."""
+    """What is kept where the unit has a backward, a unit's input included."""
+    working: tuple[Working, ...] = ()
+    """Moments of backward at one of which working memory is largest; of a block with nothing of
+    what earlier blocks keep gone."""
+    expert_parameters: int = 0
+    """Parameters of experts, on this device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block(Work):
+    """Attention or feed-forward of a language layer, between the norm before it and the sum after
+    it."""
+
+    divided_parameters: int
+    """Parameters that tensor-parallel ranks divide, before they do."""
+    whole_parameters: int = 0
+    """Parameters that every tensor-parallel rank has."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts(Work):
+    """Counts of one unit, whose parameters include those of experts."""
+
     boundary_bytes: np.ndarray
     output_bytes: np.ndarray
-    working: tuple[Working, ...]
-    """Moments of backward at one of which working memory is largest."""
     late_working: tuple[Working, ...] = ()
     """More of them where gradients of weights come later, as what these need is there then."""
     forward_working: tuple[Working, ...] = ()
@@ -271,8 +296,6 @@ class Counts:
     passing_bytes: np.ndarray | float = 0.0
     """What is there as long as the micro-batch runs forward, none of it kept."""
     parameters: int
-    expert_parameters: int = 0
-    """Parameters that are experts', part of `parameters`."""
     adapter_parameters: int = 0
     """Parameters of adapters, part of `parameters`: all that is trained of the unit."""
     begins_with_weights: bool = False
@@ -302,3 +325,27 @@ class Counts:
         """Bytes of those lines, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)
+
+
+def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
+    """Collectives of a block whose input and output are of so many bytes when whole.
+
+    Both are gathered and scattered either way, or all-reduced (Korthikanti et al. 2022, arXiv
+    2205.05198, section 4.2.2). What is gathered for products in FP8 is sent in FP8.
+    """
+    sequence, sent_bytes = device.sequence_parallel, device.sent * block_bytes
+    gathered_bytes = sent_bytes / 2 if sequence and device.fp8 is not None else sent_bytes
+    return Collectives(
+        forward_bytes=sent_bytes + gathered_bytes,
+        backward_bytes=sent_bytes + gathered_bytes,
+        again_bytes=gathered_bytes if sequence else 0.0,
+        passes=2,
+        back_passes=2,
+        passes_again=1 if sequence else 0,
+        gathered_bytes=block_bytes if sequence else 0.0,
+    )
+
+
+def names_of(kept: Sequence[Kept]) -> tuple[str, ...]:
+    """What is kept, as moments name it that come when it is gone."""
+    return tuple(dict.fromkeys(line.what for line in kept))

@@ -12,7 +12,9 @@ from functools import partial
 import numpy as np
 
 from omnibal.cost.counts import (
+    FIRST_OUTPUT,
     FP32_BYTES,
+    SECOND_OUTPUT,
     Attended,
     Counts,
     Device,
@@ -30,7 +32,6 @@ _SECOND_GELU = "into the second GELU"
 LAST_OUTPUT = "last layer's output"
 """Input of a projector that begins with a norm; the tower's last layer makes it."""
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
-_FIRST_OUTPUT, _SECOND_OUTPUT = "first norm's output", "second norm's output"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
@@ -41,22 +42,22 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Coun
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
     return Counts(
-        products=(Product(rows=items * patches, inner=patch_values, outer=tower.hidden_size),),
+        products=(Product(items * patches, patch_values, tower.hidden_size),),
         # Pixels in, patches out, then read and written again with the positions added; backward,
         # gradients of positions and class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
         back_moved_bytes=2 * output_bytes,
         kernels=5,
-        kept=(Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True),),
+        kept=(Kept("pixels by patch", "", pixel_bytes, for_weights=True),),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         working=(
             # Gradients of the positions; then of the patches' weight.
-            Working(bytes=output_bytes, weight=tower.positions_per_item * tower.hidden_size),
-            Working(bytes=output_bytes, weight=patch_values * tower.hidden_size),
+            Working(output_bytes, weight=tower.positions_per_item * tower.hidden_size),
+            Working(output_bytes, weight=patch_values * tower.hidden_size),
         ),
         # Pixels in the type of the weights and by patch; out of the product, with class token, sum.
-        forward_working=(Working(bytes=2 * pixel_bytes + 3 * output_bytes),),
+        forward_working=(Working(2 * pixel_bytes + 3 * output_bytes),),
         # Pixels as they are read.
         passing_bytes=items * patches * patch_values * FP32_BYTES,
         # Convolution with bias, class token, position embedding; whole on every tensor rank.
@@ -78,8 +79,8 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
     read_bytes, second_gelu = items * tower.frames * tower.mel_bins * FP32_BYTES, (_SECOND_GELU,)
     return Counts(
         products=(
-            Product(rows=items * tower.frames, inner=taps * tower.mel_bins, outer=h),
-            Product(rows=items * tower.positions_per_item, inner=taps * h, outer=h),
+            Product(items * tower.frames, taps * tower.mel_bins, h),
+            Product(items * tower.positions_per_item, taps * h, h),
         ),
         # Frames into the type of the weights, both activations, laid out anew, positions added;
         # backward the activations read their inputs too.
@@ -87,21 +88,21 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
         back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
         kernels=7,
         kept=(
-            Kept(what="frames", made_by="aten._to_copy", bytes=input_bytes, for_weights=True),
-            Kept(what="into GELU", made_by="conv1", bytes=middle_bytes),
-            Kept(what="out of GELU", made_by="aten.gelu", bytes=middle_bytes, for_weights=True),
-            Kept(what=_SECOND_GELU, made_by="conv2", bytes=output_bytes),
+            Kept("frames", "aten._to_copy", input_bytes, for_weights=True),
+            Kept("into GELU", "conv1", middle_bytes),
+            Kept("out of GELU", "aten.gelu", middle_bytes, for_weights=True),
+            Kept(_SECOND_GELU, "conv2", output_bytes),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
             # Gradients of the second convolution's weight and input; of both sides of GELU.
-            Working(bytes=middle_bytes + output_bytes, weight=taps * h * h, gone=second_gelu),
-            Working(bytes=2 * middle_bytes, gone=(*second_gelu, "out of GELU")),
+            Working(middle_bytes + output_bytes, weight=taps * h * h, gone=second_gelu),
+            Working(2 * middle_bytes, gone=(*second_gelu, "out of GELU")),
         ),
         forward_working=(
-            Working(bytes=2 * middle_bytes),
-            Working(bytes=input_bytes + middle_bytes),
+            Working(2 * middle_bytes),
+            Working(input_bytes + middle_bytes),
         ),
         # Frames as they are read.
         passing_bytes=read_bytes,
@@ -163,18 +164,10 @@ def encoder_layer(
     )
     return Counts(
         products=(
-            Product(
-                rows=rows,
-                inner=h,
-                outer=3 * a / t,
-                name="self_attention.linear_qkv",
-                given=_FIRST_OUTPUT,
-            ),
-            Product(rows=rows, inner=a / t, outer=h, name="self_attention.linear_proj"),
-            Product(
-                rows=rows, inner=h, outer=into / t, name="mlp.linear_fc1", given=_SECOND_OUTPUT
-            ),
-            Product(rows=rows, inner=f / t, outer=h, name="mlp.linear_fc2", given=_OUT_OF),
+            Product(rows, h, 3 * a / t, name="self_attention.linear_qkv", given=FIRST_OUTPUT),
+            Product(rows, a / t, h, name="self_attention.linear_proj"),
+            Product(rows, h, into / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
+            Product(rows, f / t, h, name="mlp.linear_fc2", given=_OUT_OF),
         ),
         attended=(seen,),
         moved_bytes=rows * forward_moved * size,
@@ -189,7 +182,7 @@ def encoder_layer(
         # of the layer's output and of attention's block.
         late_working=(
             Working(
-                bytes=(2 if tower.layer_scale_init is None else 4) * hidden_bytes,
+                (2 if tower.layer_scale_init is None else 4) * hidden_bytes,
                 gone=(_SCALED_FEED_FORWARD, _OUT_OF, _INTO),
                 after=2,
             ),
@@ -198,9 +191,9 @@ def encoder_layer(
         # the sum and the norm of it; q, k and v before and after norms and rotation; both sides of
         # the activation and the feed-forward's output.
         forward_working=(
-            Working(bytes=6 * hidden_bytes),
-            Working(bytes=3 * hidden_bytes + 6 * width_bytes),
-            Working(bytes=5 * hidden_bytes + (1 + into / f) * inner_bytes),
+            Working(6 * hidden_bytes),
+            Working(3 * hidden_bytes + 6 * width_bytes),
+            Working(5 * hidden_bytes + (1 + into / f) * inner_bytes),
         ),
         parameters=whole + -(-divided // t),
     )
@@ -226,14 +219,12 @@ def _layer_working(
     gradients_bytes = (1 + scaled) * hidden_bytes
     gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # else it is the gradient of the residual
     return (
-        *((Working(bytes=gradients_bytes),) if scaled else ()),
+        *((Working(gradients_bytes),) if scaled else ()),
         # The second product's gradients; the activation's; the first product's.
-        Working(bytes=gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
+        Working(gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
+        Working(hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF), after=own),
         Working(
-            bytes=hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF), after=own
-        ),
-        Working(
-            bytes=2 * hidden_bytes + into / f * inner_bytes,
+            2 * hidden_bytes + into / f * inner_bytes,
             weight=h * into / t,
             gone=(*gone, _OUT_OF, _INTO),
             after=own,
@@ -263,36 +254,33 @@ def _layer_kept(
         normed, normed_by = "q and k before norms", f"{attention}.norms"
         activation = "swiglu" if form.gated else "bias_gelu"
 
-    def line(what: str, made_by: str, bytes_: np.ndarray, *, for_weights: bool = False) -> Kept:
-        return Kept(what=what, made_by=made_by, bytes=bytes_, for_weights=for_weights)
-
     lines = [
-        line("input", "", hidden_bytes),
-        line(_FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
-        line("first norm's moments", "norm", norm_bytes),
-        line(product, product_by, 3 * width_bytes),
-        line(
+        Kept("input", "", hidden_bytes),
+        Kept(FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
+        Kept("first norm's moments", "norm", norm_bytes),
+        Kept(product, product_by, 3 * width_bytes),
+        Kept(
             "attention's output and log-sum-exp",
             f"{attention}.core_attention",
             width_bytes + log_sum_exp_bytes,
         ),
-        line("middle residual", add_and_norm, hidden_bytes),
-        line(_SECOND_OUTPUT, add_and_norm, hidden_bytes, for_weights=True),
-        line("second norm's moments", add_and_norm, norm_bytes),
-        line(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
-        line(_OUT_OF, activation, inner_bytes, for_weights=True),
+        Kept("middle residual", add_and_norm, hidden_bytes),
+        Kept(SECOND_OUTPUT, add_and_norm, hidden_bytes, for_weights=True),
+        Kept("second norm's moments", add_and_norm, norm_bytes),
+        Kept(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
+        Kept(_OUT_OF, activation, inner_bytes, for_weights=True),
     ]
     if tower.qk_norm:  # and of each position the scales of q and of k
-        lines.append(line(normed, normed_by, 2 * width_bytes + 2 * rows * FP32_BYTES))
+        lines.append(Kept(normed, normed_by, 2 * width_bytes + 2 * rows * FP32_BYTES))
     if tower.layer_scale_init is not None:
         lines += [
             # The fused backward makes a scale's gradient whether or not it is trained.
-            line(
+            Kept(
                 "attention's block, for its layer scale",
                 f"{attention}.linear_proj",
                 hidden_bytes,
             ),
-            line(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes),
+            Kept(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes),
         ]
     return tuple(lines)
 
@@ -358,8 +346,8 @@ def encoder_projector(
     folded, norm_width = _projector_norm(tower, items, size)
     return Counts(
         products=(
-            Product(rows=rows, inner=wide, outer=h / t, name="linear_fc1", given=folded[1].what),
-            Product(rows=rows, inner=h / t, outer=h, name="linear_fc2", given="out of GELU"),
+            Product(rows, wide, h / t, name="linear_fc1", given=folded[1].what),
+            Product(rows, h / t, h, name="linear_fc2", given="out of GELU"),
         ),
         # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
         moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
@@ -369,21 +357,19 @@ def encoder_projector(
         kernels=8,
         kept=(
             *folded,
-            Kept(what="into GELU", made_by="linear_fc1", bytes=rows * h / t * size),
-            Kept(
-                what="out of GELU", made_by="bias_gelu", bytes=rows * h / t * size, for_weights=True
-            ),
+            Kept("into GELU", "linear_fc1", rows * h / t * size),
+            Kept("out of GELU", "bias_gelu", rows * h / t * size, for_weights=True),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
             # The second product's gradients; the first's; the norm's, and that of all positions.
-            Working(bytes=output_bytes + narrow_bytes, weight=h * h / t),
-            Working(bytes=wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu, after=1),
-            Working(bytes=wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what), after=2),
+            Working(output_bytes + narrow_bytes, weight=h * h / t),
+            Working(wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu, after=1),
+            Working(wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what), after=2),
         ),
         # The tower's input and output stay.
-        forward_working=(Working(bytes=2 * input_bytes + 2 * wide_bytes + narrow_bytes),),
+        forward_working=(Working(2 * input_bytes + 2 * wide_bytes + narrow_bytes),),
         parameters=norm_width + h + -(-(wide * h + h + h * h) // t),
     )
 
@@ -397,13 +383,13 @@ def _projector_norm(
     if isinstance(tower, TilesEncoder):
         norm_bytes = items * tower.tokens_per_item * 2 * FP32_BYTES
         return (
-            Kept(what="shuffled input", made_by="", bytes=input_bytes),
-            Kept(what="norm's output", made_by="norm", bytes=input_bytes, for_weights=True),
-            Kept(what="norm's moments", made_by="norm", bytes=norm_bytes),
+            Kept("shuffled input", "", input_bytes),
+            Kept("norm's output", "norm", input_bytes, for_weights=True),
+            Kept("norm's moments", "norm", norm_bytes),
         ), 2 * wide
     norm_bytes = moments_bytes(tower, items * tower.positions_per_item)
     return (
-        Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
-        Kept(what="stacked positions", made_by="", bytes=input_bytes, for_weights=True),
-        Kept(what="norm's moments", made_by="norm.norm", bytes=norm_bytes),
+        Kept(LAST_OUTPUT, "", input_bytes),
+        Kept("stacked positions", "", input_bytes, for_weights=True),
+        Kept("norm's moments", "norm.norm", norm_bytes),
     ), norm_parameters(tower)

@@ -32,11 +32,7 @@ _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {
 
 
 def counts_of_kind(tower: EncoderLayers) -> EncoderCounts:
-    """What is counted of an encoder of its kind.
-
-    Raises:
-        UserError: nothing is, so that it cannot be planned.
-    """
+    """What is counted of an encoder of its kind."""
     found = _OF_KIND.get(type(tower))
     if found is None:
         known = words([kind.__name__ for kind in _OF_KIND], "or")

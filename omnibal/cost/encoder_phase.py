@@ -242,9 +242,6 @@ def encoders_cost(
 
     Args:
         sharded: neighbouring ranks that divide weights, gradients and optimizer state.
-
-    Raises:
-        UserError: the source has no costs of such a model at tensor size 1.
     """
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
@@ -263,15 +260,15 @@ def encoders_cost(
         held += _held(model, cost, name)
     parameters = sum(number * unit.parameters for number, unit in held)
     trained = sum(number * unit.trained_parameters for number, unit in held)
-    whole_bytes = parameters * whole.weight_bytes_per_parameter
+    whole_bytes = parameters * whole.rates.weight_bytes
     return EncodersCost(
         encoders=encoders,
-        weights_bytes=parameters * cost.weight_bytes_per_parameter,
-        gradients_bytes=trained * cost.gradient_bytes_per_parameter,
-        optimizer_bytes=trained * cost.optimizer_bytes_per_parameter,
-        gather_ms=trained * cost.weight_gather_ms_per_parameter,
-        reduction_ms=trained * cost.gradient_reduction_ms_per_parameter,
-        update_ms=trained * cost.optimizer_ms_per_parameter,
+        weights_bytes=parameters * cost.rates.weight_bytes,
+        gradients_bytes=trained * cost.rates.gradient_bytes,
+        optimizer_bytes=trained * cost.rates.optimizer_bytes,
+        gather_ms=trained * cost.rates.weight_gather_ms,
+        reduction_ms=trained * cost.rates.gradient_reduction_ms,
+        update_ms=trained * cost.rates.optimizer_ms,
         within_node=source.link or message_line(cluster, 1, precision),
         between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
         measured=() if rates is None else rates.collectives,

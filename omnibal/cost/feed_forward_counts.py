@@ -13,8 +13,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.block_counts import SECOND_OUTPUT, Block, whole_inputs
-from omnibal.cost.counts import FP32_BYTES, Collectives, Device, Features, Kept, Product, Working
+from omnibal.cost.counts import (
+    FP32_BYTES,
+    SECOND_OUTPUT,
+    Block,
+    Collectives,
+    Device,
+    Features,
+    Kept,
+    Product,
+    Working,
+    whole_inputs,
+)
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
 
@@ -64,16 +74,16 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
         collectives=whole_inputs(device, block_bytes),
         kernels=3,
         kept=(
-            Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
-            Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
+            Kept("gate and value", "mlp.linear_fc1", 2 * inner_bytes),
+            Kept("their product", "swiglu", inner_bytes, for_weights=True),
         ),
         working=(
             # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
             # its input as a whole and, divided again, as this rank's part.
-            Working(bytes=part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
-            Working(bytes=part_bytes + 3 * inner_bytes, gone=("their product",), after=own),
+            Working(part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
+            Working(part_bytes + 3 * inner_bytes, gone=("their product",), after=own),
             Working(
-                bytes=part_bytes + 2 * inner_bytes + block_bytes + gathered_bytes * device.whole,
+                part_bytes + 2 * inner_bytes + block_bytes + gathered_bytes * device.whole,
                 weight=2 * h * f / t,
                 gone=("gate and value", "their product"),
                 after=own,
@@ -87,15 +97,16 @@ def _gated(
     h: int, width: float, rows: np.ndarray, groups: int = 1, names: tuple[str, str] = ("", "")
 ) -> tuple[Product, Product]:
     return (
-        Product(rows=rows, inner=h, outer=2 * width, groups=groups, name=names[0]),
-        Product(rows=rows, inner=width, outer=h, groups=groups, name=names[1]),
+        Product(rows, h, 2 * width, groups=groups, name=names[0]),
+        Product(rows, width, h, groups=groups, name=names[1]),
     )
 
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Block:
     """Router, copies of tokens to their experts and back, experts, and what all tokens pass."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
-    own, f, held = tokens * device.whole, experts.ffn_hidden_size, experts_held(experts, device)
+    own, f = tokens * device.whole, experts.ffn_hidden_size
+    held = -(-experts.experts // device.expert)  # experts of this device
     sent = own * experts.experts_per_token
     rows = sent * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
@@ -119,10 +130,10 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     )
     return Block(
         products=(
-            Product(rows=own, inner=h, outer=experts.experts, is_fp32=True),
+            Product(own, h, experts.experts, is_fp32=True),
             *_gated(h, f, rows, held, EXPERT_PRODUCTS),
             *(_gated(h, shared / t, tokens) if shared else ()),
-            *((Product(rows=own, inner=h, outer=1),) if experts.shared_gate else ()),
+            *((Product(own, h, 1),) if experts.shared_gate else ()),
         ),
         moved_bytes=copied
         + sorted_bytes
@@ -153,11 +164,6 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
     )
 
 
-def experts_held(experts: ExpertsConfig, device: Device) -> int:
-    """Experts that one device holds of a layer."""
-    return -(-experts.experts // device.expert)
-
-
 def _mixture_kept(
     h: int, experts: ExpertsConfig, device: Device, tokens: np.ndarray, rows: np.ndarray
 ) -> tuple[Kept, ...]:
@@ -168,43 +174,22 @@ def _mixture_kept(
     has_loss = experts.auxiliary_loss > 0
     maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
     lines = [
-        Kept(what="scores and choice", made_by="mlp", bytes=own * experts.experts * maps),
-        Kept(
-            what="chosen weights and places",
-            made_by="mlp",
-            bytes=own * k * (FP32_BYTES + 2 * _INDEX_BYTES),
-        ),
-        Kept(what=ROUTED, made_by="mlp", bytes=rows * h * size, for_weights=True),
-        Kept(what="gate and value", made_by="mlp.experts", bytes=rows * 2 * f * size),
+        Kept("scores and choice", "mlp", own * experts.experts * maps),
+        Kept("chosen weights and places", "mlp", own * k * (FP32_BYTES + 2 * _INDEX_BYTES)),
+        Kept(ROUTED, "mlp", rows * h * size, for_weights=True),
+        Kept("gate and value", "mlp.experts", rows * 2 * f * size),
         # Made once more in backward: their product.
-        Kept(what="weights of rows", made_by="mlp", bytes=rows * FP32_BYTES),
-        Kept(
-            what="weighted product",
-            made_by="mlp.experts",
-            bytes=rows * f * size,
-            for_weights=True,
-        ),
+        Kept("weights of rows", "mlp", rows * FP32_BYTES),
+        Kept("weighted product", "mlp.experts", rows * f * size, for_weights=True),
     ]
     shared = tokens * (experts.shared_ffn_hidden_size or 0) / t * size
     if experts.shared_ffn_hidden_size is not None:
         lines += [
-            Kept(
-                what="shared gate and value",
-                made_by="mlp.shared_experts.linear_fc1",
-                bytes=2 * shared,
-            ),
-            Kept(
-                what="shared product", made_by="mlp.shared_experts", bytes=shared, for_weights=True
-            ),
+            Kept("shared gate and value", "mlp.shared_experts.linear_fc1", 2 * shared),
+            Kept("shared product", "mlp.shared_experts", shared, for_weights=True),
         ]
     if experts.shared_gate:
-        lines.append(
-            Kept(
-                what="shared output and its gate",
-                made_by="mlp.shared_experts",
-                bytes=own * (h + 1) * size,
-            )
-        )
+        lines.append(Kept("shared output and its gate", "mlp.shared_experts", own * (h + 1) * size))
     return tuple(lines)
 
 
@@ -225,15 +210,15 @@ def _mixture_working(
     return (
         # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
         # SwiGLU's; the first product's; rows sorted back.
-        Working(bytes=part_bytes + 2 * rows_bytes, after=others),
-        Working(bytes=part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
-        Working(bytes=part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
-        Working(bytes=part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
+        Working(part_bytes + 2 * rows_bytes, after=others),
+        Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
+        Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
+        Working(part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
         Working(
-            bytes=part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
+            part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
             weight=held * 2 * h * f,
             gone=experts,
             after=others + 1,
         ),
-        Working(bytes=part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED), after=others + 2),
+        Working(part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED), after=others + 2),
     )

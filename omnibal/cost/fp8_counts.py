@@ -22,11 +22,7 @@ _BF16_BYTES, _COPIES = 2, 2
 
 
 def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
-    """What products in FP8 cost on a device of the cluster.
-
-    Raises:
-        UserError: its devices have no FP8.
-    """
+    """What products in FP8 cost on a device of the cluster."""
     share = cluster.fp8_efficiency or cluster.matmul_efficiency
     return Fp8Rates(
         flops_per_ms=cluster.tflops("fp8") * 1e9 * share,
@@ -40,9 +36,6 @@ def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
     """Products of a layer's linears, in FP8 where the device multiplies in it.
 
     Routers stay in fp32, and gates of shared experts, of one output, in bf16.
-
-    Raises:
-        UserError: a size is no multiple of 16.
     """
     if device.fp8 is None:
         return tuple(products)
@@ -113,10 +106,7 @@ def kept_in_fp8(
             else line
             for line in kept
         ),
-        *(
-            Kept(what=f"{what} in FP8", made_by="", bytes=elements, for_weights=True)
-            for what, elements in copied
-        ),
+        *(Kept(f"{what} in FP8", "", elements, for_weights=True) for what, elements in copied),
     )
 
 

@@ -52,19 +52,19 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
     wide_bytes = rows * h * FP32_BYTES * (tower.learned_positions > 0)
     norm = norm_parameters(tower)
     learned = Working(
-        bytes=output_bytes + wide_bytes, weight=FP32_BYTES / size * tower.learned_positions * h
+        output_bytes + wide_bytes, weight=FP32_BYTES / size * tower.learned_positions * h
     )
-    kept = [Kept(what="pixels by patch", made_by="", bytes=pixel_bytes, for_weights=True)]
+    kept = [Kept("pixels by patch", "", pixel_bytes, for_weights=True)]
     if tower.learned_positions:
         neighbours_bytes = rows * _NEIGHBOUR_BYTES
-        kept.append(Kept(what="neighbours", made_by="embedding_bag", bytes=neighbours_bytes))
+        kept.append(Kept("neighbours", "embedding_bag", neighbours_bytes))
     if tower.embed_norm:
         kept += [
-            Kept(what="norm's input", made_by="", bytes=output_bytes),
-            Kept(what="norm's moments", made_by="norm", bytes=moments_bytes(tower, rows)),
+            Kept("norm's input", "", output_bytes),
+            Kept("norm's moments", "norm", moments_bytes(tower, rows)),
         ]
     return Counts(
-        products=(Product(rows=rows, inner=values, outer=h),),
+        products=(Product(rows, values, h),),
         # Pixels in, patches out; neighbours in, positions out, in the weights' type, and added; a
         # norm reads and writes them.
         moved_bytes=pixel_bytes
@@ -78,12 +78,12 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         working=(
             # The gradient of positions in fp32, and then of the learned ones.
             *((learned,) if tower.learned_positions else ()),
-            Working(bytes=output_bytes, weight=values * h),
+            Working(output_bytes, weight=values * h),
         ),
         # Pixels in the type of the weights; out of the product, positions, in fp32 too, and sum.
         forward_working=(
-            Working(bytes=pixel_bytes + 3 * output_bytes),
-            Working(bytes=pixel_bytes + 2 * output_bytes + wide_bytes),
+            Working(pixel_bytes + 3 * output_bytes),
+            Working(pixel_bytes + 2 * output_bytes + wide_bytes),
         ),
         # Pixels as they are read.
         passing_bytes=rows * values * FP32_BYTES,
@@ -214,8 +214,8 @@ def images_projector(
         back_moved_bytes=counts.back_moved_bytes + 3 * input_bytes,
         kernels=counts.kernels + 1,
         kept=(
-            Kept(what="input", made_by="", bytes=input_bytes),
-            Kept(what="last norm's moments", made_by="norm", bytes=moments_bytes(tower, rows)),
+            Kept("input", "", input_bytes),
+            Kept("last norm's moments", "norm", moments_bytes(tower, rows)),
             *counts.kept,
         ),
         parameters=counts.parameters + norm_parameters(tower),
@@ -234,14 +234,14 @@ def _mlp_projector(
 def _put_in_order(counts: Counts, cells: np.ndarray) -> Counts:
     """A projector whose cells stand window by window, and are then put in their own order."""
     moved_bytes = 2 * counts.output_bytes
-    order = Kept(what="order of cells", made_by="aten._to_copy", bytes=cells * _INDEX_BYTES)
+    order = Kept("order of cells", "aten._to_copy", cells * _INDEX_BYTES)
     return replace(
         counts,
         moved_bytes=counts.moved_bytes + moved_bytes,
         back_moved_bytes=counts.back_moved_bytes + moved_bytes,
         kernels=counts.kernels + 1,
         kept=(*counts.kept, order),
-        working=(Working(bytes=moved_bytes), *counts.working),
+        working=(Working(moved_bytes), *counts.working),
     )
 
 
@@ -265,10 +265,8 @@ def _two_products(
     norm_bytes = moments_bytes(tower, norm_rows)
     return Counts(
         products=(
-            Product(
-                rows=cells, inner=wide, outer=inner / t, name="linear_fc1", given="norm's output"
-            ),
-            Product(rows=cells, inner=inner / t, outer=h, name="linear_fc2", given="out of GELU"),
+            Product(cells, wide, inner / t, name="linear_fc1", given="norm's output"),
+            Product(cells, inner / t, h, name="linear_fc2", given="out of GELU"),
         ),
         # The norm, GELU, and the bias; backward the norm reads its input too.
         moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
@@ -277,27 +275,25 @@ def _two_products(
         collectives=all_reduced(device, output_bytes, input_bytes),
         kernels=8,
         kept=(
-            Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes),
-            Kept(what="norm's output", made_by="norm.norm", bytes=input_bytes, for_weights=True),
-            Kept(what="norm's moments", made_by="norm.norm", bytes=norm_bytes),
-            Kept(what="into GELU", made_by="linear_fc1", bytes=inner_bytes),
-            Kept(what="out of GELU", made_by="bias_gelu", bytes=inner_bytes, for_weights=True),
+            Kept(LAST_OUTPUT, "", input_bytes),
+            Kept("norm's output", "norm.norm", input_bytes, for_weights=True),
+            Kept("norm's moments", "norm.norm", norm_bytes),
+            Kept("into GELU", "linear_fc1", inner_bytes),
+            Kept("out of GELU", "bias_gelu", inner_bytes, for_weights=True),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
-            Working(bytes=output_bytes + inner_bytes, weight=inner * h / t),
+            Working(output_bytes + inner_bytes, weight=inner * h / t),
             Working(
-                bytes=input_bytes + inner_bytes,
+                input_bytes + inner_bytes,
                 weight=wide * inner / t,
                 gone=("into GELU", "out of GELU"),
                 after=1,
             ),
-            Working(
-                bytes=2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output"), after=2
-            ),
+            Working(2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output"), after=2),
         ),
-        forward_working=(Working(bytes=2 * input_bytes + 2 * inner_bytes),),
+        forward_working=(Working(2 * input_bytes + 2 * inner_bytes),),
         # The second product's bias is whole.
         parameters=norm + h + -(-(wide * inner + inner + inner * h) // t),
     )
@@ -312,19 +308,19 @@ def _pooled_projector(
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
     return Counts(
-        products=(Product(rows=cells, inner=width, outer=h),),
+        products=(Product(cells, width, h),),
         moved_bytes=input_bytes + 3 * pooled_bytes,
         back_moved_bytes=input_bytes + 4 * pooled_bytes,
         kernels=4,
         kept=(
-            Kept(what="averaged cells", made_by="pool", bytes=pooled_bytes),
-            Kept(what="norm's moments", made_by="norm", bytes=cells * FP32_BYTES),
-            Kept(what="norm's output", made_by="norm", bytes=pooled_bytes, for_weights=True),
+            Kept("averaged cells", "pool", pooled_bytes),
+            Kept("norm's moments", "norm", cells * FP32_BYTES),
+            Kept("norm's output", "norm", pooled_bytes, for_weights=True),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
-        working=(Working(bytes=output_bytes + pooled_bytes + input_bytes, weight=width * h),),
-        forward_working=(Working(bytes=input_bytes + 2 * pooled_bytes),),
+        working=(Working(output_bytes + pooled_bytes + input_bytes, weight=width * h),),
+        forward_working=(Working(input_bytes + 2 * pooled_bytes),),
         parameters=width + width * h,
     )
 
@@ -342,10 +338,10 @@ def _gated_projector(
     )
     return Counts(
         products=(
-            Product(rows=cells, inner=wide, outer=h),
-            Product(rows=cells, inner=h, outer=h),
-            Product(rows=cells, inner=h, outer=2 * inner / t),
-            Product(rows=cells, inner=inner / t, outer=h),
+            Product(cells, wide, h),
+            Product(cells, h, h),
+            Product(cells, h, 2 * inner / t),
+            Product(cells, inner / t, h),
         ),
         # Norm and GELU, SwiGLU; backward they read their inputs too.
         moved_bytes=4 * output_bytes + 3 * inner_bytes,
@@ -353,28 +349,28 @@ def _gated_projector(
         collectives=all_reduced(device, output_bytes, output_bytes),
         kernels=10,
         kept=(
-            Kept(what=LAST_OUTPUT, made_by="", bytes=input_bytes, for_weights=True),
-            Kept(what="folded cells", made_by="downsample", bytes=output_bytes, for_weights=True),
-            Kept(what="norm's input", made_by="proj", bytes=output_bytes),
-            Kept(what="norm's moments", made_by="norm", bytes=2 * cells * FP32_BYTES),
-            Kept(what="into GELU", made_by="norm", bytes=output_bytes),
-            Kept(what="out of GELU", made_by="gelu", bytes=output_bytes, for_weights=True),
-            Kept(what="gate and value", made_by="mlp.linear_fc1", bytes=2 * inner_bytes),
-            Kept(what="their product", made_by="swiglu", bytes=inner_bytes, for_weights=True),
+            Kept(LAST_OUTPUT, "", input_bytes, for_weights=True),
+            Kept("folded cells", "downsample", output_bytes, for_weights=True),
+            Kept("norm's input", "proj", output_bytes),
+            Kept("norm's moments", "norm", 2 * cells * FP32_BYTES),
+            Kept("into GELU", "norm", output_bytes),
+            Kept("out of GELU", "gelu", output_bytes, for_weights=True),
+            Kept("gate and value", "mlp.linear_fc1", 2 * inner_bytes),
+            Kept("their product", "swiglu", inner_bytes, for_weights=True),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
-            Working(bytes=output_bytes + inner_bytes, weight=inner * h / t),
-            Working(bytes=output_bytes + 3 * inner_bytes, gone=("their product",), after=1),
+            Working(output_bytes + inner_bytes, weight=inner * h / t),
+            Working(output_bytes + 3 * inner_bytes, gone=("their product",), after=1),
             Working(
-                bytes=input_bytes + 2 * output_bytes,
+                input_bytes + 2 * output_bytes,
                 weight=wide * h,
                 gone=("their product", "gate and value"),
                 after=3,
             ),
         ),
-        forward_working=(Working(bytes=input_bytes + 2 * output_bytes + 3 * inner_bytes),),
+        forward_working=(Working(input_bytes + 2 * output_bytes + 3 * inner_bytes),),
         parameters=(wide + 1) * h + h * h + 2 * h + -(-3 * inner * h // t),
     )
 

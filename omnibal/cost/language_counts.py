@@ -9,9 +9,11 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.attention_counts import attention
-from omnibal.cost.block_counts import FIRST_OUTPUT, SECOND_OUTPUT, Block, names_of
 from omnibal.cost.counts import (
+    FIRST_OUTPUT,
     FP32_BYTES,
+    SECOND_OUTPUT,
+    Block,
     Collectives,
     Counts,
     Device,
@@ -19,6 +21,7 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
+    names_of,
 )
 from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
@@ -56,10 +59,10 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         ),
         kernels=6,
         # Of the encoders' features, their places alone.
-        kept=(Kept(what="token ids", made_by="", bytes=ids_bytes),),
+        kept=(Kept("token ids", "", ids_bytes),),
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
-        working=(Working(bytes=text_bytes + encoded_bytes, weight=words * h, of_words=True),),
+        working=(Working(text_bytes + encoded_bytes, weight=words * h, of_words=True),),
         parameters=words * h,
     )
 
@@ -115,7 +118,7 @@ def language_layer(
         # of the second product's output too, of the layer's.
         late_working=(
             Working(
-                bytes=(3 if device.sequence_parallel or post_norms else 2) * part_bytes,
+                (3 if device.sequence_parallel or post_norms else 2) * part_bytes,
                 gone=later,
                 after=len(second.products),
             ),
@@ -140,19 +143,19 @@ def _layer_kept(
         if not language.post_norms:
             return ()
         return (
-            Kept(what=f"{block}'s output", made_by=block, bytes=hidden_bytes),
-            Kept(what=f"moments of {block}'s norm", made_by="norm", bytes=moments_bytes),
+            Kept(f"{block}'s output", block, hidden_bytes),
+            Kept(f"moments of {block}'s norm", "norm", moments_bytes),
         )
 
     return (
-        Kept(what="input", made_by="", bytes=hidden_bytes),
-        Kept(what=FIRST_OUTPUT, made_by="norm", bytes=hidden_bytes, for_weights=True),
-        Kept(what="first norm's moments", made_by="norm", bytes=moments_bytes),
+        Kept("input", "", hidden_bytes),
+        Kept(FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
+        Kept("first norm's moments", "norm", moments_bytes),
         *first.kept,
         *after("self_attention"),
-        Kept(what="middle residual", made_by="scaled_add_norm", bytes=hidden_bytes),
-        Kept(what=SECOND_OUTPUT, made_by="scaled_add_norm", bytes=hidden_bytes, for_weights=True),
-        Kept(what="second norm's moments", made_by="scaled_add_norm", bytes=moments_bytes),
+        Kept("middle residual", "scaled_add_norm", hidden_bytes),
+        Kept(SECOND_OUTPUT, "scaled_add_norm", hidden_bytes, for_weights=True),
+        Kept("second norm's moments", "scaled_add_norm", moments_bytes),
         *second.kept,
         *after("mlp"),
     )
@@ -208,11 +211,11 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
     embedded = 1 if sequence else 2  # scattered, or all-reduced
-    products = in_fp8(device, (Product(rows=tokens, inner=2 * h, outer=h / t),))
+    products = in_fp8(device, (Product(tokens, 2 * h, h / t),))
     kept = (
-        Kept(what="token ids", made_by="", bytes=tokens * _TOKEN_ID_BYTES),
-        Kept(what="normed", made_by="norm", bytes=2 * (hidden_bytes + moments_bytes)),
-        Kept(what="joined", made_by="cat", bytes=2 * hidden_bytes, for_weights=True),
+        Kept("token ids", "", tokens * _TOKEN_ID_BYTES),
+        Kept("normed", "norm", 2 * (hidden_bytes + moments_bytes)),
+        Kept("joined", "cat", 2 * hidden_bytes, for_weights=True),
     )
     return Counts(
         products=products,
@@ -234,9 +237,9 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         working=(
-            Working(bytes=block_bytes + 2 * hidden_bytes, weight=2 * h * h / t),
+            Working(block_bytes + 2 * hidden_bytes, weight=2 * h * h / t),
             Working(
-                bytes=hidden_bytes,
+                hidden_bytes,
                 weight=language.words_of_rank(t) * h,
                 gone=("normed", "joined"),
                 of_words=True,
@@ -315,7 +318,7 @@ def _logits(
     loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
     loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
-        products=(Product(rows=loss_tokens, inner=h, outer=vocabulary, given="what carries loss"),),
+        products=(Product(loss_tokens, h, vocabulary, given="what carries loss"),),
         # The norm, and the logits read once; backward they are read again, and their gradient
         # written.
         moved_bytes=2 * hidden_bytes + loss_moved * loss_bytes_moved,
@@ -323,26 +326,19 @@ def _logits(
         collectives=collectives,
         kernels=10,
         kept=(
-            Kept(what="input", made_by="", bytes=hidden_bytes),
-            Kept(what="norm's moments", made_by="norm", bytes=hidden_bytes / h / size * FP32_BYTES),
-            Kept(
-                what="what carries loss",
-                made_by="index_select",
-                bytes=loss_bytes,
-                for_weights=True,
-            ),
-            Kept(what="logits", made_by="head", bytes=logits_bytes),
+            Kept("input", "", hidden_bytes),
+            Kept("norm's moments", "norm", hidden_bytes / h / size * FP32_BYTES),
+            Kept("what carries loss", "index_select", loss_bytes, for_weights=True),
+            Kept("logits", "head", logits_bytes),
         ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
         working=(
             # The logits' gradient, in their type; the weight's, when the logits are gone; then that
             # of all positions.
-            Working(bytes=logits_bytes, beside_logits=True),
-            Working(bytes=logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
-            Working(
-                bytes=gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1
-            ),
+            Working(logits_bytes, beside_logits=True),
+            Working(logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
+            Working(gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1),
         ),
         parameters=h + vocabulary * h,
     )

@@ -13,7 +13,7 @@ measured profile (`omnibal.cost.profile`). Both give the types below.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -82,7 +82,7 @@ class UnitCost:
     """Whole weights and gradients that are there while the unit runs backward, where ranks divide
     them; part of those moments of `transient_bytes`."""
     weight_copy_bytes: float = 0.0
-    """Bytes of weights in FP8, besides `CostModel.weight_bytes_per_parameter`."""
+    """Bytes of weights in FP8, besides those of `CostModel.rates`."""
 
     @property
     def trained_expert_parameters(self) -> int:
@@ -105,24 +105,23 @@ class ParameterRates:
     `omnibal.model.parallel.Parallel.expert_shards` of these.
     """
 
-    weight_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
+    weight_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
     """Optimizer state on one device, after sharding."""
-    optimizer_ms: float
+    optimizer_ms: float = 0.0
     """Gradient norm, clipping and weight update."""
-    gradient_reduction_ms: float
-    weight_gather_ms: float
+    gradient_reduction_ms: float = 0.0
+    weight_gather_ms: float = 0.0
 
-
-_NO_EXPERTS = ParameterRates(
-    weight_bytes=0.0,
-    gradient_bytes=0.0,
-    optimizer_bytes=0.0,
-    optimizer_ms=0.0,
-    gradient_reduction_ms=0.0,
-    weight_gather_ms=0.0,
-)
+    def slowed(self, *, update: float = 1.0, exchange: float = 1.0) -> "ParameterRates":
+        """Return the rates with the times of update and exchange multiplied."""
+        return replace(
+            self,
+            optimizer_ms=self.optimizer_ms * update,
+            gradient_reduction_ms=self.gradient_reduction_ms * exchange,
+            weight_gather_ms=self.weight_gather_ms * exchange,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,23 +144,13 @@ class CostModel:
     """Kinds of unit, in model order."""
     units: dict[str, UnitCost]
     """Cost of a unit of each kind, by the kind's name, in model order."""
-    weight_bytes_per_parameter: float
-    gradient_bytes_per_parameter: float
-    """Bytes of gradient per trained parameter."""
-    optimizer_bytes_per_parameter: float
-    """Bytes of optimizer state per trained parameter on one device, after sharding over
-    data-parallel ranks."""
+    rates: ParameterRates
+    """Of all parameters but those of experts."""
     optimizer_ms_fixed: float
-    optimizer_ms_per_parameter: float
-    """Time per trained parameter for gradient norm, clipping and weight update, once a step."""
     link_latency_ms: float
     link_ms_per_byte: float
     """Time per byte of one send between neighbouring stages."""
-    gradient_reduction_ms_per_parameter: float
-    """Gradient reduction time per trained parameter, once a step; 0 without data parallelism."""
     source: str
-    weight_gather_ms_per_parameter: float = 0.0
-    """Time per trained parameter to gather new weights from data-parallel ranks, once a step."""
     bucket_parameters: float = math.inf
     """Parameters that the first stage reduces or gathers at a time while it computes. Later stages
     exchange all at once, as in Megatron-core, and so does the first one where this is infinite."""
@@ -169,8 +158,8 @@ class CostModel:
     """Parameters on this device of the matrix that is both language embed and head, or that embeds
     words for multi-token prediction in the head. Both units count it, but a stage that holds both
     has it once."""
-    expert_rates: ParameterRates = _NO_EXPERTS
-    """In place of the six rates per parameter above, for parameters of experts."""
+    expert_rates: ParameterRates = ParameterRates()
+    """Of parameters of experts."""
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that
     holds any."""
@@ -214,42 +203,41 @@ class CostModel:
         return self.of_experts | self.runs_in_lockstep
 
     def weight_bytes(self, parameters: Count, of_experts: Count) -> Count:
-        """Bytes of weights of parameters on one device, or of arrays of them.
-
-        Args:
-            of_experts: those of `parameters` that are experts'.
-        """
-        each = self.weight_bytes_per_parameter
-        return _total(parameters, of_experts, each, self.expert_rates.weight_bytes)
+        """Bytes of weights of parameters on one device, or of arrays of them, of which so many are
+        experts'."""
+        return (
+            parameters - of_experts
+        ) * self.rates.weight_bytes + of_experts * self.expert_rates.weight_bytes
 
     def gradient_bytes(self, trained: Count, of_experts: Count) -> Count:
         """Bytes of gradients of trained parameters; as above."""
-        each = self.gradient_bytes_per_parameter
-        return _total(trained, of_experts, each, self.expert_rates.gradient_bytes)
+        return (
+            trained - of_experts
+        ) * self.rates.gradient_bytes + of_experts * self.expert_rates.gradient_bytes
 
     def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
-        """Bytes of optimizer state of trained parameters of one device, or of arrays of them.
-
-        Args:
-            of_experts: those of `trained` that are experts'.
-        """
-        each = self.optimizer_bytes_per_parameter
-        return _total(trained, of_experts, each, self.expert_rates.optimizer_bytes)
+        """Bytes of optimizer state of trained parameters; as above."""
+        return (
+            trained - of_experts
+        ) * self.rates.optimizer_bytes + of_experts * self.expert_rates.optimizer_bytes
 
     def update_ms(self, trained: Count, of_experts: Count) -> Count:
         """Time of gradient norm, clipping and update, without what is fixed; as above."""
-        each = self.optimizer_ms_per_parameter
-        return _total(trained, of_experts, each, self.expert_rates.optimizer_ms)
+        return (
+            trained - of_experts
+        ) * self.rates.optimizer_ms + of_experts * self.expert_rates.optimizer_ms
 
     def reduction_ms(self, trained: Count, of_experts: Count) -> Count:
         """Time of gradient reduction; as above."""
-        each = self.gradient_reduction_ms_per_parameter
-        return _total(trained, of_experts, each, self.expert_rates.gradient_reduction_ms)
+        return (
+            trained - of_experts
+        ) * self.rates.gradient_reduction_ms + of_experts * self.expert_rates.gradient_reduction_ms
 
     def gather_ms(self, trained: Count, of_experts: Count) -> Count:
         """Time to gather new weights; as above."""
-        each = self.weight_gather_ms_per_parameter
-        return _total(trained, of_experts, each, self.expert_rates.weight_gather_ms)
+        return (
+            trained - of_experts
+        ) * self.rates.weight_gather_ms + of_experts * self.expert_rates.weight_gather_ms
 
     @property
     def tied_trained_parameters(self) -> int:
@@ -265,7 +253,7 @@ class CostModel:
         """
         if not self.tied_trained_parameters:
             return 0.0
-        gradient_bytes = self.gradient_bytes_per_parameter * self.tied_trained_parameters
+        gradient_bytes = self.rates.gradient_bytes * self.tied_trained_parameters
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
 
 
@@ -276,10 +264,6 @@ def with_features(unit: UnitCost, more: int) -> dict[str, Any]:
         for each in fields(unit)
         if isinstance(value := getattr(unit, each.name), np.ndarray)
     }
-
-
-def _total(trained: Count, of_experts: Count, each: float, each_of_expert: float) -> Count:
-    return (trained - of_experts) * each + of_experts * each_of_expert
 
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:
@@ -296,7 +280,6 @@ def trained_features(
 
     Args:
         features: of the packs' samples.
-        names: of the features.
         padded: whether every pack is padded to the tokens of the largest, by one more segment.
         whole_loss: whether tokens without loss reach the head as well.
     """

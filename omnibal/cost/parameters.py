@@ -23,11 +23,7 @@ class ModelParameters:
 
 
 def model_parameters(model: ModelConfig) -> ModelParameters:
-    """Count the parameters of a model by its units.
-
-    Raises:
-        UserError: the model cannot be counted.
-    """
+    """Count the parameters of a model by its units."""
     units = analytic_cost(model, load_cluster(_ANY_CLUSTER), Parallel(pipeline=1), "bf16").units
     names, language = unit_names(model), model.language
     # Behind the last layer are those of predictions, which are of its kind.

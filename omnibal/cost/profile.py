@@ -184,11 +184,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read `profile.json`.
-
-    Raises:
-        UserError: the file is missing or does not follow the schema.
-    """
+    """Read `profile.json`."""
     return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
@@ -217,10 +213,6 @@ class Measured(CostSource):
         frozen ones are shortened by as much as they are by counting, and all times of those with
         adapters changed by as much. So are experts that ranks
         share out, which a profile has on one: what their exchange and imbalance add is counted.
-
-        Raises:
-            UserError: the profile is of another model, precision or tensor-parallel size, or lacks
-                a unit.
         """
         profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
@@ -317,7 +309,7 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
     return replace(
         cost,
         optimizer_ms_fixed=fixed,
-        optimizer_ms_per_parameter=rate / state_group(parallel).ranks,
+        rates=replace(cost.rates, optimizer_ms=rate / state_group(parallel).ranks),
         expert_rates=replace(
             cost.expert_rates, optimizer_ms=rate / expert_state_group(parallel).ranks
         ),
@@ -328,18 +320,12 @@ def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> Cost
     """Costs with sends at their measured rate, and exchanges of data-parallel ranks slower by as
     much where they were not measured themselves."""
     slower = 1.0 if rings_are_measured else line.each_ms / cost.link_ms_per_byte
-    experts = cost.expert_rates
     return replace(
         cost,
         link_latency_ms=line.fixed_ms,
         link_ms_per_byte=line.each_ms,
-        gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * slower,
-        weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * slower,
-        expert_rates=replace(
-            experts,
-            gradient_reduction_ms=experts.gradient_reduction_ms * slower,
-            weight_gather_ms=experts.weight_gather_ms * slower,
-        ),
+        rates=cost.rates.slowed(exchange=slower),
+        expert_rates=cost.expert_rates.slowed(exchange=slower),
     )
 
 
@@ -349,7 +335,6 @@ def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostMod
     What ranks exchange and the fullest one computes and keeps besides is added as counted.
 
     Args:
-        cost: as measured with all experts on a device.
         counted: as counted with experts shared out; `alone` with all on a device.
     """
 
@@ -370,11 +355,7 @@ def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostMod
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
-    """Return the cluster with the profile's rates, in its precision, to plan any model with.
-
-    Raises:
-        UserError: the profile has none.
-    """
+    """Return the cluster with the profile's rates, in its precision, to plan any model with."""
     if profile.rates is None:
         raise UserError(
             f"the profile of {profile.model} on {profile.device} has no rates by shape, of which "
@@ -438,12 +419,7 @@ def _check_match(
 def _fitted_unit(
     profile: Profile, model: ModelConfig, cost: CostModel, kind: UnitKind, trained: UnitCost
 ) -> UnitCost:
-    """Cost of a unit as measured, where it was.
-
-    Args:
-        cost: as counted.
-        trained: cost of the unit as counted with nothing frozen.
-    """
+    """Cost of a unit as measured, where it was."""
     counted, allowed = cost.units[kind.name], _depends_on(model, kind)
     fitted: dict[Quantity, np.ndarray] = {}
     for quantity in QUANTITIES:

@@ -110,11 +110,7 @@ class Refit(Frozen):
 
 
 def read_refit(path: Path) -> Refit:
-    """Read `refit.json`.
-
-    Raises:
-        UserError: the file is missing or does not follow the schema.
-    """
+    """Read `refit.json`."""
     return read_json_model(Refit, path, "make the plan anew with `omnibal replan`")
 
 
@@ -137,11 +133,7 @@ class Refitted(CostSource):
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Costs of all units; memory, messages between stages and exchanges of ranks that share
-        packs stay the source's.
-
-        Raises:
-            UserError: the source has none of such a job.
-        """
+        packs stay the source's."""
         refit, sizes = self.refit, (model, cluster, parallel, precision, frozen)
         cost = self.source.costs(*sizes, adapters=adapters, runtime=runtime)
         none, is_measured = UnitFactors(), parallel.pipeline == refit.pipeline
@@ -157,7 +149,14 @@ class Refitted(CostSource):
         if not refit.measured_steps:
             return cost
         source = f"{cost.source}, refitted on {refit.measured_steps} steps of a run"
-        return replace(_with_update(cost, refit.update), source=source)
+        factor = refit.update
+        return replace(
+            cost,
+            optimizer_ms_fixed=cost.optimizer_ms_fixed * factor,
+            rates=cost.rates.slowed(update=factor, exchange=factor),
+            expert_rates=cost.expert_rates.slowed(update=factor, exchange=factor),
+            source=source,
+        )
 
     @property
     def tensor(self) -> int | None:
@@ -186,21 +185,3 @@ class Refitted(CostSource):
     def save(self, profile: Path, refit: Path) -> None:
         self.source.save(profile, refit)
         write_json_model(self.refit, refit)
-
-
-def _with_update(cost: CostModel, factor: float) -> CostModel:
-    """Costs with what happens once a step at so many times its time."""
-    experts = cost.expert_rates
-    return replace(
-        cost,
-        optimizer_ms_fixed=cost.optimizer_ms_fixed * factor,
-        optimizer_ms_per_parameter=cost.optimizer_ms_per_parameter * factor,
-        gradient_reduction_ms_per_parameter=cost.gradient_reduction_ms_per_parameter * factor,
-        weight_gather_ms_per_parameter=cost.weight_gather_ms_per_parameter * factor,
-        expert_rates=replace(
-            experts,
-            optimizer_ms=experts.optimizer_ms * factor,
-            gradient_reduction_ms=experts.gradient_reduction_ms * factor,
-            weight_gather_ms=experts.weight_gather_ms * factor,
-        ),
-    )

@@ -48,13 +48,13 @@ from omnibal.cost.links import (
     shard_copies,
     shard_group,
 )
-from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import RingKind
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE, UnitKind
+from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +81,20 @@ class _Alike:
         """Whether there is more than one rank to divide them."""
         return self.group.ranks > 1
 
-    def reduction_ms(
-        self, cluster: ClusterConfig, precision: Precision, gradient_size: float
-    ) -> float:
-        """Time of a parameter once a step, when copies sum its gradient: an all-reduce is two
+    def divided(
+        self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
+    ) -> ParameterRates:
+        """Rates of divided parameters. Copies sum their gradients once a step: an all-reduce is two
         passes."""
-        pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * gradient_size
-        return 2 * pass_ms / self.group.ranks
+        ranks = self.group.ranks
+        pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * rates.gradient_bytes
+        return replace(
+            rates,
+            weight_bytes=rates.weight_bytes / ranks,
+            gradient_bytes=rates.gradient_bytes / ranks,
+            gradient_reduction_ms=2 * pass_ms / ranks,
+            weight_gather_ms=0.0,
+        )
 
 
 def _alike(parallel: Parallel) -> tuple[_Alike, _Alike]:
@@ -135,18 +142,10 @@ class ShardedExchange:
         precision: Precision,
         runtime: RuntimeOptions,
     ) -> "ShardedExchange":
-        """Count the exchange of the data-parallel ranks that divide weights.
-
-        Args:
-            cost: of ranks that hold weights whole.
-            names: of the units' kinds, in the order in which they run.
-            parallel: sizes; tensor-parallel ranks gather their parts side by side.
-            precision: of weights.
-            runtime: which says the precision that gradients are exchanged in.
-        """
+        """Count the exchange of the data-parallel ranks that divide weights."""
         cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
         units = [cost.units[kind.name] for kind in cost.kinds]
-        kinds, size = [kind.name for kind in cost.kinds], cost.weight_bytes_per_parameter
+        kinds, size = [kind.name for kind in cost.kinds], cost.rates.weight_bytes
         reduced_size = _scattered_bytes(cost, runtime)
 
         def exchange_ms(
@@ -161,8 +160,10 @@ class ShardedExchange:
             return all_ms
 
         gather_ms = exchange_ms("all_gather", size, _Alike.of)
+        # Not the head's, which stay from the forward right before it, and not an embedding's, which
+        # no backward reads.
         is_back = [
-            unit.has_backward and _is_gathered_again(kind)
+            unit.has_backward and not kind.is_embed and kind.name != HEAD
             for unit, kind in zip(units, cost.kinds, strict=True)
         ]
         return cls(
@@ -219,12 +220,6 @@ class ShardedExchange:
         return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
 
 
-def _is_gathered_again(kind: UnitKind) -> bool:
-    """Whether a backward gathers the weights of units of a kind: not the head's, which stay from
-    the forward right before it, and not an embedding's, which no backward reads."""
-    return not kind.is_embed and kind.name != HEAD
-
-
 def _ring_ms(line: Line, bytes_: np.ndarray, ranks: int) -> np.ndarray:
     """Time of a ring all-gather or reduce-scatter of so many bytes."""
     return line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks if ranks > 1 else 0 * bytes_
@@ -239,7 +234,7 @@ def _with_added_sums(
 ) -> CostModel:
     """Costs with what a backward does with gradients besides: whole ones are set to zero before it,
     and the share that they are summed to is added to that of the micro-batches before."""
-    sent, summed = _scattered_bytes(cost, runtime), 2 * cost.gradient_bytes_per_parameter
+    sent, summed = _scattered_bytes(cost, runtime), 2 * cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
 
     def with_sums(unit: UnitCost) -> UnitCost:
@@ -255,8 +250,8 @@ def _with_added_sums(
 def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
     """Bytes of a gradient as it is reduce-scattered."""
     if runtime.scatters_weights_precision:
-        return cost.weight_bytes_per_parameter
-    return cost.gradient_bytes_per_parameter
+        return cost.rates.weight_bytes
+    return cost.rates.gradient_bytes
 
 
 def sharded_cost(
@@ -278,7 +273,6 @@ def sharded_cost(
     Args:
         cost: of ranks that hold weights whole, and divide the optimizer's state as these do.
         names: of the kinds of the units that are divided, in the order in which they run.
-        parallel: sizes of the job.
         has_one_loss: whether the head's backward begins with its one loss; with layers of
             multi-token prediction, it begins with theirs.
         shares: of what is exposed, that units of every kind have in a pipeline
@@ -286,7 +280,6 @@ def sharded_cost(
             frozen.
     """
     cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
-    size, gradient_size = cost.weight_bytes_per_parameter, cost.gradient_bytes_per_parameter
     others, experts = _alike(parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     sent = _scattered_bytes(cost, runtime)
@@ -299,6 +292,8 @@ def sharded_cost(
         )
         for (name, unit), exposed in zip(cost.units.items(), shares.T, strict=True)
     }
+    size = {"weight_bytes": cost.rates.weight_bytes, "gradient_bytes": cost.rates.gradient_bytes}
+    of_experts_whole = replace(cost.expert_rates, **size)
     is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
@@ -306,18 +301,9 @@ def sharded_cost(
         cost,
         features=(*cost.features, *EXPOSED_MS),
         units=units,
-        weight_bytes_per_parameter=size / ranks,
-        gradient_bytes_per_parameter=gradient_size / ranks,
-        gradient_reduction_ms_per_parameter=others.reduction_ms(cluster, precision, gradient_size),
-        weight_gather_ms_per_parameter=0.0,
+        rates=others.divided(cost.rates, cluster, precision),
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
-        expert_rates=replace(
-            cost.expert_rates,
-            weight_bytes=size / expert_ranks,
-            gradient_bytes=gradient_size / expert_ranks,
-            gradient_reduction_ms=experts.reduction_ms(cluster, precision, gradient_size),
-            weight_gather_ms=0.0,
-        ),
+        expert_rates=experts.divided(of_experts_whole, cluster, precision),
         runs_in_lockstep=True,
         weight_parts=ranks,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"
@@ -353,16 +339,13 @@ def _whole_bytes(
     for or with beside an end counts for the end then, which works with no less.
 
     Args:
-        cost: of ranks that hold weights whole.
-        names: of the units' kinds, in the order in which they run.
         sent: bytes of a gradient as it is reduce-scattered.
-        parallel: sizes; of several stages the units are those of any.
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
     divided = [alike for alike in _alike(parallel) if alike.is_divided]
     weights = {
-        name: cost.weight_bytes_per_parameter * sum(alike.of(unit) for alike in divided)
+        name: cost.rates.weight_bytes * sum(alike.of(unit) for alike in divided)
         for name, unit in units.items()
     }
     # No embedding's backward reads a weight.

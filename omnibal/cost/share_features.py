@@ -26,13 +26,7 @@ def share_features(
     features: Sequence[str],
     shares: Shares | None = None,
 ) -> np.ndarray:
-    """Features of every share, float64 [shares, features], in the order of `shares_of`.
-
-    Args:
-        levels: of the packs, one at least.
-        features: names, as `omnibal.model.units.feature_names_at` lists them.
-        shares: of these packs, if they are known.
-    """
+    """Features of every share, float64 [shares, features], in the order of `shares_of`."""
     if are_plain(levels):
         return pack_features(packs.packs, lengths, features)
     shares = shares_of(packs, levels) if shares is None else shares

@@ -58,11 +58,7 @@ class CostSource:
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Costs of all units, of packs that no ranks share.
-
-        Raises:
-            UserError: it has none of such a model, of these sizes or in this precision.
-        """
+        """Costs of all units, of packs that no ranks share."""
         sizes = model, cluster, parallel, precision, frozen
         return analytic_cost(*sizes, adapters=adapters, runtime=runtime)
 
@@ -98,12 +94,7 @@ class CostSource:
         return None
 
     def save(self, profile: Path, refit: Path) -> None:
-        """Write what a plan's directory keeps of it; nothing where all is counted.
-
-        Args:
-            profile: file of what was measured.
-            refit: file of how a run has changed it.
-        """
+        """Write what a plan's directory keeps of it; nothing where all is counted."""
 
 
 ANALYTIC = CostSource()

@@ -24,11 +24,7 @@ class _Index(BaseModel):
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The content of a `config.json`.
-
-    Raises:
-        UserError: the file cannot be read, or is no table in JSON.
-    """
+    """The content of a `config.json`."""
     text = read_text(path, _REMEDY)
     try:
         given = json.loads(text)
@@ -53,11 +49,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def stored_tensors(directory: Path) -> list[str] | None:
-    """Names of the tensors of a checkpoint of several files; None where there is no list of them.
-
-    Raises:
-        UserError: the list is broken.
-    """
+    """Names of the tensors of a checkpoint of several files; None without a list of them."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return None

@@ -16,7 +16,7 @@ _QUANTIZED = "quantization_config"
 Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Family:
     """A family of models, all of which are planned, as docs/models.md lists them."""
 
@@ -30,23 +30,23 @@ class Family:
 
 FAMILIES = (
     Family(
-        name="InternVL 1.5 to 3.5",
-        readers={"internvl_chat": internvl.read_internvl, "internvl": internvl.read_internvl},
+        "InternVL 1.5 to 3.5",
+        {"internvl_chat": internvl.read_internvl, "internvl": internvl.read_internvl},
         is_trained=True,
     ),
-    Family(name="Qwen2-VL", readers={"qwen2_vl": qwen.read_qwen2_vl}, is_trained=True),
-    Family(name="Qwen2.5-VL", readers={"qwen2_5_vl": qwen.read_qwen2_5_vl}, is_trained=True),
+    Family("Qwen2-VL", {"qwen2_vl": qwen.read_qwen2_vl}, is_trained=True),
+    Family("Qwen2.5-VL", {"qwen2_5_vl": qwen.read_qwen2_5_vl}, is_trained=True),
     Family(
-        name="Qwen3-VL",
-        readers={
+        "Qwen3-VL",
+        {
             "qwen3_vl": partial(qwen.read_newer, qwen.Qwen3VLText, qwen.Qwen3VLVision),
             "qwen3_vl_moe": partial(qwen.read_newer, qwen.Qwen3VLMoeText, qwen.Qwen3VLVision),
         },
         is_trained=True,
     ),
     Family(
-        name="Qwen3.5, 3.6, 3.8",
-        readers={
+        "Qwen3.5, 3.6, 3.8",
+        {
             "qwen3_5": partial(qwen.read_newer, qwen.HybridText, qwen.Qwen35Vision),
             "qwen3_5_moe": partial(qwen.read_newer, qwen.HybridMoeText, qwen.Qwen35Vision),
             "qwen3_5_text": partial(text.read_text, qwen.HybridText),
@@ -54,35 +54,35 @@ FAMILIES = (
         },
     ),
     Family(
-        name="LLaVA-OneVision-1.5",
-        readers={"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5},
+        "LLaVA-OneVision-1.5",
+        {"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5},
     ),
-    Family(name="GLM-4.5V, 4.6V", readers={"glm4v_moe": glm.read_glm4v_moe}),
+    Family("GLM-4.5V, 4.6V", {"glm4v_moe": glm.read_glm4v_moe}),
     Family(
-        name="Kimi-VL, Kimi-K2.5",
-        readers={
+        "Kimi-VL, Kimi-K2.5",
+        {
             "kimi_vl": partial(kimi.read_kimi, kimi.KIMI_VL),
             "kimi_k25": partial(kimi.read_kimi, kimi.KIMI_K2_5),
         },
     ),
     Family(
-        name="Gemma 3",
-        readers={
+        "Gemma 3",
+        {
             "gemma3": gemma.read_gemma3,
             "gemma3_text": partial(text.read_text, gemma.GemmaText),
         },
     ),
     Family(
-        name="DeepSeek-V2, V3, Kimi-K2",
-        readers={
+        "DeepSeek-V2, V3, Kimi-K2",
+        {
             "deepseek_v2": partial(text.read_text, deepseek.DeepseekV2Text),
             "deepseek_v3": partial(text.read_text, deepseek.DeepseekV3Text),
             "kimi_k2": partial(text.read_text, deepseek.DeepseekV3Text),
         },
     ),
     Family(
-        name="Llama, Qwen2, Qwen3",
-        readers={
+        "Llama, Qwen2, Qwen3",
+        {
             "llama": partial(text.read_text, text.LlamaText),
             "qwen2": partial(text.read_text, text.Qwen2Text),
             "qwen3": partial(text.read_text, text.Qwen3Text),
@@ -101,10 +101,6 @@ def read_hub_config(path: Path) -> ModelConfig:
 
     Limits of an image's pixels are those of the image processor's file beside it, or of the
     family's released models.
-
-    Raises:
-        UserError: the file is broken, of a family that is not planned, or has a key that is not
-            understood, which the message names.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     given = read_config_file(path)
@@ -118,10 +114,6 @@ def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConf
     Args:
         name: of the model that is made.
         path: of the file, beside which the image processor's may be.
-
-    Raises:
-        UserError: as `read_hub_config`.
-        ValueError: a part does not go with another.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str):
@@ -142,11 +134,7 @@ def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConf
 
 
 def config_notes(path: Path) -> list[str]:
-    """What a user should know of how a hub's `config.json` that has been read is planned.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """What a user should know of how a hub's `config.json` that has been read is planned."""
     given, notes = read_config_file(path), []
     if is_quantized(given):
         stored = f"{path} has a quantization_config"

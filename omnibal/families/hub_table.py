@@ -126,13 +126,8 @@ def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) ->
     """Check a table of a file.
 
     Args:
-        kind: the family's table.
-        given: the JSON value.
         where: file, and table in it, which begin an error's message.
         lenient: leave out keys that are not known, and the dropouts of a release's own training.
-
-    Raises:
-        UserError: a key is unknown, or has a value that the family cannot have.
     """
     try:
         context = _LENIENT if lenient else None

@@ -172,11 +172,7 @@ class _Original(_Whole):
         return {"chat_system_message": self.system_message, **template}
 
     def tiling(self, image_size: int) -> TilingConfig:
-        """How images are cut into tiles.
-
-        Raises:
-            ValueError: they are to be of another size than the tower has positions for.
-        """
+        """How images are cut into tiles."""
         if self.force_image_size not in (None, image_size):
             raise ValueError(
                 f"has force_image_size {self.force_image_size}, but position embeddings for "
@@ -206,12 +202,8 @@ def internvl_model(
     """The model that a config.json of InternVL describes.
 
     Args:
-        given: the file's content.
         has_head: whether there is a tensor of the head beside the file; None where nobody
             looked, and the file alone says whether the head is tied.
-
-    Raises:
-        ValueError: it is a variant that this project's model is not; the message names it.
     """
     whole = as_table(_kind(given), given, str(path), lenient=True)
     kind = LANGUAGES[internvl_language(given)]
@@ -254,11 +246,7 @@ def is_original(given: Mapping[str, Any]) -> bool:
 
 
 def internvl_language(given: Mapping[str, Any]) -> LanguageType:
-    """Kind of the language model of an InternVL, by the content of its config.json.
-
-    Raises:
-        ValueError: it is another one.
-    """
+    """Kind of the language model of an InternVL, by the content of its config.json."""
     whole = _kind(given)
     table = given.get(whole.language_table)
     stated = table if isinstance(table, dict) else {}
@@ -270,9 +258,6 @@ def unread_keys(given: Mapping[str, Any]) -> list[str]:
     """Keys of a config.json of InternVL that are on, not read, and of no known release.
 
     A key that does change the model is planned without.
-
-    Args:
-        given: the file's content, of which `read_internvl` has made a model.
 
     Returns:
         Names, behind that of their table and a dot where they are in one.

@@ -16,11 +16,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
 
 def named_model(name_or_path: str) -> ModelConfig:
     """Read the model preset of that name or hub id, the TOML file, or a hub's `config.json` or its
-    folder.
-
-    Raises:
-        UserError: there is no such preset or file, or it is not a model that is understood.
-    """
+    folder."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     return load_model(name) if path is None else read_hub_config(path)
@@ -33,11 +29,7 @@ def named_model_file(name_or_path: str) -> Path:
 
 
 def model_notes(name_or_path: str) -> list[str]:
-    """What a user should know of how a model that `named_model` has read is planned.
-
-    Raises:
-        UserError: its file cannot be read.
-    """
+    """What a user should know of how a model that `named_model` has read is planned."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     if path is not None:

@@ -111,9 +111,6 @@ def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Process
 
     Args:
         patch_size, merge_size: of the vision tower, which the file must agree with.
-
-    Raises:
-        UserError: the file is broken, or cuts images into other patches than the tower takes.
     """
     for name in _FILES:
         path = config.with_name(name)
@@ -135,9 +132,6 @@ def read_video_processor(config: Path) -> VideoProcessor:
     It is the table of `processor_config.json` before `video_preprocessor_config.json`, as in
     Transformers, which goes on to the image processor's file; this does not, as the pixels there
     are those of one image.
-
-    Raises:
-        UserError: the file is broken, or has what is not followed here.
     """
     whole, alone = (config.with_name(name) for name in _VIDEO_FILES)
     if whole.is_file():

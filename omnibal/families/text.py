@@ -397,11 +397,7 @@ LANGUAGES: dict[LanguageType, type[GroupedText]] = {
 
 
 def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> LanguageType:
-    """Kind of the language model that a table describes, by its class or else its model_type.
-
-    Raises:
-        ValueError: it is none of the `known` kinds.
-    """
+    """Kind of the language model that a table describes, by its class or else its model_type."""
     classes = given.get("architectures")
     stated = classes[0] if isinstance(classes, list) and classes else given.get("model_type")
     for kind in known:

@@ -47,11 +47,7 @@ class VisionTable(HubTable):
 
 
 def square(sides: int | list[int], name: str) -> int:
-    """The side of a square that is given by one side or by both.
-
-    Raises:
-        ValueError: the sides differ.
-    """
+    """The side of a square that is given by one side or by both."""
     if isinstance(sides, int):
         return sides
     if len(set(sides)) != 1:
@@ -82,10 +78,6 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
 
     Args:
         config: the `config.json`, beside which the image processor's file may be.
-        sizes: of the tower, with its patches and cells.
-
-    Raises:
-        ValueError: the file leaves a step out, or resizes by another filter than the bicubic one.
     """
     processor = processor_of(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):

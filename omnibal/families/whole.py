@@ -33,11 +33,7 @@ def read_whole(
     given: dict[str, Any],
     path: Path,
 ) -> tuple[Whole, Vision, Text]:
-    """Read the outer table of a file, and the tables of the tower and the language model in it.
-
-    Raises:
-        UserError: a key is unknown, or has a value that the family cannot have.
-    """
+    """Read the outer table of a file, and the tables of the tower and the language model in it."""
     whole = as_table(kind, given, str(path))
     tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
     return whole, tower, as_table(text, whole.text_config, f"{path}: text_config")
@@ -50,9 +46,6 @@ def vision_language(
 
     Args:
         output_size: width that the projector makes, by the tower's table.
-
-    Raises:
-        ValueError: the projector does not make what the language model takes.
     """
     if output_size != text.hidden_size:
         raise ValueError(

@@ -369,6 +369,12 @@ class Plan(Frozen):
         return self.model if self.beside is None else self.model.without_encoders()
 
     @property
+    def predicted(self) -> Prediction:
+        """The prediction of a plan that has one."""
+        assert self.prediction is not None, "what is planned is predicted"
+        return self.prediction
+
+    @property
     def pack_levels(self) -> tuple[Level, ...]:
         """Levels of the packs, one at least."""
         if self.levels:

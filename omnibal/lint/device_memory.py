@@ -81,7 +81,7 @@ def device_overheads(
     if "CPU" in job.cluster.device:
         return [DeviceOverhead(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
     cost = job.cost_of_all(levels)
-    embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.weight_bytes_per_parameter
+    embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.rates.weight_bytes
     routed = _routed_bytes(job, workload)
     found = []
     for stage in stages:

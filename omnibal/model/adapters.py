@@ -14,7 +14,7 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import Count, Frozen
+from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import LayerKind
@@ -36,9 +36,9 @@ class AdapterConfig(Frozen):
     `all-linear`, or a regular expression that whole names match."""
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
     """Parts of the model that are frozen but for adapters."""
-    rank_stabilized: Annotated[bool, Field(exclude_if=lambda is_so: not is_so)] = False
+    rank_stabilized: bool = written_unless(False)
     """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA, arXiv 2312.03732)."""
-    experts: Annotated[bool, Field(exclude_if=lambda has: not has)] = False
+    experts: bool = written_unless(False)
     """Whether `all-linear` is of experts' matrices too, as in other trainers; this project's has
     none beside them."""
 
@@ -102,9 +102,6 @@ def adapters_of(
     Args:
         alpha: None for twice the rank.
         targets: names between commas, `all-linear`, or one regular expression.
-
-    Raises:
-        UserError: a value is out of its range, or targets do not go together.
     """
     names = tuple(filter(None, (name.strip() for name in targets.split(","))))
     is_pattern = not names or not all(map(_PLAIN.fullmatch, names))

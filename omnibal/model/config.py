@@ -23,7 +23,7 @@ from pydantic import (
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_toml_model
-from omnibal.base.frozen import Count, Frozen, Layers, Rate, Share, Width
+from omnibal.base.frozen import Count, Frozen, Layers, Rate, Share, Width, written_unless
 from omnibal.model.encoders import (
     ENCODER_KINDS,
     ClipsEncoder,
@@ -102,29 +102,17 @@ class LanguageConfig(Frozen):
     hidden_size: Width
     heads: Width
     kv_heads: Width
-    head_size: Width | None = Field(
-        default=None,
-        exclude_if=lambda size: size is None,
-        description="left out: hidden_size / heads",
-    )
+    head_size: Width | None = written_unless(None, "left out: hidden_size / heads")
     ffn_hidden_size: Width
     vocab_size: Width
     qkv_bias: bool = False
-    qk_norm: bool = Field(
-        default=False,
-        exclude_if=lambda has: not has,
-        description="RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)",
+    qk_norm: bool = written_unless(
+        False, "RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)"
     )
-    output_gate: bool = Field(
-        default=False,
-        exclude_if=lambda has: not has,
-        description="gate of attention's output, made of the layer's input (Qwen3.5)",
+    output_gate: bool = written_unless(
+        False, "gate of attention's output, made of the layer's input (Qwen3.5)"
     )
-    post_norms: bool = Field(
-        default=False,
-        exclude_if=lambda has: not has,
-        description="a norm after each block too (Gemma 3)",
-    )
+    post_norms: bool = written_unless(False, "a norm after each block too (Gemma 3)")
     norm_eps: PositiveFloat = 1e-5
     rope_base: Annotated[int, Field(ge=1, le=10**15)] = 1_000_000
     max_positions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
@@ -139,19 +127,17 @@ class LanguageConfig(Frozen):
     rope_scaling: RopeScaling | None = Field(
         default=None, description="of samples of any length (Llama 3.1); left out: there is none"
     )
-    rope_sections: RopeSections | None = Field(
-        default=None,
-        exclude_if=lambda sections: sections is None,
-        description="of a token's time, row and column (Qwen2-VL and later); left out: all turn by "
+    rope_sections: RopeSections | None = written_unless(
+        None,
+        "of a token's time, row and column (Qwen2-VL and later); left out: all turn by "
         "its place in the sample",
     )
     tied_head: bool = Field(
         default=False, description="the head's matrix is the token embedding (small Qwen2 models)"
     )
-    prediction_layers: Annotated[int, Field(ge=0, le=16)] = Field(
-        default=0,
-        exclude_if=lambda layers: not layers,
-        description="layers of multi-token prediction behind the last one, trained with the head "
+    prediction_layers: Annotated[int, Field(ge=0, le=16)] = written_unless(
+        0,
+        "layers of multi-token prediction behind the last one, trained with the head "
         "(DeepSeek-V3, arXiv 2412.19437, section 2.2)",
     )
     runs: tuple[LayerRun, ...] = Field(
@@ -292,11 +278,7 @@ class ModelConfig(Frozen):
 
     @property
     def vision(self) -> TilesEncoder:
-        """The encoder of image tiles that InternVL's inputs, checkpoints and trainer are of.
-
-        Raises:
-            UserError: the model has none.
-        """
+        """The encoder of image tiles that InternVL's inputs, checkpoints and trainer are of."""
         tower = self.encoders.get("vision")
         if not isinstance(tower, TilesEncoder):
             raise UserError(
@@ -318,11 +300,7 @@ class ModelConfig(Frozen):
 
     @property
     def audio(self) -> ClipsEncoder:
-        """The encoder of audio clips that the trainer's recordings are of.
-
-        Raises:
-            UserError: the model has none.
-        """
+        """The encoder of audio clips that the trainer's recordings are of."""
         tower = self.encoders.get("audio")
         if not isinstance(tower, ClipsEncoder):
             raise UserError(
@@ -426,10 +404,8 @@ class ClusterConfig(Frozen):
     gpus_per_node: Annotated[int, Field(ge=1, le=1_024)]
     peak_tflops: dict[Precision, Rate] = Field(description="dense matrix rate by precision")
     matmul_efficiency: Share = Field(description="share of the peak that layers reach")
-    fp8_efficiency: Share | None = Field(
-        default=None,
-        exclude_if=lambda share: share is None,
-        description="share of the fp8 peak that products in FP8 reach; left out: that of others",
+    fp8_efficiency: Share | None = written_unless(
+        None, "share of the fp8 peak that products in FP8 reach; left out: that of others"
     )
     memory_gb_per_s: Rate
     memory_efficiency: Share = Field(
@@ -439,38 +415,30 @@ class ClusterConfig(Frozen):
     intra_node_gb_per_s: Rate
     inter_node_gb_per_s: Rate
     link_efficiency: Share = Field(description="share of both rates that transfers reach")
-    network_efficiency: Share | None = Field(
-        default=None,
-        exclude_if=lambda share: share is None,
-        description="share of inter_node_gb_per_s instead; left out: link_efficiency",
+    network_efficiency: Share | None = written_unless(
+        None, "share of inter_node_gb_per_s instead; left out: link_efficiency"
     )
     link_latency_us: Rate
-    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = Field(
-        default=None,
-        exclude_if=lambda mib: mib is None,
-        description="buffers of the communication library for each rank that a device exchanges "
+    peer_mib: Annotated[float, Field(ge=0, le=1e6)] | None = written_unless(
+        None,
+        "buffers of the communication library for each rank that a device exchanges "
         "with in an all-to-all; left out: NCCL's 384 (32 channels of 12 MiB), 0 where device is "
         "a CPU",
     )
-    basis: Literal["measured", "fitted", "assumed"] | None = Field(
-        default=None,
-        exclude_if=lambda basis: basis is None,
-        description="where most of the rates come from; left out: assumed, or measured where there "
+    basis: Literal["measured", "fitted", "assumed"] | None = written_unless(
+        None,
+        "where most of the rates come from; left out: assumed, or measured where there "
         "is a table of rates",
     )
     rates: dict[PlainPrecision, Rates] = Field(
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
     )
-    accuracy: dict[Precision, Accuracy] = Field(
-        default={},
-        exclude_if=lambda accuracy: not accuracy,
-        description="error of predicted beside published steps, by precision; left out: not known",
+    accuracy: dict[Precision, Accuracy] = written_unless(
+        {}, "error of predicted beside published steps, by precision; left out: not known"
     )
-    rates_of: ScaledRates | None = Field(
-        default=None,
-        exclude_if=lambda scaled: scaled is None,
-        description="another cluster, whose tables count where this one has none",
+    rates_of: ScaledRates | None = written_unless(
+        None, "another cluster, whose tables count where this one has none"
     )
 
     @model_serializer(mode="wrap")
@@ -500,11 +468,7 @@ class ClusterConfig(Frozen):
         return self.rates.get("bf16" if precision == "fp8" else precision)
 
     def tflops(self, precision: Precision) -> float:
-        """Peak of a device, dense.
-
-        Raises:
-            UserError: the description has none for this precision.
-        """
+        """Peak of a device, dense."""
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops) or "none"
             raise UserError(
@@ -603,9 +567,6 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
     """Read the cluster preset of that name, or the TOML file at that path.
 
     Tables that it takes of another cluster (`rates_of`) are its own in what is returned.
-
-    Raises:
-        UserError: there is no such cluster, or no other cluster with tables of its own.
     """
     cluster = _load("clusters", name_or_path, ClusterConfig)
     scaled = cluster.rates_of

@@ -14,7 +14,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from omnibal.base.frozen import Count, Frozen
+from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.parallel import Parallel, WeightSharding
 
@@ -65,7 +65,7 @@ class DataParallelEncoders(Frozen):
     backward."""
     item_ms: dict[str, _Ms]
     """Predicted time of an item, forward and backward, by which ranks' shares are equal."""
-    square_ms: dict[str, _Ms] = Field(default={}, exclude_if=lambda times: not times)
+    square_ms: dict[str, _Ms] = written_unless({})
     """Time of a unit of the sum over a sample's images and frames of their items squared, which
     comes to it, of encoders of images at their native resolution alone."""
     sharded: Count = 1
@@ -109,9 +109,6 @@ def nodes_of_groups(parallel: Parallel, pipelines: int, gpus_per_node: int) -> n
 
     Megatron numbers ranks tensor first, then data, then pipeline; ranks of a group are in the order
     of `omnibal.dispatch.items.share_items`: pipeline, stage, tensor.
-
-    Args:
-        pipelines: of a group.
     """
     node = np.arange(parallel.world_size) // gpus_per_node
     in_order = node.reshape(parallel.pipeline, parallel.data, parallel.tensor)

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from omnibal.base.frozen import Count, Frozen, Layers, Width
+from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_TILES_OF_IMAGE = 1_000
 """Most tiles of an image: all grids of as many are tried for each image size."""
@@ -218,15 +218,10 @@ class VideoConfig(Frozen):
         default=2.0, description="that are seen, and of the frames in a folder"
     )
     max_frames: Count = 768
-    min_frames: Count = Field(
-        default=4,
-        exclude_if=lambda least: least == 4,
-        description="that are seen of a video in a file, if it has as many",
-    )
-    sampling: Literal["steps", "ends"] = Field(
-        default="steps",
-        exclude_if=lambda way: way == "steps",
-        description="of the frames of a file: steps: by equal steps from the first one, whole "
+    min_frames: Count = written_unless(4, "that are seen of a video in a file, if it has as many")
+    sampling: Literal["steps", "ends"] = written_unless(
+        "steps",
+        "of the frames of a file: steps: by equal steps from the first one, whole "
         "patches of them (Qwen2-VL); ends: evenly, with the first and the last (Qwen3-VL)",
     )
     min_pixels: Count = 128 * 28 * 28
@@ -242,10 +237,8 @@ class VideoConfig(Frozen):
         "patch, after their time such as <1.5 seconds> (Qwen3-VL); after: the time in whole "
         "seconds behind it (GLM-4.5V)",
     )
-    positions_per_second: PositiveFloat | None = Field(
-        default=None,
-        exclude_if=lambda rate: rate is None,
-        description="by which tokens' times count (Qwen2.5-VL); left out: one a patch of frames",
+    positions_per_second: PositiveFloat | None = written_unless(
+        None, "by which tokens' times count (Qwen2.5-VL); left out: one a patch of frames"
     )
     around: tuple[str, str] = Field(default=("", ""), description="before and after all of it")
 
@@ -315,26 +308,19 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     kind: Literal["images"] = "images"
     head_size: Width | None = Field(default=None, description="left out: hidden_size / heads")
     gated: bool = Field(default=False, description="whether feed-forwards have a gate (SwiGLU)")
-    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = Field(
-        default="gelu",
-        exclude_if=lambda name: name == "gelu",
-        description="of feed-forwards without a gate: by the error function, by its approximation "
+    activation: Literal["gelu", "gelu_tanh", "quick_gelu"] = written_unless(
+        "gelu",
+        "of feed-forwards without a gate: by the error function, by its approximation "
         "with tanh (Qwen3-VL), or by a sigmoid (Qwen2-VL)",
     )
-    pixel_mean: tuple[float, float, float] = Field(
-        default=(0.5, 0.5, 0.5),
-        exclude_if=lambda mean: mean == (0.5, 0.5, 0.5),
-        description="of red, green and blue, taken from colours that are scaled by pixel_scale",
+    pixel_mean: tuple[float, float, float] = written_unless(
+        (0.5, 0.5, 0.5), "of red, green and blue, taken from colours that are scaled by pixel_scale"
     )
-    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = Field(
-        default=(0.5, 0.5, 0.5),
-        exclude_if=lambda std: std == (0.5, 0.5, 0.5),
-        description="by which they are then divided",
+    pixel_std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = written_unless(
+        (0.5, 0.5, 0.5), "by which they are then divided"
     )
-    pixel_scale: PositiveFloat = Field(
-        default=1 / 255,
-        exclude_if=lambda scale: scale == 1 / 255,
-        description="by which colours of 0 to 255 are multiplied first",
+    pixel_scale: PositiveFloat = written_unless(
+        1 / 255, "by which colours of 0 to 255 are multiplied first"
     )
     bias: bool = Field(default=True, description="of layers' linears but q, k and v")
     patch_bias: bool = Field(default=True, description="of the product that embeds patches")

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from omnibal.base.frozen import Count, Frozen, Layers, Width
+from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_IMBALANCE = 1e3
 """Largest margin for unevenly used experts."""
@@ -24,42 +24,24 @@ class ExpertsConfig(Frozen):
     shared_ffn_hidden_size: Width | None = Field(
         default=None, description="of what every token passes besides; left out: there is none"
     )
-    shared_gate: bool = Field(
-        default=False,
-        exclude_if=lambda has: not has,
-        description="whether a learned gate scales the shared part for every token",
+    shared_gate: bool = written_unless(
+        False, "whether a learned gate scales the shared part for every token"
     )
-    selection_bias: bool = Field(
-        default=False,
-        exclude_if=lambda has: not has,
-        description="whether a bias of each expert takes part in the choice alone (DeepSeek-V3)",
+    selection_bias: bool = written_unless(
+        False, "whether a bias of each expert takes part in the choice alone (DeepSeek-V3)"
     )
-    score: Literal["softmax", "sigmoid"] = Field(
-        default="softmax",
-        exclude_if=lambda score: score == "softmax",
-        description="of the router's logits",
-    )
-    normalized: bool = Field(
-        default=True,
-        exclude_if=lambda is_so: is_so,
-        description="whether the weights of a token's experts add up to 1",
-    )
-    weight_factor: PositiveFloat = Field(
-        default=1.0,
-        exclude_if=lambda factor: factor == 1,
-        description="of the weights of routed experts",
-    )
-    auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = Field(
-        default=0.0,
-        exclude_if=lambda weight: not weight,
-        description="coefficient of the load-balancing loss of every layer: Switch Transformer's "
+    score: Literal["softmax", "sigmoid"] = written_unless("softmax", "of the router's logits")
+    normalized: bool = written_unless(True, "whether the weights of a token's experts add up to 1")
+    weight_factor: PositiveFloat = written_unless(1.0, "of the weights of routed experts")
+    auxiliary_loss: Annotated[float, Field(ge=0, le=1e3)] = written_unless(
+        0.0,
+        "coefficient of the load-balancing loss of every layer: Switch Transformer's "
         "over experts_per_token, as Megatron's, which even experts make 1. Transformers' "
         "router_aux_loss_coef is this x layers with experts / experts_per_token",
     )
-    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = Field(
-        default=1.2,
-        exclude_if=lambda margin: margin == 1.2,
-        description="tokens of the fullest expert-parallel rank over the mean, which time and "
+    imbalance: Annotated[float, Field(ge=1, le=MAX_IMBALANCE)] = written_unless(
+        1.2,
+        "tokens of the fullest expert-parallel rank over the mean, which time and "
         "memory are planned for",
     )
 
@@ -124,15 +106,9 @@ class LayerKind(Frozen):
     window: Count | None = Field(
         default=None, description="tokens that each attends back to; left out: all of its sample"
     )
-    latent: LatentAttention | None = Field(
-        default=None,
-        exclude_if=lambda attention: attention is None,
-        description="left out: grouped-query attention",
-    )
-    linear: LinearAttention | None = Field(
-        default=None,
-        exclude_if=lambda attention: attention is None,
-        description="left out: attention to all tokens before",
+    latent: LatentAttention | None = written_unless(None, "left out: grouped-query attention")
+    linear: LinearAttention | None = written_unless(
+        None, "left out: attention to all tokens before"
     )
     experts: ExpertsConfig | None = Field(default=None, description="left out: dense feed-forward")
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.limits import Caps
 
 MAX_CONTEXT = 4_096
@@ -64,7 +64,7 @@ class Level(Frozen):
     attention_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Cost of one squared token (`squared_tokens`) relative to that of one token, by which `cost`
     and `whole` balance."""
-    image_weight: Annotated[float, Field(ge=0, le=1e6, exclude_if=lambda weight: not weight)] = 0.0
+    image_weight: Annotated[float, Field(ge=0, le=1e6)] = written_unless(0.0)
     """Cost of one squared token of an image at its native resolution relative to that of one, by
     which images are dealt to ranks."""
 

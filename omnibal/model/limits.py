@@ -55,11 +55,7 @@ class Caps(RootModel[dict[_Key, Count]]):
 
     @classmethod
     def of(cls, **limits: int) -> Self:
-        """Make caps of counts by feature name.
-
-        Raises:
-            ValidationError: `tokens` has none, or a count is below 1 or above `MAX_COUNT`.
-        """
+        """Make caps of counts by feature name."""
         return cls({f"max_{name}": cap for name, cap in limits.items()})
 
     @property
@@ -115,13 +111,9 @@ def check_limits(
     """Refuse limits of unknown features, and items or tokens without a limit.
 
     Args:
-        names: of limited features.
         items: that there are; they and tokens must be limited, and loss_tokens may be.
         whose: these are, for the message.
         others: items that may be limited and need not be.
-
-    Raises:
-        UserError: it lists the features that there are.
     """
     needed = in_canonical_order([*items, _TOKENS])
     optional = in_canonical_order({*others, _LOSS_TOKENS} - {*needed})
@@ -153,11 +145,7 @@ def memory_cap_gib(cluster: ClusterConfig) -> float:
 
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
-    """Refuse a step of more than `MAX_PACKS_PER_STEP` packs.
-
-    Raises:
-        UserError: there are too many.
-    """
+    """Refuse a step of more than `MAX_PACKS_PER_STEP` packs."""
     count = data_parallel * micro_batches
     if count > MAX_PACKS_PER_STEP:
         raise UserError(

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field, ValidationError, model_validator
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
 
 MAX_DEVICES = 1_000_000
@@ -38,10 +38,10 @@ class Parallel(Frozen):
     data: Size = 1
     sequence_parallel: bool = False
     """Megatron sequence parallelism for the language model."""
-    expert: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    expert: Size = written_unless(1)
     """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
     layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
-    sharded: Annotated[Size, Field(exclude_if=lambda size: size == 1)] = 1
+    sharded: Size = written_unless(1)
     """Neighbouring data-parallel ranks that divide weights, gradients and optimizer state among
     them (ZeRO-3): 1 where each holds whole weights, all for fully sharded data parallelism, and
     between for hybrid, where groups of so many hold copies of each other."""
@@ -117,11 +117,7 @@ class Parallel(Frozen):
         return max(self.tensor * self.sharded // self.expert, 1)
 
     def changed(self, **sizes: int) -> "Parallel":
-        """Sizes with some of them changed.
-
-        Raises:
-            UserError: they do not go together.
-        """
+        """Sizes with some of them changed."""
         try:
             return Parallel.model_validate({**dict(self), **sizes})
         except ValidationError as error:
@@ -206,13 +202,7 @@ class Parallel(Frozen):
 
 
 def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
-    """Refuse parallel sizes that the model cannot be cut into.
-
-    Raises:
-        UserError: there are more stages than layers, tensor-parallel ranks do not divide the
-            language model's heads or a feed-forward size, or are more than a node's devices,
-            or expert-parallel ranks do not divide the experts.
-    """
+    """Refuse parallel sizes that the model cannot be cut into."""
     if parallel.pipeline > model.layers:
         raise UserError(
             f"pipeline size {parallel.pipeline} is more than the {model.layers} layers of "

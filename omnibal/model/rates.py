@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from omnibal.base.frozen import Count, Frozen, Rate, Share, Width
+from omnibal.base.frozen import Count, Frozen, Rate, Share, Width, written_unless
 
 _Time = Annotated[float, Field(ge=1e-9, le=1e12)]
 """Measured time in ms; its limits keep fits finite."""
@@ -49,8 +49,8 @@ _UNITS = ("bytes", "latency_us", "gb_per_s", "ms", "share")
 class _Measured(_Timed):
     """A time, or the share of the table's peak at which the operations were done."""
 
-    ms: _Time | None = Field(default=None, exclude_if=_is_none)
-    share: Share | None = Field(default=None, exclude_if=_is_none)
+    ms: _Time | None = written_unless(None)
+    share: Share | None = written_unless(None)
 
     @property
     def flops(self) -> float:
@@ -91,8 +91,8 @@ class ProductTime(_Measured):
     rows: Width
     inner: Width
     outer: Width
-    of: Pass = Field(default="forward", exclude_if=lambda one: one == "forward")
-    gradient: GradientPrecision = Field(default="fp32", exclude_if=lambda one: one == "fp32")
+    of: Pass = written_unless("forward")
+    gradient: GradientPrecision = written_unless("fp32")
     """Precision of the weights' gradient, which it is read and written in."""
 
     @property
@@ -120,15 +120,15 @@ class AttentionTime(_Measured):
     one with v over `value_size`; in backward 2.5 times as many.
     """
 
-    share: Annotated[float, Field(ge=1e-9, le=2)] | None = Field(default=None, exclude_if=_is_none)
+    share: Annotated[float, Field(ge=1e-9, le=2)] | None = written_unless(None)
     tokens: Count
     heads: Count
     kv_heads: Count
     head_size: Count
     value_size: Count
     of: Literal["forward", "backward"] = "forward"
-    causal: bool = Field(default=True, exclude_if=bool)
-    packed: bool = Field(default=False, exclude_if=lambda packed: not packed)
+    causal: bool = written_unless(True)
+    packed: bool = written_unless(False)
     """Whether q, k and v are views of one tensor rather than three of their own."""
 
     @property
@@ -145,12 +145,10 @@ class AttentionTime(_Measured):
 class _Moved(_Timed):
     """Bytes and their time, or a line: a latency and the rate of all further bytes."""
 
-    bytes: _Bytes | None = Field(default=None, exclude_if=_is_none)
-    ms: _Time | None = Field(default=None, exclude_if=_is_none)
-    latency_us: Annotated[float, Field(ge=0, le=1e9)] | None = Field(
-        default=None, exclude_if=_is_none
-    )
-    gb_per_s: Rate | None = Field(default=None, exclude_if=_is_none)
+    bytes: _Bytes | None = written_unless(None)
+    ms: _Time | None = written_unless(None)
+    latency_us: Annotated[float, Field(ge=0, le=1e9)] | None = written_unless(None)
+    gb_per_s: Rate | None = written_unless(None)
 
     @model_validator(mode="after")
     def _is_point_or_line(self) -> Self:
@@ -174,14 +172,14 @@ class CollectiveTime(_Moved):
 
     kind: CollectiveKind
     ranks: Annotated[int, Field(ge=2, le=1_024)]
-    place: Place = Field(default="node", exclude_if=lambda place: place == "node")
+    place: Place = written_unless("node")
     """Whether the ranks are within a node or each on another."""
 
 
 class CopyTime(_Moved):
     """One copy within the device's memory; `bytes` are those read and written together."""
 
-    kind: CopyKind = Field(default="plain", exclude_if=lambda kind: kind == "plain")
+    kind: CopyKind = written_unless("plain")
 
     @property
     def latency_ms(self) -> float | None:
@@ -202,14 +200,14 @@ class Rates(Frozen):
     """What was measured of one device in one precision; what is left out was not."""
 
     device: str
-    tflops: Rate | None = Field(default=None, exclude_if=_is_none)
+    tflops: Rate | None = written_unless(None)
     """Peak that shares are of."""
     products: tuple[ProductTime, ...] = ()
-    grouped: tuple[GroupedTime, ...] = Field(default=(), exclude_if=lambda given: not given)
-    attention: tuple[AttentionTime, ...] = Field(default=(), exclude_if=lambda given: not given)
+    grouped: tuple[GroupedTime, ...] = written_unless(())
+    attention: tuple[AttentionTime, ...] = written_unless(())
     collectives: tuple[CollectiveTime, ...] = ()
     copies: tuple[CopyTime, ...] = ()
-    hidden: Annotated[float, Field(ge=0, le=1)] | None = Field(default=None, exclude_if=_is_none)
+    hidden: Annotated[float, Field(ge=0, le=1)] | None = written_unless(None)
     """Hidden share of a collective beside a computation that takes longer: 1 where both take as
     long as the computation alone, 0 where they take as long as one after the other, as where
     the same cores do both."""

@@ -7,7 +7,7 @@ limits are from is said in docs/trainers.md, trainer by trainer, with the versio
 
 from collections.abc import Collection
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -131,11 +131,6 @@ class TrainerConstraints(Frozen):
     """Whether an export says its flags for adapters of the language model, all else frozen."""
 
     @property
-    def has_data_parallelism_alone(self) -> bool:
-        """Whether all ranks hold whole models."""
-        return self.most_pipeline == self.most_tensor == 1
-
-    @property
     def always_shards(self) -> bool:
         """Whether all data-parallel ranks divide weights, whatever is asked for."""
         return self.shardings == _FULLY
@@ -148,11 +143,7 @@ class TrainerConstraints(Frozen):
         return parallel.model_copy(update={"sharded": parallel.data})
 
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
-        """Refuse ways of holding weights of which the trainer has none.
-
-        Raises:
-            UserError: with those that it has.
-        """
+        """Refuse ways of holding weights of which the trainer has none."""
         if not set(shardings).intersection(self.shardings):
             raise UserError(
                 f"--sharding {', '.join(shardings)} was given for {self.title}, whose weights are "
@@ -163,8 +154,6 @@ class TrainerConstraints(Frozen):
         """Why it cannot run steps of so many micro-batches a rank in a schedule, in words.
 
         Args:
-            name: of the schedule.
-            stages: of the pipeline.
             micro_batches: of every rank in a step.
 
         Returns:
@@ -180,11 +169,7 @@ class TrainerConstraints(Frozen):
         return None
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Refuse parallel sizes that the trainer does not have.
-
-        Raises:
-            UserError: with the option that it does not take.
-        """
+        """Refuse parallel sizes that the trainer does not have."""
         most_expert = None if self.has_experts else 1
         for option, name, size, most in (
             ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
@@ -221,6 +206,20 @@ _MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
+_OF_MEGATRON: dict[str, Any] = {
+    "shardings": _WHOLE,
+    "schedules": _WITH_CHUNKS,
+    "runtime": _MEGATRON_RUNTIME,
+}
+_OF_FULLY_SHARDED: dict[str, Any] = {
+    "stages": _SHARDED,
+    "shardings": _FULLY,
+    "runtime": RuntimeOptions(scatters_weights_precision=True),
+    "most_pipeline": 1,
+    "most_tensor": 1,
+    "has_experts": False,
+}
+
 TARGETS = {
     each.name: each
     for each in (
@@ -231,34 +230,22 @@ TARGETS = {
             has_adapters=True,
             stages=_MEGATRON.model_copy(update={"encoders_whole": True}),
             packs=_NEXT_FIT,
-            shardings=_WHOLE,
-            schedules=_WITH_CHUNKS,
-            runtime=_MEGATRON_RUNTIME,
+            **_OF_MEGATRON,
         ),
         TrainerConstraints(
             name=TargetName.MS_SWIFT_DEEPSPEED,
             title="ms-swift (DeepSpeed)",
             version="4.6.0",
             has_adapters=True,
-            stages=_SHARDED,
             packs=_NEXT_FIT,
-            shardings=_FULLY,
-            runtime=RuntimeOptions(scatters_weights_precision=True),
-            most_pipeline=1,
-            most_tensor=1,
-            has_experts=False,
+            **_OF_FULLY_SHARDED,
         ),
         TrainerConstraints(
             name=TargetName.XTUNER,
             title="XTuner v1",
             version="5cda4fb",
-            stages=_SHARDED,
             packs=_GIVEN.model_copy(update={"padded": Padding.EVERYWHERE}),
-            shardings=_FULLY,
-            runtime=RuntimeOptions(scatters_weights_precision=True),
-            most_pipeline=1,
-            most_tensor=1,
-            has_experts=False,
+            **_OF_FULLY_SHARDED,
         ),
         TrainerConstraints(
             name=TargetName.MEGATRON_LM,
@@ -266,9 +253,7 @@ TARGETS = {
             version="core 0.16.1",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
-            shardings=_WHOLE,
-            schedules=_WITH_CHUNKS,
-            runtime=_MEGATRON_RUNTIME,
+            **_OF_MEGATRON,
         ),
         TrainerConstraints(
             name=TargetName.MEGATRON_BRIDGE,

@@ -95,16 +95,7 @@ def baseline_stages(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Stages by a method and rule other than the joint search's.
-
-    Args:
-        pipeline_size: stages; at most as many as the model has layers.
-        memory_cap_bytes: of one device.
-
-    Raises:
-        UserError: a stage does not fit the cap, method or rule is the joint search's, or packs are
-            of several levels.
-    """
+    """Stages by a method and rule other than the joint search's."""
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "

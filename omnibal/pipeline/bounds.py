@@ -182,10 +182,6 @@ def least_step_ms(
     """Lower bound on the mean step that `predict` gives, over all splits and recomputed layers.
 
     A fraction of what the search takes: neither memory nor recomputation are in it.
-
-    Args:
-        pipeline_size: stages; at most as many as the model has layers, and the rules allow.
-        rules: of which splits may be.
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
     return least_slowest_ms(Structure.of(cost, model, steps, pipeline_size, rules))
@@ -290,11 +286,11 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
         terms[:, link] = np.where((end < len(sequence))[:, None], sent, 0.0)
     terms[:, layout.optimizer] += cost.optimizer_ms_fixed
     once = cost.tied_trained_parameters * holds_both_ends(kinds, counts)
-    terms[:, layout.reduction] -= cost.gradient_reduction_ms_per_parameter * once
-    terms[:, layout.gather] -= cost.weight_gather_ms_per_parameter * once
+    terms[:, layout.reduction] -= cost.rates.gradient_reduction_ms * once
+    terms[:, layout.gather] -= cost.rates.weight_gather_ms * once
     tied_ms = cost.tied_exchange_ms * holds_one_end(kinds, counts)
     terms[:, layout.reduction] += tied_ms
-    terms[:, layout.optimizer] -= cost.optimizer_ms_per_parameter * once
+    terms[:, layout.optimizer] -= cost.rates.optimizer_ms * once
     if layout.has_experts:
         terms[:, layout.without_experts] = counts @ cost.in_lockstep == 0
     prefix = before @ unit_terms

@@ -172,18 +172,8 @@ def search_parts(
 ) -> SearchResult:
     """The parts of least simulated step time that are found for a schedule.
 
-    Args:
-        cost: of all levels of the workload; layers are recomputed alike at all of them.
-        pipeline_size: stages, each of as many parts as the schedule has chunks.
-        memory_cap_bytes: of one device.
-        rules: of what parts may hold.
-        effort: after which improving ends.
-
     Returns:
         The parts in model order, as the stages of the result.
-
-    Raises:
-        DoesNotFit: no cut was found that fits the cap.
     """
     problem = PartProblem.of(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules

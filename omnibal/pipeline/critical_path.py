@@ -48,6 +48,18 @@ _NEVER_MS = -1e30
 """Arrival at a micro-batch that does not exist, which waits for nothing."""
 
 
+def _by_feature(first: int, blocks: int = 1) -> property:
+    """Places of terms that are by feature."""
+    return property(
+        lambda layout: slice(first * layout.features, (first + blocks) * layout.features)
+    )
+
+
+def _of_stage(number: int) -> property:
+    """Place of a term that is one number of a stage."""
+    return property(lambda layout: 6 * layout.features + number)
+
+
 @dataclass(frozen=True, slots=True)
 class TermLayout:
     """Places of the terms of what a stage costs."""
@@ -71,73 +83,32 @@ class TermLayout:
     def __len__(self) -> int:
         return 6 * self.features + 5 + self.has_experts
 
-    def _block(self, index: int) -> slice:
-        return slice(index * self.features, (index + 1) * self.features)
-
-    @property
-    def forward(self) -> slice:
-        """Time of a forward; this and the next three are by feature."""
-        return self._block(0)
-
-    @property
-    def backward(self) -> slice:
-        """Time of a backward."""
-        return self._block(1)
-
-    @property
-    def send(self) -> slice:
-        """Time of the link to the next stage."""
-        return self._block(2)
-
-    @property
-    def receive(self) -> slice:
-        """Time of the link back from it."""
-        return self._block(3)
-
-    @property
-    def forward_share(self) -> slice:
-        """Part of a forward that uses one bucket of weights."""
-        return self._block(4)
-
-    @property
-    def backward_share(self) -> slice:
-        """Part of a backward that makes one bucket of gradients."""
-        return self._block(5)
-
-    @property
-    def by_feature(self) -> slice:
-        """All of these together."""
-        return slice(0, 6 * self.features)
-
-    @property
-    def reduction(self) -> int:
-        """Time of the gradient reduction, and of a tied matrix's after it."""
-        return 6 * self.features
-
-    @property
-    def last_reduction(self) -> int:
-        """Time of the last bucket's part of it."""
-        return 6 * self.features + 1
-
-    @property
-    def gather(self) -> int:
-        """Time to gather the weights."""
-        return 6 * self.features + 2
-
-    @property
-    def first_gather(self) -> int:
-        """Time to gather the first bucket of them."""
-        return 6 * self.features + 3
-
-    @property
-    def optimizer(self) -> int:
-        """Time of the weight update."""
-        return 6 * self.features + 4
-
-    @property
-    def without_experts(self) -> int:
-        """1 where the stage holds no experts, else 0; only where the model has any."""
-        return 6 * self.features + 5
+    forward = _by_feature(0)
+    """Time of a forward; this and the next three are by feature."""
+    backward = _by_feature(1)
+    """Time of a backward."""
+    send = _by_feature(2)
+    """Time of the link to the next stage."""
+    receive = _by_feature(3)
+    """Time of the link back from it."""
+    forward_share = _by_feature(4)
+    """Part of a forward that uses one bucket of weights."""
+    backward_share = _by_feature(5)
+    """Part of a backward that makes one bucket of gradients."""
+    by_feature = _by_feature(0, 6)
+    """All of these together."""
+    reduction = _of_stage(0)
+    """Time of the gradient reduction, and of a tied matrix's after it."""
+    last_reduction = _of_stage(1)
+    """Time of the last bucket's part of it."""
+    gather = _of_stage(2)
+    """Time to gather the weights."""
+    first_gather = _of_stage(3)
+    """Time to gather the first bucket of them."""
+    optimizer = _of_stage(4)
+    """Time of the weight update."""
+    without_experts = _of_stage(5)
+    """1 where the stage holds no experts, else 0; only where the model has any."""
 
 
 _FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5

@@ -5,6 +5,7 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 
@@ -77,14 +78,7 @@ class EncoderWaits:
 
     def rows(self, picked: np.ndarray | slice) -> Self:
         """Waits of some rows."""
-        return replace(
-            self,
-            all=self.all[picked],
-            even=self.even[picked],
-            silent=self.silent[picked],
-            needed=self.needed[picked],
-            unreduced=self.unreduced[picked],
-        )
+        return rows_of(self, picked)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

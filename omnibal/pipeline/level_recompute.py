@@ -131,7 +131,7 @@ def recomputes_of_levels(
         most: points of a stage's grid.
         same_at_levels: whether a set must have the same layers at all levels.
     """
-    if not (table.holds_others or same_at_levels):
+    if not (table.others_kept_bytes.any() or same_at_levels):
         alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(alone.stage, minlength=1).max() <= most:
             return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)

@@ -4,7 +4,7 @@ The differences between one simulation and the next are what the causes cost. Th
 step exactly, which separately measured waits do not, since a wait may have many causes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -68,16 +68,16 @@ def causes_of(
 ) -> CauseTimes:
     """Times of the workload's rows by the costs, with one cause less each."""
 
-    def without(*causes: _Cause) -> StageTimes:
-        bare, is_needed = _without(cost, causes), _padding in causes
+    def without(*causes: str) -> StageTimes:
+        bare, is_needed = _without(cost, causes), _PADDING in causes
         return workload_times(bare, stages_at, workload, without_padding=is_needed)
 
     all_ = without()
     return CauseTimes(
         all=all_,
-        local=without(_context) if workload.has_shared else all_,
-        silent=without(_context, _collective),
-        needed=without(_context, _collective, _padding),
+        local=without(_CONTEXT) if workload.has_shared else all_,
+        silent=without(_CONTEXT, _COLLECTIVE),
+        needed=without(_CONTEXT, _COLLECTIVE, _PADDING),
     )
 
 
@@ -148,34 +148,26 @@ def _mean_of_ranks_ms(
     return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
 
 
-_Cause = Callable[[UnitCost], np.ndarray]
-"""Part of a unit's forward, backward and recompute time that has one cause, [3, features]."""
+_CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
+"""Parts of a unit's times that have one cause each."""
 
 
-def _context(unit: UnitCost) -> np.ndarray:
-    return unit.context_ms
+def _of_cause(unit: UnitCost, cause: str) -> np.ndarray:
+    """Forward, backward and recompute time of a cause, [3, features]: a unit that runs again
+    exchanges and pads as much."""
+    each_ms: np.ndarray = getattr(unit, cause)
+    return each_ms if cause == _CONTEXT else each_ms[[0, 1, 0]]
 
 
-def _collective(unit: UnitCost) -> np.ndarray:
-    return _as_often_again(unit.collective_ms)
-
-
-def _padding(unit: UnitCost) -> np.ndarray:
-    return _as_often_again(unit.padding_ms)
-
-
-def _as_often_again(forward_and_backward_ms: np.ndarray) -> np.ndarray:
-    """Forward, backward and recompute time: a unit that runs again exchanges and pads as much."""
-    return forward_and_backward_ms[[0, 1, 0]]
-
-
-def _without(cost: CostModel, causes: Sequence[_Cause]) -> CostModel:
+def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
     """The costs without some causes."""
     if not causes:
         return cost
 
     def bare(unit: UnitCost) -> UnitCost:
-        forward_ms, backward_ms, again_ms = np.sum([cause(unit) for cause in causes], axis=0)
+        forward_ms, backward_ms, again_ms = np.sum(
+            [_of_cause(unit, cause) for cause in causes], axis=0
+        )
         rest_ms = unit.backward_ms - backward_ms
         return replace(
             unit,

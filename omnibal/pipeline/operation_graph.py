@@ -54,12 +54,7 @@ class OperationGraph:
 
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
-        """Check a schedule and find what its operations wait for.
-
-        Raises:
-            ValueError: an operation is missing, doubled or unknown, a backward comes before its
-                forward, or stages wait for each other for ever.
-        """
+        """Check a schedule and find what its operations wait for."""
         table = _Table.of(schedule)
         place = _checked_places(schedule, table)
         source = _sources(schedule, table, place)
@@ -110,11 +105,7 @@ class OperationGraph:
 def operation_graph(
     rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
 ) -> OperationGraph:
-    """The checked operations of a schedule; the one way in for all that reads a schedule.
-
-    Raises:
-        ValueError: the schedule is wrong (see `OperationGraph.of`).
-    """
+    """The checked operations of a schedule; the one way in for all that reads a schedule."""
     return OperationGraph.of(rule(stages, chunks, micro_batches))
 
 
@@ -179,9 +170,6 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     """What a stage holds operation by operation, in the order in which it runs them.
 
     A micro-batch is held from its forward to the end of its backward, of both parts if it has two.
-
-    Raises:
-        ValueError: the held ones are not consecutive, since a chunk's passes are out of order.
     """
     schedule, own = graph.schedule, graph.of_stage(stage)
     kind, micro_batch = graph.kind[own], graph.micro_batch[own]
@@ -218,11 +206,7 @@ class StageOrder:
 
     @classmethod
     def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
-        """Orders of all stages of a schedule that has one chunk and runs its passes in order.
-
-        Raises:
-            ValueError: the schedule is another one (`require_in_order`).
-        """
+        """Orders of all stages of a schedule that has one chunk and runs its passes in order."""
         require_in_order(graph)
         kinds = [graph.kind[graph.of_stage(stage)] for stage in range(graph.schedule.stages)]
         return [
@@ -244,11 +228,7 @@ class StageOrder:
 
 
 def require_in_order(graph: OperationGraph) -> None:
-    """Refuse several chunks, backwards in two parts, and passes out of micro-batch order.
-
-    Raises:
-        ValueError: the schedule has one of these.
-    """
+    """Refuse several chunks, backwards in two parts, and passes out of micro-batch order."""
     if not graph.in_order:
         raise ValueError(
             f"{graph.schedule.name}: the search and the trainer need a schedule of one chunk a "
@@ -258,11 +238,7 @@ def require_in_order(graph: OperationGraph) -> None:
 
 
 def require_prefix_closed(schedule: Schedule) -> None:
-    """Refuse a schedule whose list says nothing of fewer micro-batches.
-
-    Raises:
-        ValueError: leaving out micro-batches does not give its schedule of fewer.
-    """
+    """Refuse a schedule whose list says nothing of fewer micro-batches."""
     if not schedule.is_prefix_closed:
         raise ValueError(
             f"{schedule.name}: steps of different numbers of micro-batches were given, and its "

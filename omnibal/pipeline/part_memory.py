@@ -60,7 +60,6 @@ class _ChunkTable:
         """What a stage needs in every pass, but for what units share. [n, passes]
 
         Args:
-            chunk: whose passes these are.
             counts: [n, c, K], and `recomputed` [n, c, levels * K].
         """
         own = counts[:, chunk]
@@ -97,11 +96,7 @@ class PartMemory:
         cap_bytes: float,
         numbers: LayerNumbers | None = None,
     ) -> "list[PartMemory]":
-        """Memory of every stage in its heaviest passes of the run.
-
-        Args:
-            numbers: by which layers are recomputed; None where any may be.
-        """
+        """Memory of every stage in its heaviest passes of the run."""
         if schedule.in_two:
             cost = _working_in_two(cost)
         features = features_of(workload, cost)
@@ -149,7 +144,6 @@ class PartMemory:
         """The least number in an order with which stages fit, and whether they do. [n] and [n]
 
         Args:
-            contents: what their chunks hold.
             order: index of the order of each, [n].
         """
 

@@ -11,10 +11,11 @@ Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
@@ -41,25 +42,7 @@ class Contents:
 
     def some(self, rows: np.ndarray) -> "Contents":
         """Some of them."""
-        return Contents(counts=self.counts[rows], start=self.start[rows], end=self.end[rows])
-
-
-class RecomputeWays(Protocol):
-    """Orders of a stage, and what a number means in each."""
-
-    @property
-    def orders(self) -> int:
-        """Number of orders."""
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all stages have one number and one order."""
-
-    def most(self, contents: Contents) -> np.ndarray:
-        """The least number that recomputes all that an order can. [n]"""
-
-    def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Layers that are recomputed with a number in an order, each [n]. [n, c, K]"""
+        return rows_of(self, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,7 +60,6 @@ class LayerOrders:
         """Orders by what a layer saves for its time, and by kind or chunk first.
 
         Args:
-            mean: features of a mean micro-batch.
             most: micro-batches that each chunk holds at most, [c].
         """
         kinds = layer_kinds(cost.kinds)
@@ -149,10 +131,7 @@ class LayerNumbers:
         is_shared = freedom is not RecomputeFreedom.STAGES
         fixed = [(-1,) * len(layers.towers)]
         if is_shared:
-            # Layers without a backward have nothing to recompute.
-            every = zip((layers.stop - layers.first).tolist(), layers.has_backward, strict=True)
-            choices = [(0, number) if has_backward else (0,) for number, has_backward in every]
-            fixed = [(*encoders, -1) for encoders in product(*choices[:-1])]
+            fixed = [(*encoders, -1) for encoders in product(*layers.encoder_numbers)]
         return cls(
             layers=layers,
             kinds=np.array(layer_kinds(cost.kinds)),
@@ -182,3 +161,7 @@ class LayerNumbers:
         found = np.zeros(contents.counts.shape, np.int64)
         found[..., self.kinds] = of_chunks.reshape(*contents.start.shape, len(self.kinds))
         return found
+
+
+RecomputeWays = LayerOrders | LayerNumbers
+"""Orders of a stage, and what a number means in each."""

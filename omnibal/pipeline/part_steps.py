@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
@@ -40,13 +41,7 @@ class PartTerms:
 
     def some(self, chosen: slice | np.ndarray) -> "PartTerms":
         """Some of the candidates."""
-        return PartTerms(
-            forward=self.forward[chosen],
-            backward=self.backward[chosen],
-            weight=self.weight[chosen],
-            send=self.send[chosen],
-            receive=self.receive[chosen],
-        )
+        return rows_of(self, chosen)
 
     def of_pass(self, kind: Pass) -> np.ndarray:
         """Coefficients of a kind of pass; both parts of a backward are the whole of it."""

@@ -131,17 +131,10 @@ def search_stages(
     """The stages of least simulated step time that are found, and what is proven of them.
 
     Args:
-        cost: of all levels of the workload (`omnibal.pipeline.level_costs.side_by_side`).
-        pipeline_size: stages; at most as many as the model has layers, and the rules allow.
-        memory_cap_bytes: of one device.
-        rules: of what stages may hold and recompute; those of recomputation are of one level.
         prove: False to end with a good split: a fraction of the time, and a bound that is of the
             slowest stage alone.
         effort: share of the usual work after which improving and proving end, each with what it
             has; a small search ends before.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
@@ -174,11 +167,7 @@ def estimated_step_ms(
     effort: float = 1.0,
 ) -> float:
     """Simulated step time of a good split, in a fraction of what `search_stages` takes: memory is
-    looked at in few passes, and nothing is proven. Arguments are as there.
-
-    Raises:
-        DoesNotFit: no split fits the cap.
-    """
+    looked at in few passes, and nothing is proven. Arguments are as there."""
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak(cap_bytes: float | None) -> float:
@@ -307,7 +296,6 @@ def _descend(
     """A search with a good split, over all options that are not too slow to be in a better one.
 
     Args:
-        effort: as in `search_stages`.
         least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
             whether any fits it.
     """
@@ -322,11 +310,7 @@ def _first_split(
     least_peak: Callable[[float | None], float],
 ) -> tuple[Search, float]:
     """A search with a good split over all options within a limit, the first one that some are
-    within, and that limit.
-
-    Args:
-        limit_ms: the first that is tried.
-    """
+    within, and that limit."""
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _search_within(problem, limit_ms)

@@ -37,18 +37,7 @@ def predict(
     reading: StageReading | None = None,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
-    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: parts of the model, which the schedule places on stages, with what they recompute
-            at each level; of one level, `[stages]`.
-        all_steps: workload of the packs.
-        reading: what ranks read of them, where it was measured: a step lasts as long as that.
-
-    Raises:
-        UserError: the stages are not the model cut into runs.
-    """
+    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run."""
     for stages in stages_at:
         check_stages(model, stages)
     memories = schedule_memories(cost, stages_at, all_steps, schedule)

@@ -9,7 +9,7 @@ from pydantic import (
     model_serializer,
 )
 
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 
 
 class StageMemory(Frozen):
@@ -159,13 +159,9 @@ class Prediction(Frozen):
     """GPU-days of all planned epochs."""
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
-    beside: Annotated[
-        EncoderPhasePrediction | None, Field(exclude_if=lambda value: value is None)
-    ] = None
+    beside: EncoderPhasePrediction | None = written_unless(None)
     """Data-parallel encoders; None where they are units of the stages."""
-    reading: Annotated[ReadingPrediction | None, Field(exclude_if=lambda value: value is None)] = (
-        None
-    )
+    reading: ReadingPrediction | None = written_unless(None)
     """Reading of the data; None where no profile timed it."""
 
     @property

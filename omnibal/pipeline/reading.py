@@ -56,7 +56,6 @@ class StageReading:
             features: of micro-batches, at one level.
             has_data_parallel_encoders: whether encoders are data-parallel, whose items all ranks
             share.
-            ranks: of the job on a node.
         """
         ms = np.zeros((len(features), len(stages)))
         with_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]

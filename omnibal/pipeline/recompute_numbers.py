@@ -10,7 +10,7 @@ bisection, and of a stage with a number of its own no other is worth considering
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -62,6 +62,14 @@ class TowerLayers:
             stop=np.array([each[-1] + 1 for each in places]),
             before=before,
         )
+
+    @property
+    def encoder_numbers(self) -> list[tuple[int, ...]]:
+        """Numbers of every encoder that a trainer with shared ones can be told, none or all; 0
+        alone for an encoder without a backward to recompute for."""
+        layers = (self.stop - self.first).tolist()[:-1]
+        each = zip(layers, self.has_backward, strict=False)
+        return [(0, count) if has_backward else (0,) for count, has_backward in each]
 
     def held(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Layers that runs of units [n] hold of every tower. [n, towers]"""
@@ -123,21 +131,13 @@ class LeastNumbers:
 
     def on(self, tables: Sequence[MemoryTable]) -> Self:
         """Numbers to be found anew, for tables of more passes."""
-        return type(self)(
-            layers=self.layers,
-            runs=self.runs,
-            tables=tables,
-            memory_cap_bytes=self.memory_cap_bytes,
-            sequence=self.sequence,
-        )
+        return replace(self, tables=tables, known={})
 
     def find(self, stage: int, chosen: np.ndarray, fixed: Sequence[int | None]) -> np.ndarray:
         """The least number, of towers whose number is not fixed, with which each of the chosen runs
         fits; `NONE_FITS` where none does. [chosen]
 
         Args:
-            stage: index.
-            chosen: indices of runs.
             fixed: numbers of the towers; None for those that all have the number looked for.
         """
         none = tuple(None if number is None else 0 for number in fixed)

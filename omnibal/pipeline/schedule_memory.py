@@ -14,10 +14,11 @@ Axes: passes, chunks of a stage, F features of all levels.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import (
@@ -68,13 +69,7 @@ class ChunkPasses:
 
     def take(self, chosen: np.ndarray) -> "ChunkPasses":
         """Some of the passes, by their indices."""
-        return replace(
-            self,
-            row=self.row[chosen],
-            own=self.own[chosen],
-            kept=self.kept[chosen],
-            late=self.late[chosen],
-        )
+        return rows_of(self, chosen)
 
 
 def schedule_passes(
@@ -259,13 +254,7 @@ def schedule_memories(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage of the pipeline, over all passes of a run.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: parts of the model, which the schedule places on stages, with what they recompute
-            at each level; of one level, `[stages]`.
-    """
+    """Peak memory of one device of every stage of the pipeline, over all passes of a run."""
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         return stage_memories(cost, stages_at, workload)
     return counted_memories(cost, stages_at, workload, schedule)
@@ -375,8 +364,6 @@ def bytes_of_passes(
     """Bytes of one stage of the pipeline in all passes of a run.
 
     Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: as for `schedule_memories`.
         features: of the workload's rows, [rows, F], which may be others than its own.
     """
     size = len(stages_at[0]) // schedule.chunks

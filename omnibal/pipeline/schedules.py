@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 
 
 class Pass(IntEnum):
@@ -81,7 +81,7 @@ class Schedule:
     micro_batches: int
     operations: tuple[StageOperations, ...]
     """Operations of every stage."""
-    is_prefix_closed: bool
+    is_prefix_closed: bool = True
     """Whether leaving out the last micro-batches gives the schedule of the remaining ones. Ranks
     with different numbers of micro-batches can then be simulated side by side by one list."""
     placement: Placement = Placement.LOOP
@@ -139,7 +139,6 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
         chunks=1,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        is_prefix_closed=True,
     )
 
 
@@ -173,7 +172,6 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
         chunks=chunks,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        is_prefix_closed=True,
     )
 
 
@@ -214,7 +212,6 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
         chunks=1,
         micro_batches=micro_batches,
         operations=tuple(operations),
-        is_prefix_closed=True,
     )
 
 
@@ -287,7 +284,6 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
         chunks=chunks,
         micro_batches=micro_batches,
         operations=(tuple(order),) * stages,
-        is_prefix_closed=True,
     )
 
 
@@ -339,7 +335,7 @@ class PipelineSchedule(Frozen):
     """The schedule that a plan is made for."""
 
     name: ScheduleName = "1f1b"
-    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS, exclude_if=lambda chunks: chunks == 1)] = 1
+    chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = written_unless(1)
     """Chunks of the model that every stage holds."""
 
     @model_validator(mode="after")

@@ -44,14 +44,9 @@ class NumberChoices:
     @classmethod
     def of(cls, freedom: RecomputeFreedom, least: LeastNumbers) -> "NumberChoices":
         """Numbers of the towers, of a freedom that has shared ones."""
-        towers = least.layers
-        *encoders, language = (towers.stop - towers.first).tolist()
         return cls(
-            encoders=tuple(
-                (0, layers) if has_backward else (0,)
-                for layers, has_backward in zip(encoders, towers.has_backward, strict=False)
-            ),
-            language_layers=language,
+            encoders=tuple(least.layers.encoder_numbers),
+            language_layers=int((least.layers.stop - least.layers.first)[-1]),
             all_or_none=freedom is RecomputeFreedom.ALL,
         )
 

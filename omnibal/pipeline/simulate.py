@@ -118,47 +118,14 @@ def simulate_step(
         >>> float(simulate_step(ones, 2 * ones, links, links).step_ms)
         15.0
     """
-    batched = simulate_steps(
-        forward_ms[None],
-        backward_ms[None],
+    batched = simulate_schedule(
+        planned_graph(forward_ms.shape[1], len(forward_ms)),
+        {Pass.FORWARD: forward_ms[None], Pass.BACKWARD: backward_ms[None]},
         forward_link_ms[None],
         backward_link_ms[None],
         np.array([len(forward_ms)]),
     )
     return batched.of_step(0)
-
-
-def simulate_steps(
-    forward_ms: np.ndarray,
-    backward_ms: np.ndarray,
-    forward_link_ms: np.ndarray,
-    backward_link_ms: np.ndarray,
-    counts: np.ndarray,
-    ready_ms: np.ndarray | None = None,
-    context: np.ndarray | None = None,
-    lockstep: Lockstep | None = None,
-) -> Timeline:
-    """Many steps side by side, in the schedule that plans are made for.
-
-    Args:
-        forward_ms: [steps, m, p], and `backward_ms` likewise.
-        forward_link_ms: [steps, m, p - 1], and `backward_link_ms` likewise.
-        counts: [steps] micro-batches of each step.
-        ready_ms: when each stage may begin, [steps, p]; None for all at 0.
-        context: consecutive steps that compute a micro-batch together, [steps, m]; None for 1.
-        lockstep: consecutive steps that run in lockstep; None for none.
-    """
-    _, micro_batches, stages = forward_ms.shape
-    return simulate_schedule(
-        planned_graph(stages, micro_batches),
-        {Pass.FORWARD: forward_ms, Pass.BACKWARD: backward_ms},
-        forward_link_ms,
-        backward_link_ms,
-        counts,
-        ready_ms,
-        context,
-        lockstep,
-    )
 
 
 def simulate_schedule(
@@ -344,10 +311,6 @@ def predict_steps(
 
     A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
     norm then needs all stages, so the update starts everywhere at once.
-
-    Args:
-        times: of every row of the workload, on every part of the model.
-        once: what is exchanged and updated.
     """
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
@@ -384,7 +347,6 @@ def simulate_ranks(
     before its first forward; what they do after the last backward is left out.
 
     Args:
-        times: of every row of the workload, on every part of the model.
         workload: a single step.
     """
     alone, one_step = replace(times, waits_ms=None), np.zeros(len(workload), np.int64)
@@ -664,12 +626,7 @@ def simulate_levels(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate every step of a workload, with the costs and the stages of all its levels.
-
-    Args:
-        stages_at: parts of the model, which the schedule places on stages, with what they recompute
-            at each level.
-    """
+    """Simulate every step of a workload, with the costs and the stages of all its levels."""
     times = workload_times(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
     return predict_steps(times, workload, once, schedule)

@@ -56,12 +56,8 @@ def ordered_slots(
     In steps that would need more than the memory cap, micro-batches keep the slots that they have.
 
     Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: parts of the model, which the schedule places on stages, with what they recompute
-            at each level; of one level, `[stages]`.
         workload: of ranks that wait for each other only at a step's end (not `runs_together`).
         memory_cap_bytes: of one device, which the slots as they are keep to.
-        effort: of the search, relative to the usual one.
     """
     times = workload_times(cost, stages_at, workload)
     slot = searched_slots(times, workload, schedule, effort=effort)

@@ -29,11 +29,7 @@ class Span:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a unit or layers from words.
-
-        Raises:
-            ValueError: the layers end before they begin, or there are more than a tower may have.
-        """
+        """Read a unit or layers from words."""
         text = " ".join(text.split())
         match = _LAYERS.fullmatch(text)
         if match is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import ENCODER_WAITS_MS, unit_names
@@ -55,16 +56,7 @@ class StageTimes:
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
         """Times of some packs, given by a mask or by their indices."""
-        return replace(
-            self,
-            forward_ms=self.forward_ms[picked],
-            backward_ms=self.backward_ms[picked],
-            weight_ms=self.weight_ms[picked],
-            recompute_ms=self.recompute_ms[picked],
-            forward_link_ms=self.forward_link_ms[picked],
-            backward_link_ms=self.backward_link_ms[picked],
-            waits_ms=None if self.waits_ms is None else self.waits_ms[picked],
-        )
+        return rows_of(self, picked, "has_experts")
 
     def pass_ms(self, kind: Pass) -> np.ndarray:
         """Time of a kind of pass, [packs, stages]. Both parts of a backward take as long as it
@@ -90,8 +82,6 @@ def workload_times(
     """Times of every row of a workload, each on the stages of its own level. [rows, ...]
 
     Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
         without_padding: whether the padding of packs to the longest is left out.
     """
     features = features_of(workload, cost, without_padding=without_padding)
@@ -174,11 +164,7 @@ def held_units(
     stages: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> np.ndarray:
-    """Number of units of each kind that every stage holds, in all of its chunks. [stages, kinds]
-
-    Args:
-        stages: parts of the model, which the schedule places on stages.
-    """
+    """Number of units of each kind that every stage holds, in all of its chunks. [stages, kinds]"""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return np.stack([counts[parts].sum(axis=0) for parts in schedule.parts_of(len(stages))])
 
@@ -269,14 +255,7 @@ class PerStepCosts:
 
     def at(self, index: Any) -> "PerStepCosts":
         """Costs at an index of the axes before the stages'."""
-        return replace(
-            self,
-            reduction_ms=self.reduction_ms[index],
-            gather_ms=self.gather_ms[index],
-            buckets=self.buckets[index],
-            tied_ms=self.tied_ms[index],
-            update_ms=self.update_ms[index],
-        )
+        return rows_of(self, index)
 
     def without_exchange(self) -> "PerStepCosts":
         """Once-a-step costs with the weight update alone."""
@@ -293,11 +272,7 @@ def per_step_costs(
     stages: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> PerStepCosts:
-    """Exchange with data-parallel ranks and weight update of every stage.
-
-    Args:
-        stages: parts of the model, which the schedule places on stages.
-    """
+    """Exchange with data-parallel ranks and weight update of every stage."""
     return per_step_costs_of_units(cost, held_units(cost, stages, schedule))
 
 

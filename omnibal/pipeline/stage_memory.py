@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 from omnibal.pipeline.encoding import EncoderMemory
@@ -88,8 +89,7 @@ class RunningPasses:
 
     def take(self, chosen: np.ndarray | slice) -> "RunningPasses":
         """Some of the passes."""
-        each = self.own[chosen], self.others[chosen], self.links[chosen]
-        return RunningPasses(own=each[0], others=each[1], links=each[2], largest=self.largest)
+        return rows_of(self, chosen, "largest")
 
 
 LINKS = ("next input", "last input's gradient", "last output", "next gradient", "own gradient")
@@ -421,11 +421,6 @@ class MemoryTable:
         return self._each(change)
 
     @property
-    def holds_others(self) -> bool:
-        """Whether other micro-batches are held in any pass."""
-        return bool(self.others_kept_bytes.any())
-
-    @property
     def _own_level(self) -> np.ndarray:
         """Level of every pass's own micro-batch; 0 where it keeps nothing. [passes]"""
         own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
@@ -564,7 +559,6 @@ def heaviest_passes(
     a table of these two.
 
     Args:
-        counts: units that every stage holds, [stages, kinds].
         recomputed: [stages, levels * kinds].
     """
     features, slot = features_of(workload, cost), workload.slot
@@ -794,7 +788,7 @@ def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
 
     They are whole, however weights are divided.
     """
-    matrix_bytes = cost.tied_trained_parameters * cost.weight_bytes_per_parameter
+    matrix_bytes = cost.tied_trained_parameters * cost.rates.weight_bytes
     matrix_bytes *= cost.weight_parts
     besides = {LANGUAGE_EMBED: 2, HEAD: 0}
     number = [besides.get(each.name, 1) * (each.tower == LANGUAGE) for each in cost.kinds]
@@ -860,12 +854,7 @@ def _trained_bytes(cost: CostModel, trained: int, of_experts: int) -> float:
 def stage_memories(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage, over all passes of a run.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: the stages with what they recompute at each level; of one level, `[stages]`.
-    """
+    """Peak memory of one device of every stage, over all passes of a run."""
     kinds, features = cost.kinds, features_of(workload, cost)
     others = _others_in_flight(len(stages_at[0]), int(workload.slot.max()) + 1)
     total, memories = running_sums(features), []
@@ -914,7 +903,6 @@ def memory_of_stage(
     """Memory of one device of a stage of so many units of each kind [kinds].
 
     Args:
-        table: of any passes.
         held_bytes: most activations of all micro-batches that are held.
         pass_bytes: what the stage needs besides its state in every pass, [passes].
     """

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.linalg import block_diag
 
+from omnibal.base.arrays import rows_of
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure
@@ -68,13 +69,7 @@ class StageOptions:
 
     def take(self, kept: np.ndarray) -> "StageOptions":
         """Some of them, in the same order."""
-        return StageOptions(
-            start=self.start[kept],
-            end=self.end[kept],
-            recomputed=self.recomputed[kept],
-            terms=self.terms[kept],
-            bound_ms=self.bound_ms[kept],
-        )
+        return rows_of(self, kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

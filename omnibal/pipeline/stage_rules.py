@@ -30,11 +30,7 @@ def allowed_runs(
 
 
 def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> None:
-    """Refuse more stages than the rules allow.
-
-    Raises:
-        UserError: with the rule.
-    """
+    """Refuse more stages than the rules allow."""
     language = model.language.layers
     if rules.language_everywhere:
         most, why = language, "every stage must hold a layer of the language model"

@@ -174,12 +174,7 @@ def encoders_stage(model: ModelConfig) -> Stage:
 
 
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
-    """Refuse stages that are not the model, cut into runs.
-
-    Raises:
-        UserError: a stage is empty, the stages' units are not the model's in order, or a stage
-            recomputes a layer that it does not hold.
-    """
+    """Refuse stages that are not the model, cut into runs."""
     position, words = 0, unit_words(model)
     for index, stage in enumerate(stages):
         if not stage.units:

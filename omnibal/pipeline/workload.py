@@ -8,19 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.dispatch.sample_items import SampleItems
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoding import Encoding
 from omnibal.steps.empty_slots import empty_slots
 from omnibal.steps.shares import Shares
-
-
-def _unset() -> np.ndarray:
-    return np.zeros(0, np.int32)
-
-
-def _none_empty() -> np.ndarray:
-    return np.zeros(0, bool)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,15 +29,15 @@ class Workload:
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
-    level: np.ndarray = field(default_factory=_unset)
+    level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Level of the row's pack, [rows]; 0 where it is not given."""
-    context: np.ndarray = field(default_factory=_unset)
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
     All have the pack in the same slot, and start each pass of it together."""
     lockstep_ranks: int = 1
     """Neighbouring ranks that share out experts, and start each pass of every slot together in
     stages that hold any; a divisor of the ranks, and of any context or a multiple of it."""
-    is_empty: np.ndarray = field(default_factory=_none_empty)
+    is_empty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
     """Whether the row is an empty micro-batch, which a rank runs to be in lockstep, [rows]; False
     where it is not given."""
     unpadded: np.ndarray | None = None
@@ -156,15 +149,7 @@ class Workload:
     def rows(self, picked: np.ndarray) -> "Workload":
         """Select rows by a mask or by their indices."""
         return replace(
-            self,
-            features=self.features[picked],
-            unpadded=None if self.unpadded is None else self.unpadded[picked],
-            step=self.step[picked],
-            dp_rank=self.dp_rank[picked],
-            slot=self.slot[picked],
-            level=self.level[picked],
-            context=self.context[picked],
-            is_empty=self.is_empty[picked],
+            rows_of(self, picked),
             samples={name: each.take(picked) for name, each in self.samples.items()},
             encoding=None if self.encoding is None else self.encoding.rows(picked),
         )

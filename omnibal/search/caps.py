@@ -63,12 +63,7 @@ class CapRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapSearchRequest(Comparison):
-    """A job, its samples, and the rule that chooses its caps.
-
-    Raises:
-        UserError: the lengths were scanned for another model, a cap is fixed of a feature that the
-            model does not have, or the rule is the paper's and does not suit the features.
-    """
+    """A job, its samples, and the rule that chooses its caps."""
 
     rule: CapRule
     fixed: dict[str, int] = field(default_factory=dict)
@@ -154,14 +149,6 @@ def search_caps(
     """The caps of the least predicted time per sample, or those of the paper's rule.
 
     Of caps whose times differ by less than 0.3 % the smallest are chosen. Every sample fits.
-
-    Args:
-        request: equal requests give equal results.
-        on_progress: called with the candidates done since the last call, `max_candidates` in all.
-        processes: number of processes that evaluate candidates.
-
-    Raises:
-        UserError: no caps can be used.
     """
     space = cap_space(request, request.limited, request.fixed)
     left = max_candidates(request)
@@ -173,7 +160,7 @@ def search_caps(
 
     def trials(share: int) -> _CapTrials:
         drawn = request.drawn(share)
-        work = _Evaluation(request=drawn)
+        work = partial(_evaluated, drawn)
         return _CapTrials(work=work, processes=processes, on_done=advance, lengths=drawn.lengths)
 
     if request.rule is CapRule.PAPER:
@@ -232,14 +219,6 @@ def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
     for as long as packs by ISF hold 4 to 5 samples on average. What is found is ranked by pad ratio
     plus dist ratios of vision and language over 8 ranks, one pack each. A pack is not padded, so
     its pad ratio is 0. Where nothing on the way has 4 to 5 samples, what comes nearest is all.
-
-    Args:
-        lengths: of all samples, or of some drawn at random.
-        least: that every sample fits; caps are never smaller.
-        seed: of ISF and of the ranks' packs.
-
-    Raises:
-        UserError: no sample has a tile.
     """
     per_tile = _paper_tokens_per_tile(lengths)
     start_tiles = _PAPER_TOKENS // per_tile
@@ -302,44 +281,28 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Evaluation:
-    """Evaluation of one candidate on the drawn samples; can be sent to another process."""
-
-    request: CapSearchRequest
-    """Request with the samples that were drawn."""
-
-    def __call__(self, caps: Caps) -> tuple[Caps, Candidate | UserError]:
-        """The candidate, or why the caps cannot be used."""
-        try:
-            return caps, self._candidate(caps)
-        except UserError as error:
-            return caps, error
-
-    def _candidate(self, caps: Caps) -> Candidate:
-        """Pack, and predict the time at exactly the requested samples per step.
-
-        Raises:
-            UserError: the caps do not fit into memory, or there are fewer packs than ranks.
-        """
-        request = self.request
-        job, lengths, data = request.job, request.lengths, request.sample_data((Level(caps=caps),))
+def _evaluated(request: CapSearchRequest, caps: Caps) -> tuple[Caps, Candidate | UserError]:
+    """Pack the drawn samples and predict the time at exactly the requested samples per step; why
+    the caps cannot be used if they do not fit, or make fewer packs than ranks."""
+    job, lengths = request.job, request.lengths
+    try:
+        data = request.sample_data((Level(caps=caps),))
         (packs,) = packed = data.packed(job)
-        ranks = job.parallel.data
         timed = time_per_sample(Trial(job=job, data=data, packed=packed), request.samples_per_step)
-        assert timed.plan.prediction is not None
-        prediction = timed.plan.prediction
-        return Candidate(
-            caps=caps,
-            samples_per_pack=len(lengths) / len(packs),
-            packs_per_step=timed.micro_batches * ranks,
-            micro_batches=timed.micro_batches,
-            recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
-            peak_gib=max(stage.memory.peak_gib for stage in prediction.stages),
-            bubble_fraction=prediction.bubble_fraction,
-            ms_per_sample=timed.ms_per_sample,
-            samples_per_second=1e3 / timed.ms_per_sample,
-        )
+    except UserError as error:
+        return caps, error
+    prediction = timed.plan.predicted
+    return caps, Candidate(
+        caps=caps,
+        samples_per_pack=len(lengths) / len(packs),
+        packs_per_step=timed.micro_batches * job.parallel.data,
+        micro_batches=timed.micro_batches,
+        recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages),
+        peak_gib=max(stage.memory.peak_gib for stage in prediction.stages),
+        bubble_fraction=prediction.bubble_fraction,
+        ms_per_sample=timed.ms_per_sample,
+        samples_per_second=1e3 / timed.ms_per_sample,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -123,9 +123,6 @@ def check_together(given: Mapping[Feature, str]) -> None:
 
     Args:
         given: features, and the words that they were given in.
-
-    Raises:
-        UserError: with those that do not go with one of them, and why.
     """
     for one in Feature:
         against = [each for each in CONFLICTS if each.one is one and each.other in given]
@@ -150,11 +147,7 @@ NEEDS = (
 
 
 def check_complete(given: Mapping[Feature, str]) -> None:
-    """Refuse features without those that they need; arguments are as of `check_together`.
-
-    Raises:
-        UserError: with the first of them, and why.
-    """
+    """Refuse features without those that they need; arguments are as of `check_together`."""
     for one, needed, why in NEEDS:
         if one in given and needed not in given:
             raise UserError(

@@ -25,7 +25,13 @@ from omnibal.search.feasible import (
 )
 from omnibal.search.goal import Earlier, Goal, ShapesAlone
 from omnibal.search.parallel_sizes import possible_sizings
-from omnibal.search.strategy import Choice, Setting, StrategyProblem, StrategyRequest, need_gib_of
+from omnibal.search.strategy import (
+    Choice,
+    Setting,
+    StrategyRequest,
+    need_gib_of,
+    possible_choices,
+)
 
 _MOST_SIZES = 12
 """Sizes of a change that are looked at, those of least state first: of these, the least is nearly
@@ -128,7 +134,7 @@ def _fitting(request_of: RequestOf, goal: Goal) -> str | None:
     if caps is None:
         caps = cap_space(request, limited_features(request.job.model)).level(1.0)[-1]
     choices = [(each, caps) for each in sizings]
-    return _first_fit(setting, StrategyProblem(setting=setting).possible(choices, processes=1))
+    return _first_fit(setting, possible_choices(setting, choices, processes=1))
 
 
 def _first_fit(setting: Setting, choices: list[Choice]) -> str | None:

@@ -136,9 +136,6 @@ def find_changes(request: PlanRequest) -> Advice:
     For a method other than the joint search, that search is tried alone and, where it is not
     enough, together with all else. Where there are more than `SAMPLES` samples, they
     are tried on `SAMPLES` drawn ones: what only just fits these may need slightly more on all.
-
-    Raises:
-        UserError: the request is wrong in another way than that it does not fit.
     """
     if request.is_joint:
         changes = _Changes(request)

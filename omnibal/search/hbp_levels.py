@@ -32,9 +32,6 @@ def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...
        that length fit one rank in the same memory, without communication. What one rank has of a
        pack of the longest length is another such level, if it is not below the fastest length.
 
-    Raises:
-        UserError: nothing was profiled.
-
     Example:
         >>> figures = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]
         >>> hbp_levels([ProfiledLength(tokens=n, context=c, ms=t) for n, c, t in figures])

@@ -8,7 +8,7 @@ recomputes, just enough for the fullest share to fit.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -145,10 +145,6 @@ class FormEstimate:
     not fit."""
     rows: float
     """Rows of packs: each takes all data-parallel ranks."""
-
-    def of_more(self, factor: float) -> "FormEstimate":
-        """Return the form with so many times as many packs."""
-        return replace(self, rows_ms=factor * self.rows_ms, rows=factor * self.rows)
 
 
 def estimated_form(

@@ -333,7 +333,8 @@ class LevelEstimates:
         """The form with all samples of a step, from some of them."""
         rows = self._rows(step)
         part = self.work_ms[self._drawn(rows)].sum() / self.work_ms[rows].sum()
-        return form.of_more(1 / float(part))
+        more = 1 / float(part)
+        return replace(form, rows_ms=more * form.rows_ms, rows=more * form.rows)
 
     def _some(self, step: Step) -> tuple[Packs, Lengths] | None:
         """Some samples that a level holds and the one below does not, packed."""

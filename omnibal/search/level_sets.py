@@ -16,6 +16,7 @@ Every set of up to four of them with the top among them is looked at:
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -51,12 +52,7 @@ LEAST_GAIN = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelRequest:
-    """A job and the samples that it trains, whose caps are those of the longest packs.
-
-    Raises:
-        UserError: a sample exceeds the caps, a step has too many packs, or fewer levels can be had
-            than are asked for.
-    """
+    """A job and the samples that it trains, whose caps are those of the longest packs."""
 
     job: JobSpec
     data: SampleData
@@ -117,14 +113,6 @@ def search_levels(
 
     Of sets whose times differ by less than 1 % the one of fewest levels is chosen, unless HBP's is
     faster.
-
-    Args:
-        request: equal requests give equal results.
-        on_progress: called with the trials done since the last call, `max_trials()` in all.
-        processes: number of processes that try sets.
-
-    Raises:
-        UserError: no set of levels fits into memory and has packs for all ranks and the curriculum.
     """
     left = max_trials()
 
@@ -188,9 +176,6 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     """Share packs of given steps in the way that is best for a job, which may have other ranks.
 
     Steps, packs and the caps of levels stay as they are.
-
-    Raises:
-        DoesNotFit: packs of a level fit no context size.
     """
     if data.steps is None:
         return data
@@ -218,11 +203,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
 
 
 def hbp_search(request: LevelRequest) -> LevelSearch:
-    """Choose levels by HBP's rule, from estimates of its exchange in place of measured times.
-
-    Raises:
-        UserError: no length fits into memory.
-    """
+    """Choose levels by HBP's rule, from estimates of its exchange in place of measured times."""
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
     trials.run([estimates.by_hbp()])
@@ -318,23 +299,17 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Exactly:
-    """A trial of a set of levels, of which so many must have packs."""
-
-    trials: LevelTrials
-    count: int | None
-
-    def __call__(
-        self, levels: tuple[Level, ...]
-    ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
-        found = self.trials(levels)
-        if isinstance(found[1], LevelTrial) and self.count not in (None, len(found[1].levels)):
-            return levels, UserError(
-                f"packs of these samples are of fewer than {self.count} levels; give fewer "
-                "--packing-levels, or auto"
-            )
-        return found
+def _tried(
+    trials: LevelTrials, count: int | None, levels: tuple[Level, ...]
+) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
+    """Try a set of levels, of which `count` must have packs; None for any number."""
+    found = trials(levels)
+    if isinstance(found[1], LevelTrial) and count not in (None, len(found[1].levels)):
+        return levels, UserError(
+            f"packs of these samples are of fewer than {count} levels; give fewer "
+            "--packing-levels, or auto"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -369,7 +344,7 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
         )
         some = whole.drawn(SIMULATED_SAMPLES)
         return cls(
-            work=_Exactly(trials=some, count=request.exactly),
+            work=partial(_tried, some, request.exactly),
             processes=processes,
             on_done=on_done,
             whole=whole,
@@ -383,7 +358,7 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
         if len(self.lengths) == len(self.whole.data.lengths):
             return self
         more = self.whole.drawn(_FINAL_SAMPLES)
-        work = _Exactly(trials=more, count=self.exactly)
+        work = partial(_tried, more, self.exactly)
         return replace(self, work=work, lengths=more.data.lengths, found={}, failed={})
 
     def ranked(self) -> list[LevelTrial]:

@@ -169,13 +169,7 @@ def _searched(
 def levels_in_use(
     levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
 ) -> tuple[Level, ...]:
-    """The levels that have packs, of which the last holds every sample.
-
-    Args:
-        levels: of rising caps.
-        of_packs: level of every pack, int [packs].
-        longest: least caps that hold every sample.
-    """
+    """The levels that have packs, of which the last holds every sample."""
     counts = np.bincount(of_packs, minlength=len(levels)).tolist()
     used = [level for level, packs in zip(levels, counts, strict=True) if packs]
     if len(levels) == 1 or (used and holds(used[-1].caps, longest)):

@@ -227,12 +227,11 @@ def _percent(share: float) -> str:
 def rate_of(result: PlanResult) -> float:
     """Samples per second and device of a plan; packs per second and device where it has none."""
     plan = result.plan
-    assert plan.prediction is not None
-    per_second = plan.prediction.samples_per_second_per_gpu
+    per_second = plan.predicted.samples_per_second_per_gpu
     if per_second is not None:
         return per_second
     packs = samples_per_step(result)
-    return 1e3 * packs / plan.prediction.step_ms / plan.parallel.world_size
+    return 1e3 * packs / plan.predicted.step_ms / plan.parallel.world_size
 
 
 def samples_per_step(result: PlanResult) -> int:
@@ -253,12 +252,6 @@ def requests_lifted(
     Where items are limited too, caps are those of the plan without limits; where these are the same
     ones, as they were given, that limit is left out. Where weights are no longer divided, sizes and
     caps are those of the plan without limits, as there are no other sizes with that limit.
-
-    Args:
-        trainer: whose limits the plan keeps to.
-        result: the plan under all of them.
-        packing: rule that it was packed by.
-        free: the plan without limits, of the same data.
     """
     plan, free_data = result.plan, free.plan.data
     names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
@@ -327,13 +320,6 @@ def rates_lifted(
 
     Of many samples some are drawn at random, and limits are compared on these: the rate of the plan
     is multiplied by what lifting the limit gains there.
-
-    Args:
-        trainer: whose limits the plan keeps to.
-        result: the plan.
-        packing: rule that it was packed by.
-        requests: as `requests_lifted` gives them.
-        on_progress: called with 1 after each of them.
 
     Returns:
         Samples per second and device; 0 where there is no plan.

@@ -37,18 +37,16 @@ from omnibal.job.plan_data import limited_features
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
-from omnibal.search.engine import BoundedTrials
 from omnibal.search.feasible import gib_text
 from omnibal.search.schedule_choice import check_may_run, may_run
 from omnibal.search.strategy import (
     Setting,
     Sizing,
     Strategy,
-    StrategyProblem,
     StrategyRequest,
-    StrategyTrials,
 )
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
@@ -162,18 +160,7 @@ def progress_total(request: StrategyRequest) -> int:
 def search_strategies(
     request: StrategyRequest, on_progress: Callable[[int], None], processes: int = 1
 ) -> StrategySearch:
-    """Rank all strategies by predicted time per sample.
-
-    Args:
-        request: equal requests give equal results.
-        on_progress: called with what is done since the last call, `progress_total` in all.
-        processes: number of processes that evaluate strategies.
-
-    Raises:
-        DoesNotFit: no strategy fits into memory.
-        UserError: no parallel sizes are possible, a sample exceeds the caps, or a step has too few
-            packs.
-    """
+    """Rank all strategies by predicted time per sample."""
     sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     space = cap_space(request, limited_features(request.job.model))
@@ -184,8 +171,7 @@ def search_strategies(
         left -= done
         on_progress(done)
 
-    problem = StrategyProblem(setting=setting)
-    trials: StrategyTrials = BoundedTrials(problem=problem, processes=processes, advance=advance)
+    trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
     if request.caps is None:
         levels = [space.level(factor)[-1] for factor in _LEVELS]
     else:
@@ -205,11 +191,7 @@ def search_strategies(
 
 def possible_sizings(request: StrategyRequest) -> list[Sizing]:
     """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size,
-    with every placement of encoders that goes with them.
-
-    Raises:
-        UserError: there are none, with what is possible.
-    """
+    with every placement of encoders that goes with them."""
     found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
@@ -247,7 +229,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
     if len(ways) > 1:
         found = [each for each in found if _is_worth_a_try(each, cluster)]
-    possible = [parallel for parallel in found if _is_possible(request, parallel)]
+    possible = [p for p in found if request.sizes.are(p) and request.job.allows(p)]
     if possible:
         jobs = [request.job.sized(parallel) for parallel in possible]
         check_may_run(jobs, request.schedule)
@@ -308,10 +290,6 @@ def _check_given(request: StrategyRequest) -> None:
         request.job.check_sizes(alone)
 
 
-def _is_possible(request: StrategyRequest, parallel: Parallel) -> bool:
-    return request.sizes.are(parallel) and request.job.allows(parallel)
-
-
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Message for given sizes that are impossible; `others` are possible if none is given."""
     sizes = request.sizes
@@ -346,13 +324,13 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def _result(trials: StrategyTrials, sizings: Sequence[Sizing]) -> StrategySearch:
+def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     ranked = trials.ranked()
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
     out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
     return StrategySearch.of(
-        _setting_of(trials).request,
+        trials.setting.request,
         ranked,
         sorted(out, key=_order_of_ruled_out),
         choices=len(trials.least_ms),
@@ -411,7 +389,7 @@ def _why(strategy: Strategy, best: Strategy) -> str:
     return ", ".join(named) or "about as fast"
 
 
-def _ruled_out(trials: StrategyTrials, sizing: Sizing, best: Strategy) -> RuledOut:
+def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOut:
     choices = [choice for choice in trials.least_ms if choice[0] == sizing]
     if not choices:
         return RuledOut(
@@ -437,28 +415,23 @@ def _ruled_out(trials: StrategyTrials, sizing: Sizing, best: Strategy) -> RuledO
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)
-    cap_gib = _setting_of(trials).request.job.memory_cap_gib
+    cap_gib = trials.setting.request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
     return RuledOut(sizing=sizing, need_gib=need_gib, most_samples_per_second=None, why=why)
 
 
-def _setting_of(trials: StrategyTrials) -> Setting:
-    assert isinstance(trials.problem, StrategyProblem)
-    return trials.problem.setting
-
-
-def _most_packs(trials: StrategyTrials) -> str:
+def _most_packs(trials: BoundedTrials) -> str:
     """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
-    if _setting_of(trials).request.given is not None:
+    if trials.setting.request.given is not None:
         return "too few"
-    alone, setting = Sizing(Parallel(pipeline=1)), _setting_of(trials)
+    alone, setting = Sizing(Parallel(pipeline=1)), trials.setting
     packs = max(setting.micro_batches((alone, caps)) for caps in setting.packs)
     unit = 10.0 ** min(math.floor(math.log10(packs)) - 2, 0)
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: StrategyTrials, sizings: Sequence[Sizing]) -> UserError:
-    request = _setting_of(trials).request
+def _unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
+    request = trials.setting.request
     if not trials.least_ms:
         fewest = min(sizing.parallel.data for sizing in sizings)
         samples = min(request.samples_per_step, len(request.lengths))

@@ -139,11 +139,7 @@ def may_run(job: JobSpec, name: str) -> bool:
 
 
 def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
-    """Refuse a schedule that none of some jobs, one at least, may run, before anything is searched.
-
-    Raises:
-        UserError: none may.
-    """
+    """Refuse a schedule that none of some jobs, one at least, may run, before any search."""
     if not any(may_run(job, name) for job in jobs):
         job = max(jobs, key=lambda each: (each.parallel.pipeline, _layers(each)))
         whys = (_obstacle_of_job(job, each) for each in schedules_of({name}, job))
@@ -166,8 +162,6 @@ def with_best_schedule(
     """The plan in the fastest schedule, and what it was chosen from.
 
     Args:
-        planned: the plan in 1F1B.
-        names: schedules to choose from.
         is_ordered: whether its micro-batches are in their best order (`ordered_plan`); else plans
             are compared as dealt, and the fastest is put in order.
     """
@@ -181,11 +175,10 @@ def _fastest(
     """Request and plan of the fastest schedule, and what it was chosen from.
 
     Args:
-        planned, names: as of `with_best_schedule`.
         is_ordered: whether micro-batches of all plans are in their best order, or as dealt.
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
-    before = _prediction(planned)
+    before = planned.plan.predicted
     tried = dict(_possible(request, planned, names))
     free = {each: again for each, again in tried.items() if not isinstance(again, str)}
     refused = {each: why for each, why in tried.items() if isinstance(why, str)}
@@ -208,7 +201,7 @@ def _fastest(
     except DoesNotFit:
         return request, planned, choice
     result = ordered_plan(free[best], result) if is_ordered else result
-    after = _prediction(result)
+    after = result.plan.predicted
     choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
     if relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
         return request, planned, choice
@@ -219,14 +212,7 @@ def _fastest(
 def in_schedule(
     request: PlanRequest, planned: PlanResult, name: str, *, is_ordered: bool
 ) -> tuple[PlanResult, ScheduleChoice]:
-    """The plan in a schedule of this name, which is the fastest of it by a quick search.
-
-    Args:
-        planned, is_ordered: as of `with_best_schedule`.
-
-    Raises:
-        UserError: the job cannot run in it, or does not fit.
-    """
+    """The plan in a schedule of this name, which is the fastest of it by a quick search."""
     found = dict(_possible(request, planned, {name}))
     free = {each: again for each, again in found.items() if not isinstance(again, str)}
     if not free:
@@ -241,7 +227,7 @@ def in_schedule(
         # What would fit in 1F1B is no advice: this job does.
         raise UserError(str(error)) from error
     result = ordered_plan(free[best], result) if is_ordered else result
-    plans = {ONE_FORWARD_ONE_BACKWARD: _prediction(planned), best: _prediction(result)}
+    plans = {ONE_FORWARD_ONE_BACKWARD: planned.plan.predicted, best: result.plan.predicted}
     choice = ScheduleChoice(
         chosen=best,
         steps_ms={each: prediction.step_ms for each, prediction in plans.items()},
@@ -256,7 +242,7 @@ def _ordered(
     """The chosen plan with its micro-batches in order, and steps of others as if theirs gained as
     much by it."""
     ordered = ordered_plan(request, result)
-    now, dealt = _prediction(ordered), _prediction(result)
+    now, dealt = ordered.plan.predicted, result.plan.predicted
     steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}
     idle = choice.idle and {**choice.idle, choice.chosen: now.bubble_fraction}
     return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
@@ -277,11 +263,7 @@ def _possible(
 def _quick_steps_ms(
     requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
 ) -> dict[PipelineSchedule, float]:
-    """Steps of those that fit, by a quick search, in as many processes as are of use.
-
-    Args:
-        requests: one at least.
-    """
+    """Steps of those that fit, by a quick search, in as many processes as are of use."""
     # Requests differ in their schedule alone.
     first = next(iter(requests.values()))
     workload = first.job.workload(*dealt, first.data.levels)
@@ -307,8 +289,3 @@ def _may_gain(prediction: Prediction) -> float:
 def _words(schedule: PipelineSchedule) -> str:
     chunks = f" of {schedule.chunks} chunks" if schedule.name == "interleaved" else ""
     return f"{schedule.name}{chunks}"
-
-
-def _prediction(result: PlanResult) -> Prediction:
-    assert result.plan.prediction is not None
-    return result.plan.prediction

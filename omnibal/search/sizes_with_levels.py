@@ -13,6 +13,7 @@ are best depends on the sizes: ranks that share long packs need fewer stages to 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -106,58 +107,42 @@ class LevelSetting:
         self.estimates(any_sizing).pack_all(self.rule)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EstimateSets:
-    """Estimates of the best sets of levels at some sizes."""
-
-    levels: LevelSetting
-
-    def __call__(
-        self, sizing: Sizing
-    ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
-        """The sets of least estimated ms per sample, and a lower bound on all of them."""
-        setting, rule = self.levels.setting, self.levels.rule
-        job, request = setting.job(sizing), setting.request
-        if not fits_cap(least_state_gib(job), job.memory_cap_gib):
-            return sizing, ([], np.inf)
-        lengths = self.levels.data.lengths
-        before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
-        bound_ms = least_ms_per_sample(job, lengths) + before_ms
-        sets = some_of_each(self.levels.estimates(sizing).by_rule(rule))[:_MOST_OF_SIZING]
-        return sizing, ([(ms + encoders_ms, levels) for ms, levels in sets], bound_ms)
+def _estimate_sets(
+    levels: LevelSetting, sizing: Sizing
+) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
+    """Sets of least estimated ms per sample at some sizes, and a lower bound on all of them."""
+    setting = levels.setting
+    job, request = setting.job(sizing), setting.request
+    if not fits_cap(least_state_gib(job), job.memory_cap_gib):
+        return sizing, ([], np.inf)
+    lengths = levels.data.lengths
+    before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
+    bound_ms = least_ms_per_sample(job, lengths) + before_ms
+    sets = some_of_each(levels.estimates(sizing).by_rule(levels.rule))[:_MOST_OF_SIZING]
+    return sizing, ([(ms + encoders_ms, of_set) for ms, of_set in sets], bound_ms)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class SimulateSet:
-    """Simulation of a set of levels at some sizes."""
-
-    levels: LevelSetting
-
-    def __call__(self, choice: LevelChoice) -> tuple[LevelChoice, LevelTrial | UserError]:
-        sizing, levels = choice
-        return choice, self.levels.trials(sizing)(levels)[1]
+def _simulate_set(
+    levels: LevelSetting, choice: LevelChoice
+) -> tuple[LevelChoice, LevelTrial | UserError]:
+    return choice, levels.trials(choice[0])(choice[1])[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlanSet:
-    """Planning of a set of levels at some sizes."""
-
-    levels: LevelSetting
-
-    def __call__(self, choice: LevelChoice) -> tuple[LevelChoice, Strategy | UserError]:
-        sizing, levels = choice
-        setting = self.levels.setting
-        try:
-            trial = setting.trial_of_levels(sizing, levels)
-            if trial.micro_batches(setting.request.samples_per_step) < 1:
-                raise UserError(
-                    f"a step of {setting.request.samples_per_step:,} samples has fewer packs than "
-                    f"{sizing.parallel.data:,} data-parallel ranks: give a larger "
-                    "--samples-per-step"
-                )
-            return choice, planned_strategy(setting, sizing, trial)
-        except UserError as error:
-            return choice, error
+def _plan_set(
+    levels: LevelSetting, choice: LevelChoice
+) -> tuple[LevelChoice, Strategy | UserError]:
+    sizing, of_set = choice
+    setting = levels.setting
+    try:
+        trial = setting.trial_of_levels(sizing, of_set)
+        if trial.micro_batches(setting.request.samples_per_step) < 1:
+            raise UserError(
+                f"a step of {setting.request.samples_per_step:,} samples has fewer packs than "
+                f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
+            )
+        return choice, planned_strategy(setting, sizing, trial)
+    except UserError as error:
+        return choice, error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -177,15 +162,7 @@ def search_with_levels(
     """Rank strategies of one level, and of levels where the rule asks for any.
 
     Args:
-        request: equal requests give equal results.
         rule: which sets of levels are looked at; a count of 1 for none.
-        on_progress: called with what is done since the last call, `progress_total` and, where
-            there are levels, `levels_total` in all.
-        processes: number of processes that evaluate strategies.
-
-    Raises:
-        DoesNotFit: no strategy fits into memory.
-        UserError: no parallel sizes are possible, or a step has too few packs.
     """
     if rule.count == 1:
         return search_strategies(request, on_progress, processes)
@@ -241,17 +218,11 @@ def _search_sets(
     advance: Callable[[int], None],
     processes: int,
 ) -> FoundLevels:
-    """Strategies with the levels of least predicted time per sample.
-
-    Args:
-        levels: what is tried on what.
-        sizings: to choose from.
-        advance: called with the trials that are done since the last call.
-    """
+    """Strategies with the levels of least predicted time per sample."""
     levels.pack()
     estimated, bound_ms = _estimates(levels, sizings, advance, processes)
     trials: Trials[LevelChoice, LevelTrial] = Trials(
-        work=SimulateSet(levels=levels), processes=processes, on_done=advance
+        work=partial(_simulate_set, levels), processes=processes, on_done=advance
     )
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
@@ -261,7 +232,7 @@ def _search_sets(
             trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
     finalists = [each for _, each in _ranked(levels, trials) if not are_plain(each[1])]
     planned: Trials[LevelChoice, Strategy] = Trials(
-        work=PlanSet(levels=levels), processes=processes, on_done=advance
+        work=partial(_plan_set, levels), processes=processes, on_done=advance
     )
     planned.run(finalists[:_FINALISTS])
     if not planned.found:
@@ -282,7 +253,7 @@ def _estimates(
 ) -> tuple[list[tuple[float, LevelChoice]], float]:
     """Estimated ms per sample of sets of levels at all sizes, the fastest first, and the least
     bound."""
-    found = try_all(EstimateSets(levels=levels), sizings, processes, advance)
+    found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
     estimated = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
     return sorted(estimated, key=lambda each: each[0]), bound_ms

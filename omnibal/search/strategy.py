@@ -6,6 +6,7 @@ the setting alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -21,7 +22,7 @@ from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.search.engine import Bound, BoundedTrials, Need, try_all
+from omnibal.search.engine import try_all
 from omnibal.search.feasible import least_state_gib, need_vs_budget_gib
 from omnibal.search.trial import (
     MIN_STEPS,
@@ -145,6 +146,25 @@ class Strategy:
 Choice = tuple[Sizing, Caps]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """Memory in GiB that a choice needs at least, and does not fit."""
+
+    gib: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """What bounds on steps of whole numbers of micro-batches say of a choice."""
+
+    least_ms: float
+    """Lower bound on its time per sample; 0 where none is known."""
+    about_ms: float
+    """The time per sample if steps took as long as their bounds."""
+    of_nearest_ms: float
+    """The time per sample so, in steps of the nearest number of micro-batches alone."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:
     """Samples and packs that strategies are tried on; can be sent to another process."""
@@ -202,50 +222,43 @@ class Setting:
         return min(self.step_sizes(choice), key=lambda size: abs(size.micro_batches - wanted))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackSamples:
-    """Packing of the samples under given caps."""
-
-    setting: Setting
-
-    def __call__(self, caps: Caps) -> tuple[Caps, Packs]:
-        # Packs are the same for any parallel sizes.
-        request = self.setting.request
-        data = request.sample_data((Level(caps=caps),))
-        (packs,) = pack_epochs(
-            data.lengths, data.settings, data.levels, rules=data.rules, most_types=_TRIAL_TYPES
-        )
-        return caps, packs
+def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
+    """Choices with a pack for every rank; their packs are made here."""
+    if setting.request.given is None:
+        caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
+        work = partial(pack_at, setting)
+        setting.packs.update(try_all(work, caps, processes, lambda done: None))
+    return [choice for choice in choices if setting.micro_batches(choice) >= 1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FindBound:
-    """Computation of a bound on a choice's time per sample; its need where the state alone does not
-    fit."""
+def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
+    """Pack the samples under given caps, which is the same for any parallel sizes."""
+    data = setting.request.sample_data((Level(caps=caps),))
+    (packs,) = pack_epochs(
+        data.lengths, data.settings, data.levels, rules=data.rules, most_types=_TRIAL_TYPES
+    )
+    return caps, packs
 
-    setting: Setting
 
-    def __call__(self, choice: Choice) -> tuple[Choice, Bound | Need]:
-        job = self.setting.job(choice[0])
-        state_gib = least_state_gib(job)
-        if not fits_cap(state_gib, job.memory_cap_gib):
-            return choice, Need(gib=state_gib)
-        sizes, wanted = self.setting.step_sizes(choice), self.setting.micro_batches(choice)
-        steps_ms = [_least_step_ms(size) for size in sizes]
-        both = list(zip(sizes, steps_ms, strict=True))
-        nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
-        about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
-        before_ms, encoders_ms = encoders_ms_per_sample(
-            job, self.setting.request.lengths, self.setting.request.samples_per_step
-        )
-        # A term with a negative weight would need an upper bound.
-        is_bound = all(size.steps_per_sample >= 0 for size in sizes)
-        bound = Bound(
-            least_ms=about_ms + before_ms if is_bound else 0.0,
-            about_ms=about_ms + encoders_ms,
-            of_nearest_ms=step_ms / nearest.samples + encoders_ms,
-        )
-        return choice, bound
+def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
+    """Find a bound on a choice's time per sample; its need if the state alone does not fit."""
+    job, request = setting.job(choice[0]), setting.request
+    state_gib = least_state_gib(job)
+    if not fits_cap(state_gib, job.memory_cap_gib):
+        return choice, Need(gib=state_gib)
+    sizes, wanted = setting.step_sizes(choice), setting.micro_batches(choice)
+    steps_ms = [_least_step_ms(size) for size in sizes]
+    both = list(zip(sizes, steps_ms, strict=True))
+    nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
+    about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
+    before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, request.samples_per_step)
+    # A term with a negative weight would need an upper bound.
+    is_bound = all(size.steps_per_sample >= 0 for size in sizes)
+    return choice, Bound(
+        least_ms=about_ms + before_ms if is_bound else 0.0,
+        about_ms=about_ms + encoders_ms,
+        of_nearest_ms=step_ms / nearest.samples + encoders_ms,
+    )
 
 
 def _least_step_ms(size: StepSize) -> float:
@@ -261,112 +274,36 @@ def _least_step_ms(size: StepSize) -> float:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Estimate:
-    """Estimate of a choice's time per sample, in steps of the nearest micro-batches alone."""
-
-    setting: Setting
-
-    def __call__(self, choice: Choice) -> tuple[Choice, float | Need]:
-        size = self.setting.nearest(choice)
-        need_gib = need_gib_of([size])
-        if not fits_cap(need_gib, size.request.job.memory_cap_gib):
-            return choice, Need(gib=need_gib)
-        try:
-            return choice, estimated_ms_per_sample(size)
-        except DoesNotFit:
-            # Data-parallel encoders leave less room than the least need has.
-            return choice, Need(gib=need_gib)
+def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
+    """Estimate a choice's time per sample, in steps of the nearest micro-batches alone."""
+    size = setting.nearest(choice)
+    need_gib = need_gib_of([size])
+    if not fits_cap(need_gib, size.request.job.memory_cap_gib):
+        return choice, Need(gib=need_gib)
+    try:
+        return choice, estimated_ms_per_sample(size)
+    except DoesNotFit:
+        # Data-parallel encoders leave less room than the least need has.
+        return choice, Need(gib=need_gib)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Evaluate:
-    """Planning of a choice."""
-
-    setting: Setting
-    fits: bool = False
-    """Whether choices are known to fit in steps of the nearest micro-batches."""
-
-    def __call__(self, choice: Choice) -> tuple[Choice, Strategy | Need]:
-        try:
-            return choice, self._planned(choice)
-        except DoesNotFit:
-            # In steps of one of both sizes.
-            return choice, Need(gib=need_gib_of(self.setting.step_sizes(choice)))
-
-    def _planned(self, choice: Choice) -> Strategy | Need:
-        setting, sizing = self.setting, choice[0]
-        if not self.fits:
+def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
+    """Plan a choice, which `fits` says to fit in steps of the nearest micro-batches."""
+    sizing = choice[0]
+    try:
+        if not fits:
             need_gib = need_gib_of(setting.step_sizes(choice))
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
-                return Need(gib=need_gib)
-        return planned_strategy(setting, sizing, setting.trial(choice))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StrategyProblem:
-    """Sizes at caps, as the engine asks of them."""
-
-    setting: Setting
-
-    def possible(self, choices: Sequence[Choice], processes: int) -> list[Choice]:
-        """Choices with a pack for every rank; their packs are made here."""
-        packs = self.setting.packs
-        if self.setting.request.given is None:
-            caps = list(dict.fromkeys(caps for _, caps in choices if caps not in packs))
-            packs |= try_all(PackSamples(setting=self.setting), caps, processes, lambda done: None)
-        return [choice for choice in choices if self.setting.micro_batches(choice) >= 1]
-
-    def bound(self) -> "FindBound":
-        """The task that bounds a choice from below."""
-        return FindBound(setting=self.setting)
-
-    def estimate(self) -> "Estimate":
-        """The task that estimates a choice's time."""
-        return Estimate(setting=self.setting)
-
-    def evaluate(self, *, fits: bool) -> "Evaluate":
-        """The task that plans a choice."""
-        return Evaluate(setting=self.setting, fits=fits)
-
-    def member(self, choice: Choice) -> Sizing:
-        """Sizes and placement, whatever the caps."""
-        return choice[0]
-
-    def group(self, choice: Choice) -> tuple[int, int, int, int, EncoderPlacement]:
-        """Tensor, pipeline and data size, the sharding and the placement, whatever the expert size
-        and caps."""
-        parallel = choice[0].parallel
-        sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
-        return *sizes, choice[0].placement
-
-    def kind(self, choice: Choice) -> tuple[EncoderPlacement, WeightSharding]:
-        """The placement of encoders, and how weights are held."""
-        return choice[0].placement, choice[0].parallel.sharding
-
-    def order(self, choice: Choice) -> tuple:
-        """Sizes, then caps."""
-        sizing, caps = choice
-        return str(sizing.parallel), *caps.values.tolist(), sizing.placement
-
-    def rank(self, found: Strategy) -> tuple:
-        """The time, then the smallest sizes."""
-        parallel, caps = found.parallel, found.caps
-        sizes = parallel.tensor, parallel.pipeline, parallel.expert, parallel.sharded
-        return found.ms_per_sample, *sizes, *reversed(caps.values.tolist()), found.placement
-
-
-StrategyTrials = BoundedTrials[Choice, Strategy]
+                return choice, Need(gib=need_gib)
+        return choice, planned_strategy(setting, sizing, setting.trial(choice))
+    except DoesNotFit:
+        # In steps of one of both sizes.
+        return choice, Need(gib=need_gib_of(setting.step_sizes(choice)))
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
-    """The strategy of a trial.
-
-    Raises:
-        DoesNotFit: it needs too much memory.
-    """
+    """The strategy of a trial."""
     timed = time_per_sample(trial, setting.request.samples_per_step, _TRIAL_EFFORT)
-    assert timed.plan.prediction is not None
     return Strategy(
         parallel=sizing.parallel,
         placement=sizing.placement,
@@ -375,7 +312,7 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
         samples_per_second=1e3 / timed.ms_per_sample,
         ms_per_sample=timed.ms_per_sample,
         lost=timed.lost,
-        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.prediction.stages),
+        peak_gib=max(stage.memory.peak_gib for stage in timed.plan.predicted.stages),
         recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
         why="",
     )

@@ -40,11 +40,7 @@ _ESTIMATE_EFFORT = 0.003
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Comparison:
-    """Common basis on which candidates are compared: samples, packing rule and samples per step.
-
-    Raises:
-        UserError: the lengths were scanned for another model.
-    """
+    """Common basis on which candidates are compared: samples, packing rule and samples per step."""
 
     job: JobSpec
     lengths: Lengths
@@ -191,11 +187,7 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
 
 def estimated_ms_per_sample(size: StepSize) -> float:
     """Estimate the time per sample in steps of one size in a fraction of a plan's work, from the
-    first stages that are found on a few of them.
-
-    Raises:
-        DoesNotFit: no split fits the memory cap on these steps.
-    """
+    first stages that are found on a few of them."""
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
     if job.has_data_parallel_encoders:
@@ -251,22 +243,14 @@ class Timed:
 
 
 def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: float = 1.0) -> Timed:
-    """Predict the time per sample at exactly `samples_per_step` samples per step.
-
-    Args:
-        effort: of the search for stages, as in `search_stages`.
-
-    Raises:
-        UserError: a plan cannot be made, such as for lack of memory.
-    """
+    """Predict the time per sample at exactly `samples_per_step` samples per step."""
     plans: dict[int, Plan] = {}
     ms_per_sample = 0.0
     lost = np.zeros(len(LostTime.model_fields))
     for size in trial.step_sizes(samples_per_step):
         plan = plans[size.micro_batches] = make_plan(size.request, effort).plan
-        assert plan.prediction is not None
-        ms_per_sample += size.steps_per_sample * plan.prediction.step_ms
-        lost += size.steps_per_sample * np.array([ms for _, ms in plan.prediction.lost])
+        ms_per_sample += size.steps_per_sample * plan.predicted.step_ms
+        lost += size.steps_per_sample * np.array([ms for _, ms in plan.predicted.lost])
     nearest = max(round(trial.micro_batches(samples_per_step)), 1)
     return Timed(
         plan=plans[nearest],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.model.levels import CutRule, Level
 
 SHORT_SHARE = 0.25
@@ -56,13 +57,7 @@ class Pieces:
 
     def take(self, chosen: np.ndarray) -> "Pieces":
         """Select some of the pieces, by a mask or by their indices."""
-        return Pieces(
-            pack=self.pack[chosen],
-            rank=self.rank[chosen],
-            sample=self.sample[chosen],
-            first=self.first[chosen],
-            stop=self.stop[chosen],
-        )
+        return rows_of(self, chosen)
 
     @classmethod
     def in_order(

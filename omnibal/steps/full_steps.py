@@ -33,9 +33,6 @@ def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> Sched
         packs: of which every step but an epoch's last has `packs_per_step`.
         packs_per_step: of all ranks together, a multiple of `ranks`.
         ranks: data-parallel ones; their packs of a step differ by one at most.
-
-    Raises:
-        UserError: an epoch has fewer packs than ranks.
     """
     fewest = int(np.bincount(packs.epoch).min())
     size = size_of_step(fewest, packs_per_step, ranks)
@@ -55,8 +52,6 @@ def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.
     few samples for that.
 
     Args:
-        packs: of an epoch.
-        packs_per_step: of all ranks together.
         load: gives the load of every pack; the heaviest of the lightest are split, in equal halves.
     """
     over = len(packs) % packs_per_step
@@ -107,15 +102,7 @@ def level_to_fill(
     packs: Packs, packs_per_step: int, tokens: np.ndarray, max_tokens: int, seed: Seed
 ) -> Packs:
     """Deal all samples anew to as many packs as fill whole steps, level in tokens, if next fit
-    keeps these apart; packs as they are otherwise, and where they are good as they are.
-
-    Args:
-        packs: of an epoch.
-        packs_per_step: of all ranks together.
-        tokens: of every sample, [samples].
-        max_tokens: that a pack may hold.
-        seed: decides between equals.
-    """
+    keeps these apart; packs as they are otherwise, and where they are good as they are."""
     wanted = -(-len(packs) // packs_per_step) * packs_per_step
     if wanted > len(tokens) or (wanted == len(packs) and _are_apart(packs, tokens)):
         return packs

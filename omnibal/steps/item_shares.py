@@ -33,9 +33,6 @@ _HALVINGS = 8
 def bounds_of_items(packs: Packs, lengths: Lengths, level: Level, feature: str) -> np.ndarray:
     """Bounds of the items that every rank encodes of packs of one level.
 
-    Args:
-        feature: name of the items.
-
     Returns:
         int64 [packs, context + 1]: rank r has a pack's items from entry r to entry r + 1.
     """

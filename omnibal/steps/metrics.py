@@ -81,9 +81,7 @@ def measure_packs(
     """All figures of a schedule over `dp` data-parallel ranks.
 
     Args:
-        levels: of the packs, one at least.
         load: of every pack on a rank of it, such as its predicted milliseconds.
-        lower_bound: on the packs of one epoch.
     """
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1

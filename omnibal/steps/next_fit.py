@@ -197,15 +197,8 @@ def as_formed(
     rank; a step is so many packs of an epoch in their order, and its last may have fewer.
 
     Args:
-        packs: as they were dealt to ranks.
-        lengths: of all samples.
         load: of every pack, [packs].
-        ranks: that packs are read by, one after another.
         packs_per_step: of all ranks together, a multiple of `ranks`.
-
-    Raises:
-        UserError: packs of two epochs come together, or an epoch before the last does not fill
-            whole steps.
     """
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)

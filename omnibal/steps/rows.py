@@ -46,11 +46,6 @@ def match_rows(
         level: of every pack, int32 [packs].
         order: int64 [packs], a permutation in which neighbours of one level make good rows.
         load: of every pack, as a rank of it has, float64 [packs].
-        request: sizes.
-        rng: of rows in steps.
-
-    Raises:
-        UserError: the first level has too few rows for the curriculum.
     """
     row, rows = _rows(level, order, load, request)
     count, partial = len(rows.load), np.flatnonzero(~rows.full)

@@ -20,7 +20,6 @@ def seen_by_step(packs: ScheduledPacks, lengths: Lengths, by_step: Sequence[int]
 
     Args:
         packs: of the run or of a portion of it, with steps counted through the run.
-        lengths: of the packs' samples.
         by_step: numbers of steps, ascending, each from the start of the run.
 
     Returns:

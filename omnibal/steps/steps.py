@@ -106,13 +106,8 @@ def pack_epochs(
     if rules.tokens_alone:
         caps = Caps.of(tokens=caps["tokens"])
     pack = partial(pack_samples, caps=caps, method=settings.packing, most_types=most_types)
-    return [_pack_by_rules(lengths, rules, partial(pack, seed=seed)) for seed in seeds]
-
-
-def _pack_by_rules(lengths: Lengths, rules: PackRules, pack: Callable[[Lengths], Packs]) -> Packs:
-    """Packs of an epoch as the rules allow them, with as many in its last step as it happens."""
-
-    return pack_apart(lengths, pack) if rules.one_medium else pack(lengths)
+    packs = [partial(pack, seed=seed) for seed in seeds]
+    return [pack_apart(lengths, of) if rules.one_medium else of(lengths) for of in packs]
 
 
 def _filling_steps(
@@ -146,7 +141,6 @@ def draw_steps(
     """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
 
     Args:
-        lengths: of all samples.
         levels: limits of packs, one at least, of rising caps.
         load: gives the load of every pack, such as its predicted milliseconds.
         packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
@@ -227,7 +221,6 @@ def match_packs(
         load: float64 [packs], what packs of a row should have equally much of.
         packs_per_step: of all ranks together, a multiple of `packs_per_row`.
         packs_per_row: packs of equal items and similar load.
-        seed: of windows and order.
         rest_last: whether what is over is the last step, and no more than another.
     """
     rng = np.random.default_rng(seed)
@@ -287,9 +280,6 @@ def deal_steps(
         lockstep_ranks: neighbouring ranks that run every slot together, as they share out experts.
         slowness: of ranks of which some are slower than others and get fewer packs
             (`omnibal.steps.deal.deal_by_speed`), [dp]; None of packs of levels, and in lockstep.
-
-    Raises:
-        UserError: an epoch has fewer packs than ranks, or packs that all ranks share in no row.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
     context = np.array([each.context for each in levels])[level]

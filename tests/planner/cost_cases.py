@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.layers import LayerRun
@@ -115,14 +115,16 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
         features=features,
         kinds=unit_kinds(model),
         units={kind.name: unit(int(rng.integers(1_000_000))) for kind in unit_kinds(model)},
-        weight_bytes_per_parameter=2,
-        gradient_bytes_per_parameter=4,
-        optimizer_bytes_per_parameter=12,
+        rates=ParameterRates(
+            weight_bytes=2,
+            gradient_bytes=4,
+            optimizer_bytes=12,
+            optimizer_ms=1e-6,
+            gradient_reduction_ms=1e-6,
+        ),
         optimizer_ms_fixed=0.5,
-        optimizer_ms_per_parameter=1e-6,
         link_latency_ms=rng.uniform(0, 0.1),
         link_ms_per_byte=rng.uniform(0, 1e-7),
-        gradient_reduction_ms_per_parameter=1e-6,
         source="random",
     )
 

@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import numpy as np
 from cost_cases import LinksInTime, model_of, random_cost, random_features
 
-from omnibal.cost.model import CostModel
+from omnibal.cost.model import CostModel, ParameterRates
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import UnitKind, unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
@@ -19,7 +20,7 @@ from omnibal.pipeline.workload import Workload
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
     """Costs of every level: other times and bytes, but parameters and links alike."""
-    exchange = _random_exchange(rng)
+    exchange = _random_exchange(rng, random_cost(np.random.default_rng(0), model).rates)
     first, *others = (replace(random_cost(rng, model), **exchange) for _ in range(levels))
     costs = [first]
     for other in others:
@@ -35,13 +36,16 @@ def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> l
     return costs
 
 
-def _random_exchange(rng: np.random.Generator) -> dict[str, float]:
+def _random_exchange(rng: np.random.Generator, rates: ParameterRates) -> dict[str, Any]:
     """Rates of data-parallel ranks' exchange, from next to nothing to more than a pass takes."""
     (own,) = rng.spawn(1)
     return {
         "bucket_parameters": float(own.choice([np.inf, 3e6, 3e5])),
-        "weight_gather_ms_per_parameter": float(10 ** own.uniform(-7, -5)),
-        "gradient_reduction_ms_per_parameter": float(10 ** own.uniform(-7, -5)),
+        "rates": replace(
+            rates,
+            weight_gather_ms=float(10 ** own.uniform(-7, -5)),
+            gradient_reduction_ms=float(10 ** own.uniform(-7, -5)),
+        ),
     }
 
 
@@ -261,12 +265,12 @@ def walked_step_ms(
     others = np.array([sum(unit.trained_parameters for unit in of) for of in units]) - experts
     rates = first.expert_rates
     update_ms = first.optimizer_ms_fixed + max(
-        first.optimizer_ms_per_parameter * others + rates.optimizer_ms * experts
+        first.rates.optimizer_ms * others + rates.optimizer_ms * experts
     )
     reduction_ms = (
-        first.gradient_reduction_ms_per_parameter * others + rates.gradient_reduction_ms * experts
+        first.rates.gradient_reduction_ms * others + rates.gradient_reduction_ms * experts
     )
-    gather_ms = first.weight_gather_ms_per_parameter * others + rates.weight_gather_ms * experts
+    gather_ms = first.rates.weight_gather_ms * others + rates.weight_gather_ms * experts
     buckets = [1] * len(stages)
     buckets[0] = max(math.ceil((others[0] + experts[0]) / first.bucket_parameters), 1)
     step_ms = []

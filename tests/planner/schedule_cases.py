@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
+from omnibal.pipeline.simulate import Timeline, simulate_schedule
 
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SCHEDULES = [
@@ -17,6 +19,13 @@ SCHEDULES = [
 
 Key = tuple[int, Operation]
 """(stage, operation)."""
+
+
+def simulate_1f1b(forward_ms: np.ndarray, backward_ms: np.ndarray, *others) -> Timeline:
+    """Steps of passes [steps, m, p] in 1F1B; `others` are as of `simulate_schedule`."""
+    _, micro_batches, stages = forward_ms.shape
+    passes = {F: forward_ms, B: backward_ms}
+    return simulate_schedule(planned_graph(stages, micro_batches), passes, *others)
 
 
 def event_loop(

@@ -181,12 +181,12 @@ def test_cut_volumes_are_those_of_omnibal_table_4(cuts: tuple[int, ...], mib: fl
 def test_state_bytes_and_their_sharding(precision: str, expected: tuple[int, int, int]):
     """Prevents sharding weights or gradients along with the optimizer's state."""
     cost = cost_of(data=4, precision=precision)
-    assert cost.weight_bytes_per_parameter == expected[0]
-    assert cost.gradient_bytes_per_parameter == expected[1]
-    assert cost.optimizer_bytes_per_parameter == expected[2] / 4
+    assert cost.rates.weight_bytes == expected[0]
+    assert cost.rates.gradient_bytes == expected[1]
+    assert cost.rates.optimizer_bytes == expected[2] / 4
     parallel = Parallel(pipeline=4, data=4)
     whole = analytic_cost(MODEL, CLUSTER, parallel, precision, distributed_optimizer=False)
-    assert whole.optimizer_bytes_per_parameter == expected[2]
+    assert whole.rates.optimizer_bytes == expected[2]
 
 
 def tied(model: ModelConfig) -> ModelConfig:
@@ -247,12 +247,12 @@ def test_links_leave_the_node_only_when_the_job_does():
     """Prevents pricing NVLink for a job that spans nodes, and reductions where there are none."""
     assert cost_of(tensor=2, pipeline=4).link_ms_per_byte == pytest.approx(1 / 150e6)
     assert cost_of(tensor=4, pipeline=4).link_ms_per_byte == pytest.approx(1 / 12.5e6)
-    assert cost_of(data=1).gradient_reduction_ms_per_parameter == 0
+    assert cost_of(data=1).rates.gradient_reduction_ms == 0
     # A ring through the network has the adapters of all the ranks that it has in a node.
     for sizes, rate in (((2, 4), 150e6), ((4, 4), 2 * 12.5e6), ((8, 4), 12.5e6), ((1, 4), 150e6)):
         cost = cost_of(tensor=sizes[0], data=sizes[1])
-        assert cost.gradient_reduction_ms_per_parameter == pytest.approx(3 / 4 * 4 / rate)
-        assert cost.weight_gather_ms_per_parameter == pytest.approx(3 / 4 * 2 / rate)
+        assert cost.rates.gradient_reduction_ms == pytest.approx(3 / 4 * 4 / rate)
+        assert cost.rates.weight_gather_ms == pytest.approx(3 / 4 * 2 / rate)
 
 
 def test_model_operations_are_six_per_parameter_and_token():
@@ -310,7 +310,7 @@ def test_copies_timed_with_their_latency_are_long_ones():
     )
     # Once a step, gradients are set to zero; they, weights and state are read and written.
     streamed = 4 + 2 * (2 + 4 + 12)
-    rates = [each.optimizer_ms_per_parameter for each in (before, *after)]
+    rates = [each.rates.optimizer_ms for each in (before, *after)]
     assert rates == pytest.approx([streamed / 1000e6, streamed / (2**20 / 0.004), streamed / 800e6])
 
 

@@ -147,7 +147,8 @@ def random_problem(
     names = tuple(towers.split())
     model = model_of(towers, *(LAYERS[name] for name in names))
     # What data-parallel ranks exchange is hidden behind computation, which plain loops know not.
-    whole = replace(random_cost(rng, model), gradient_reduction_ms_per_parameter=0.0)
+    whole = random_cost(rng, model)
+    whole = replace(whole, rates=replace(whole.rates, gradient_reduction_ms=0.0))
     encoders = random_encoders(rng, names[:-1], parallel, ways, whole.features)
     cost = pipeline_cost(whole, min(each.update_ms for each in encoders.values()))
     rows = [
@@ -380,7 +381,7 @@ def looped_steps_ms(
     ]
     of_all = [each.update_ms for each in problem.encoders.values()]
     once_ms += problem.cost.optimizer_ms_fixed - min(of_all) + cost.update_ms
-    once_ms += problem.cost.optimizer_ms_per_parameter * max(parameters)
+    once_ms += problem.cost.rates.optimizer_ms * max(parameters)
     return max(ends) + once_ms, float(np.mean(alone)) + once_ms
 
 

@@ -305,7 +305,7 @@ def test_a_divided_language_model_goes_with_data_parallel_encoders() -> None:
     np.testing.assert_allclose(found, alone.exchange.exposed_ms(own)[:, 0])
     weights = divided.cost.units["language_layer"].parameters
     assert weights == whole.cost.units["language_layer"].parameters
-    assert divided.cost.weight_bytes_per_parameter * 16 == whole.cost.weight_bytes_per_parameter
+    assert divided.cost.rates.weight_bytes * 16 == whole.cost.rates.weight_bytes
     assert plan.prediction is not None
     assert sum(plan.prediction.lost.named().values()) == pytest.approx(plan.prediction.step_ms)
 

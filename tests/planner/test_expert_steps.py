@@ -14,6 +14,7 @@ from level_cases import (
     walked_peaks,
     walked_step_ms,
 )
+from schedule_cases import simulate_1f1b
 from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
 from omnibal.cost.model import CostModel, ParameterRates
@@ -25,7 +26,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import Lockstep, simulate_run, simulate_steps
+from omnibal.pipeline.simulate import Lockstep, simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -52,7 +53,7 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
         counts -= np.repeat(rng.integers(0, 2, len(steps)), ranks)
         context = np.where(np.arange(slots) < counts[:, None], context, 1)
         parts = rng.random(stages) < 0.6
-        found = simulate_steps(
+        found = simulate_1f1b(
             forward,
             backward,
             *links,

@@ -90,7 +90,7 @@ def test_weights_have_two_copies_or_are_those():
         before = unit_bytes(plain, plain.units[name])
         assert unit_bytes(cost, cost.units[name]) - before == copies
         assert unit_bytes(alone, alone.units[name]) == before
-    cast_ms = cost.optimizer_ms_per_parameter - plain.optimizer_ms_per_parameter
+    cast_ms = cost.rates.optimizer_ms - plain.rates.optimizer_ms
     assert cast_ms == pytest.approx(6 / MOVED)
 
 

@@ -61,9 +61,8 @@ def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
     }
     free = {
         "optimizer_ms_fixed": 0.0,
-        "optimizer_ms_per_parameter": 0.0,
+        "rates": replace(cost.rates, optimizer_ms=0.0, gradient_reduction_ms=0.0),
         "link_latency_ms": 0.0,
-        "gradient_reduction_ms_per_parameter": 0.0,
     }
     return replace(cost, units=units, **free)
 
@@ -124,7 +123,7 @@ def test_each_other_cause_has_its_own_entry():
     update = replace(plain, optimizer_ms_fixed=7.0)
     expect(lost(update, STAGES, work), weight_update_ms=7.0, **usual)
     parameters = 1 / sum(unit.trained_parameters for unit in plain.units.values())
-    reduced = replace(plain, gradient_reduction_ms_per_parameter=parameters)
+    reduced = replace(plain, rates=replace(plain.rates, gradient_reduction_ms=parameters))
     assert 0 < lost(reduced, STAGES, work).communication_ms < 7
     # One link of 0.5 ms on each way of the first and the last micro-batch, over both cuts.
     slow = replace(plain, link_latency_ms=0.5)

@@ -238,11 +238,11 @@ def split_times(
     send_ms = cost.link_latency_ms + cost.link_ms_per_byte * send
     receive_ms = cost.link_latency_ms * returns + cost.link_ms_per_byte * receive
     trained = np.array([choice.trained for choice in choices])
-    update_ms = cost.optimizer_ms_fixed + (cost.optimizer_ms_per_parameter * trained).max()
+    update_ms = cost.optimizer_ms_fixed + (cost.rates.optimizer_ms * trained).max()
     total_ms = 0.0
     buckets = [max(math.ceil(trained[0] / cost.bucket_parameters), 1)] + [1] * (p - 1)
     gathers = [
-        cost.weight_gather_ms_per_parameter * number * np.arange(1, n + 1) / n
+        cost.rates.weight_gather_ms * number * np.arange(1, n + 1) / n
         for number, n in zip(trained, buckets, strict=True)
     ]
     for step in np.unique(packs.step):
@@ -265,7 +265,7 @@ def split_times(
         for number, n, choice, moments in zip(trained, buckets, choices, ready, strict=True):
             end = np.zeros(1)
             for moment in moments:
-                one_ms = cost.gradient_reduction_ms_per_parameter * number / n
+                one_ms = cost.rates.gradient_reduction_ms * number / n
                 end = np.maximum(end, moment) + one_ms
             reduced.append(end + choice.exchange_ms)
         total_ms = total_ms + reduce(np.maximum, reduced) + update_ms
@@ -309,7 +309,8 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
     model = small_model(int(vision), int(language))
     p = int(rng.integers(1, min(4, vision + language) + 1))
     cost = random_cost(rng)
-    cost = replace(cost, gradient_reduction_ms_per_parameter=10 ** rng.uniform(-7, -4.5))
+    rates = replace(cost.rates, gradient_reduction_ms=10 ** rng.uniform(-7, -4.5))
+    cost = replace(cost, rates=rates)
     if rng.random() < 0.15:
         frozen_units = ("vision_embed", "vision_layer")
         units = {**cost.units, **{unit: frozen(cost.units[unit]) for unit in frozen_units}}
@@ -326,7 +327,7 @@ def overlapped(cost: CostModel, rng: np.random.Generator) -> CostModel:
     whole = sum(unit.trained_parameters for unit in cost.units.values())
     return replace(
         cost,
-        weight_gather_ms_per_parameter=10 ** rng.uniform(-7, -4.5),
+        rates=replace(cost.rates, weight_gather_ms=10 ** rng.uniform(-7, -4.5)),
         bucket_parameters=math.inf if rng.random() < 0.2 else whole / rng.uniform(0.5, 8),
     )
 

@@ -46,7 +46,7 @@ def test_exact_measurements_give_back_the_true_costs():
                 features @ known.activation_bytes, rel=1e-3, abs=1
             )
     assert fitted.optimizer_ms_fixed == pytest.approx(0.2)
-    assert fitted.optimizer_ms_per_parameter == pytest.approx(1e-5)
+    assert fitted.rates.optimizer_ms == pytest.approx(1e-5)
     assert fitted.link_latency_ms == pytest.approx(0.03)
     assert fitted.link_ms_per_byte == pytest.approx(2e-6)
     assert fitted.source == "profile:test CPU, 2 processes, provider local"
@@ -122,7 +122,7 @@ def test_what_was_not_measured_is_counted():
         np.testing.assert_array_equal(
             fitted.units[unit].recompute_ms, fitted.units[unit].forward_ms
         )
-    assert fitted.optimizer_ms_per_parameter == counted.optimizer_ms_per_parameter
+    assert fitted.rates.optimizer_ms == counted.rates.optimizer_ms
     assert fitted.link_ms_per_byte == counted.link_ms_per_byte
     assert {residual.quantity for residual in fit_residuals(profile, MODEL)} == {
         "forward_ms",
@@ -153,14 +153,14 @@ def test_data_parallel_ranks_exchange_at_measured_rates():
     fitted = Measured(measured(rates=rates)).costs(MODEL, CLUSTER, data, "fp32")
     sent_bytes = 4 * (data.data - 1) / data.data
     gather_ms, reduction_ms = (sent_bytes / (rate * 1e6) for rate in (2.0, 0.5))
-    assert fitted.weight_gather_ms_per_parameter == pytest.approx(gather_ms, rel=1e-6)
-    assert fitted.gradient_reduction_ms_per_parameter == pytest.approx(reduction_ms, rel=1e-6)
+    assert fitted.rates.weight_gather_ms == pytest.approx(gather_ms, rel=1e-6)
+    assert fitted.rates.gradient_reduction_ms == pytest.approx(reduction_ms, rel=1e-6)
     # Where none were measured, the rate of a send says how much slower they are than counted.
     counted = analytic_cost(MODEL, CLUSTER, data, "fp32")
     scaled = Measured(measured()).costs(MODEL, CLUSTER, data, "fp32")
     slower = scaled.link_ms_per_byte / counted.link_ms_per_byte
-    expected = slower * counted.gradient_reduction_ms_per_parameter
-    assert scaled.gradient_reduction_ms_per_parameter == pytest.approx(expected)
+    expected = slower * counted.rates.gradient_reduction_ms
+    assert scaled.rates.gradient_reduction_ms == pytest.approx(expected)
 
 
 def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
@@ -185,8 +185,8 @@ def test_experts_are_dispatched_at_the_measured_rate_of_an_all_to_all():
 def test_optimizer_time_is_divided_over_data_parallel_ranks():
     """Prevents charging every rank for the whole update."""
     shared = Measured(measured()).costs(MODEL, CLUSTER, Parallel(pipeline=1, data=4), "fp32")
-    assert shared.optimizer_ms_per_parameter == pytest.approx(1e-5 / 4)
-    assert shared.gradient_reduction_ms_per_parameter > 0
+    assert shared.rates.optimizer_ms == pytest.approx(1e-5 / 4)
+    assert shared.rates.gradient_reduction_ms > 0
 
 
 @pytest.mark.parametrize(

@@ -40,9 +40,9 @@ def changed(**options: bool) -> RuntimeOptions:
 def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
     """Prevents weights that are gathered twice, or not at all, without --overlap-param-gather."""
     hidden, waited = cost_of(), cost_of(changed(overlap_weights=False))
-    assert waited.weight_gather_ms_per_parameter == 0
-    assert waited.optimizer_ms_per_parameter == pytest.approx(
-        hidden.optimizer_ms_per_parameter + hidden.weight_gather_ms_per_parameter
+    assert waited.rates.weight_gather_ms == 0
+    assert waited.rates.optimizer_ms == pytest.approx(
+        hidden.rates.optimizer_ms + hidden.rates.weight_gather_ms
     )
     assert np.isinf(cost_of(changed(overlap_gradients=False)).bucket_parameters)
 
@@ -50,18 +50,16 @@ def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
 def test_gradients_in_bf16_are_half_the_bytes():
     """Prevents --grad-reduce-in-bf16 that changes the time and not the memory, or neither."""
     full, half = cost_of(), cost_of(changed(bf16_gradients=True))
-    assert half.gradient_bytes_per_parameter == full.gradient_bytes_per_parameter / 2
-    assert half.gradient_reduction_ms_per_parameter == pytest.approx(
-        full.gradient_reduction_ms_per_parameter / 2
-    )
+    assert half.rates.gradient_bytes == full.rates.gradient_bytes / 2
+    assert half.rates.gradient_reduction_ms == pytest.approx(full.rates.gradient_reduction_ms / 2)
 
 
 def test_an_average_is_a_pass_over_all_gradients():
     """Prevents an average that is free, or that one data-parallel rank takes too."""
     stream = CLUSTER.memory_gb_per_s * 1e6
     for data, passes in ((1, 0), (2, 2)):
-        plain = cost_of(data=data).optimizer_ms_per_parameter
-        divided = cost_of(changed(averages_gradients=True), data=data).optimizer_ms_per_parameter
+        plain = cost_of(data=data).rates.optimizer_ms
+        divided = cost_of(changed(averages_gradients=True), data=data).rates.optimizer_ms
         assert divided - plain == pytest.approx(passes * 4 / stream)
 
 

@@ -184,9 +184,7 @@ def test_costs_are_of_the_table_that_the_cluster_has():
     assert measured.link_latency_ms + 5e6 * measured.link_ms_per_byte == pytest.approx(
         ring_ms("send", 2, 5e6)
     )
-    assert measured.optimizer_ms_per_parameter == pytest.approx(
-        (4 + 2 * (2 + 4 + 12)) * 0.1 / 2**28
-    )
+    assert measured.rates.optimizer_ms == pytest.approx((4 + 2 * (2 + 4 + 12)) * 0.1 / 2**28)
     for name, counted in plain.units.items():
         assert measured.units[name].parameters == counted.parameters
         np.testing.assert_array_equal(
@@ -198,12 +196,10 @@ def test_rates_of_one_node_do_not_price_the_network():
     """Prevents: sends and reductions between nodes at the rates of links within one."""
     plain, measured = cost_of(H100, tensor=4, data=4), cost_of(MEASURED, tensor=4, data=4)
     assert measured.link_ms_per_byte == plain.link_ms_per_byte
-    found = measured.gradient_reduction_ms_per_parameter
-    assert found == plain.gradient_reduction_ms_per_parameter
+    found = measured.rates.gradient_reduction_ms
+    assert found == plain.rates.gradient_reduction_ms
     within = cost_of(MEASURED, tensor=1, data=8), cost_of(H100, tensor=1, data=8)
-    assert within[0].gradient_reduction_ms_per_parameter > (
-        2 * within[1].gradient_reduction_ms_per_parameter
-    )
+    assert within[0].rates.gradient_reduction_ms > (2 * within[1].rates.gradient_reduction_ms)
 
 
 def layer_ms(cluster: ClusterConfig, tensor: int, tokens: int) -> float:

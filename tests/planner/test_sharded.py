@@ -338,15 +338,11 @@ def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
     arXiv 1910.02054, section 5: all three kinds of state are divided by the ranks.
     """
     whole, shared = job(8, parallel=over(8, sharded=1)).cost, job(8).cost
-    assert shared.weight_bytes_per_parameter == whole.weight_bytes_per_parameter / 8
-    assert shared.gradient_bytes_per_parameter == whole.gradient_bytes_per_parameter / 8
-    assert shared.optimizer_bytes_per_parameter == whole.optimizer_bytes_per_parameter
+    assert shared.rates.weight_bytes == whole.rates.weight_bytes / 8
+    assert shared.rates.gradient_bytes == whole.rates.gradient_bytes / 8
+    assert shared.rates.optimizer_bytes == whole.rates.optimizer_bytes
     total = sum(
-        (
-            shared.weight_bytes_per_parameter
-            + shared.gradient_bytes_per_parameter
-            + shared.optimizer_bytes_per_parameter,
-        )
+        (shared.rates.weight_bytes + shared.rates.gradient_bytes + shared.rates.optimizer_bytes,)
     )
     # Weights in bf16, gradients and three states in fp32: 2 + 4 + 12 bytes.
     assert total == pytest.approx(18 / 8)

@@ -5,13 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
+from schedule_cases import simulate_1f1b
 from shared_pack_cases import Step, contexts_of, joint_event_loop, random_step
 
 from omnibal.pipeline import simulate
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import predict_steps, simulate_levels, simulate_run, simulate_steps
+from omnibal.pipeline.simulate import predict_steps, simulate_levels, simulate_run
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, stage_times, workload_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -35,7 +36,7 @@ def test_joint_passes_match_an_event_loop(stages: int) -> None:
         links = rng.exponential(0.3, (2, *shape, stages - 1))
         placed = [contexts_of(step, ranks, slots) for step in steps]
         context, counts = (np.concatenate(each) for each in zip(*placed, strict=True))
-        found = simulate_steps(forward, backward, *links, counts, None, context)
+        found = simulate_1f1b(forward, backward, *links, counts, None, context)
         for index in range(len(steps)):
             rows = slice(index * ranks, (index + 1) * ranks)
             ends = joint_event_loop(

@@ -5,6 +5,7 @@ import heapq
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
+from schedule_cases import simulate_1f1b
 
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -15,7 +16,6 @@ from omnibal.pipeline.simulate import (
     Timeline,
     predict_steps,
     simulate_step,
-    simulate_steps,
 )
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, stage_times
 from omnibal.pipeline.stage_memory import GIB, running_passes
@@ -150,7 +150,7 @@ def test_steps_of_different_lengths_match_an_event_loop():
     rng = np.random.default_rng(1)
     counts = np.array([6, 0, 1, 5, 3, 2, 6, 4])
     durations = random_durations(rng, len(counts), 6, 4)
-    timeline = simulate_steps(*durations, counts)
+    timeline = simulate_1f1b(*durations, counts)
     assert timeline.step_ms[1] == 0
     for index, count in enumerate(counts):
         if count:

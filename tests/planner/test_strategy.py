@@ -41,9 +41,9 @@ from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report import command_tables
-from omnibal.search import engine, parallel_sizes
+from omnibal.search import bounded, parallel_sizes
+from omnibal.search.bounded import CLEARLY_WORSE
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
-from omnibal.search.engine import CLEARLY_WORSE, Bound
 from omnibal.search.parallel_sizes import (
     StrategySearch,
     possible_sizings,
@@ -53,12 +53,13 @@ from omnibal.search.parallel_sizes import (
     without_best,
 )
 from omnibal.search.strategy import (
-    FindBound,
+    Bound,
     FreeSizes,
-    PackSamples,
     Setting,
     Sizing,
     StrategyRequest,
+    find_bound,
+    pack_at,
 )
 from omnibal.search.weight_sharding import ShardingChoice
 
@@ -295,7 +296,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
-        monkeypatch.setattr(engine, slack, 10)
+        monkeypatch.setattr(bounded, slack, 10)
     done: list[int] = []
     few = search_strategies(searched, done.append)
     assert min(done) >= 0
@@ -327,10 +328,10 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
     """Prevents a bound above the time where the line goes on beyond both step sizes."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     setting = Setting(request=searched, packs={})
-    setting.packs.update([PackSamples(setting=setting)(CAPS)])
+    setting.packs.update([pack_at(setting, CAPS)])
     bounds = []
     for parallel in possible_parallels(searched):
-        _, bound = FindBound(setting=setting)((Sizing(parallel), CAPS))
+        _, bound = find_bound(setting, (Sizing(parallel), CAPS))
         assert isinstance(bound, Bound)
         bounds.append(bound.least_ms)
         assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)

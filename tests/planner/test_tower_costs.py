@@ -113,7 +113,7 @@ def test_ranks_share_out_whole_experts_and_their_state():
         assert cost.expert_rates.gradient_reduction_ms == pytest.approx(4 * between)
         assert cost.expert_rates.weight_gather_ms == pytest.approx(2 * between)
         trained = np.array([10.0, 7.0])
-        others = (trained - 3) * cost.optimizer_bytes_per_parameter
+        others = (trained - 3) * cost.rates.optimizer_bytes
         found = cost.optimizer_bytes(trained, np.full(2, 3.0))
         assert found == pytest.approx(others + 3 * cost.expert_rates.optimizer_bytes)
     frozen = analytic_cost(model, CLUSTER, Parallel(**sizes), "bf16", ("language",))

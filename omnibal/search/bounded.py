@@ -1,0 +1,269 @@
+"""Trials of sizes at caps of which what cannot win is not planned: by bounds, then by estimates."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+
+from omnibal.base.worker_pool import map_unordered
+from omnibal.search.engine import try_all
+from omnibal.search.strategy import (
+    Bound,
+    Choice,
+    Need,
+    Setting,
+    Sizing,
+    Strategy,
+    estimate,
+    evaluate,
+    find_bound,
+    possible_choices,
+)
+
+CLEARLY_WORSE = 1.15
+"""Factor over the best time per sample; a choice whose bound is above it is not planned
+and not in the ranking."""
+
+_SHOWN = 8
+"""Strategies that are planned although their bounds say that they are not the best."""
+_ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
+"""Factors over the least estimate of one choice of every tensor, pipeline and data size; another
+one whose bound is above the first, or whose likely time is above the second, is not estimated."""
+_KIND_SLACK = 1.04
+"""Factor over the least estimate; choices of a kind, such as a placement of encoders, whose least
+estimate is above it are given up: one choice of every group was estimated."""
+_MOST_ESTIMATED = 48
+"""Choices that are estimated besides, of those that fit."""
+_NEAR = 1.1
+"""Factor over the least estimate; a choice whose estimate is above it is not planned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class BoundedTrials:
+    """Choices of which what cannot win is not evaluated: by bounds, then by estimates."""
+
+    setting: Setting
+    processes: int
+    advance: Callable[[int], None]
+    least_ms: dict[Choice, float] = field(default_factory=dict)
+    """Lower bounds on the times per sample of choices with a pack for every rank; 0 where none is
+    known."""
+    bounds: dict[Choice, Bound] = field(default_factory=dict)
+    """What bounds say of those whose state may fit."""
+    planned: dict[Choice, Strategy] = field(default_factory=dict)
+    need_gib: dict[Choice, float] = field(default_factory=dict)
+    """Memory of one device, at least, of choices that do not fit."""
+    estimated_ms: dict[Choice, float] = field(default_factory=dict)
+    """Estimated times per sample of choices that fit, where there are more than are planned."""
+
+    def run(self, choices: Iterable[Choice], most: int) -> None:
+        """Plan those of the new choices that fit and may be among the best; of more than `most`,
+        those of the least estimates."""
+        new = [choice for choice in choices if choice not in self.least_ms]
+        full = possible_choices(self.setting, new, self.processes)
+        self.advance(len(new) - len(full))
+        in_order = sorted(self._bound(full), key=self._order)
+        if len(full) > most:
+            fastest = self._of_least_estimates(in_order, most)
+            self._plan(fastest, partial(evaluate, self.setting, True), len(fastest))
+            return
+        # More processes may look at more, which are left out of the result.
+        self._plan(self._promising(in_order), partial(evaluate, self.setting, False), len(full))
+
+    def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Find the bounds of choices; those whose state may fit."""
+        found = try_all(
+            partial(find_bound, self.setting), choices, self.processes, lambda done: None
+        )
+        for choice, each in found.items():
+            if isinstance(each, Need):
+                self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
+                self.advance(1)
+            else:
+                self.least_ms[choice], self.bounds[choice] = each.least_ms, each
+        return [choice for choice in choices if choice in self.bounds]
+
+    def _plan(
+        self,
+        choices: Iterable[Choice],
+        work: Callable[[Choice], tuple[Choice, Strategy | Need]],
+        most: int,
+    ) -> None:
+        for choice, found in map_unordered(work, choices, max(min(self.processes, most), 1)):
+            if isinstance(found, Need):
+                self.need_gib[choice] = found.gib
+            else:
+                self.planned[choice] = found
+            self.advance(1)
+
+    def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
+        """Choices to plan by their estimates, of choices in the order of their bounds: one of each
+        of the fastest sizes, then the fastest whatever their sizes.
+
+        First one choice of every tensor, pipeline and data size is estimated. How far it is above
+        its bound says what the others, of other expert sizes and caps, may take.
+        """
+        by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
+        first = {_group(choice): choice for choice in by_bound}
+        self._estimate(list(first.values()), len(first))
+        choices = self._of_fast_kinds(choices)
+        above = {
+            sizes: self.estimated_ms[choice] / self.bounds[choice].about_ms
+            for sizes, choice in first.items()
+            if choice in self.estimated_ms
+        }
+        # What is short of memory recomputes much, which is less with other expert sizes.
+        usual = median(above.values()) if above else 1.0
+        likely_ms = {
+            choice: self.bounds[choice].about_ms * min(above.get(_group(choice), usual), usual)
+            for choice in choices
+            if choice not in first.values()
+        }
+        best_ms = min((self.estimated_ms.get(each, math.inf) for each in choices), default=math.inf)
+        others = [
+            choice
+            for choice, ms in likely_ms.items()
+            if self.least_ms[choice] <= _ESTIMATE_SLACK * best_ms and ms <= _LIKELY * best_ms
+        ]
+        others.sort(key=lambda choice: (likely_ms[choice], self._order(choice)))
+        self.advance(len(likely_ms) - len(others))
+        self._estimate(others, _MOST_ESTIMATED)
+        by_ms = [choice for choice in choices if choice in self.estimated_ms]
+        by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
+        limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
+        near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
+        return self._some_of_each(near, most)
+
+    def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Choices without those of a kind whose best estimate is clearly above another kind's."""
+        best_ms: dict[Hashable, float] = {}
+        for choice, ms in self.estimated_ms.items():
+            kind = _kind(choice)
+            best_ms[kind] = min(best_ms.get(kind, math.inf), ms)
+        limit_ms = _KIND_SLACK * min(best_ms.values(), default=math.inf)
+        slow = {kind for kind, ms in best_ms.items() if ms > limit_ms}
+        fast = [choice for choice in choices if _kind(choice) not in slow]
+        self.advance(
+            sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
+        )
+        return fast
+
+    def _estimate(self, choices: Sequence[Choice], most: int) -> None:
+        """Estimate choices in this order until so many that fit are estimated."""
+        found = dict[Choice, float | Need]()
+
+        def until_enough() -> Iterator[Choice]:
+            for choice in choices:
+                if sum(not isinstance(each, Need) for each in found.values()) < most:
+                    yield choice
+                else:
+                    self.advance(1)
+
+        work, useful = partial(estimate, self.setting), max(min(self.processes, len(choices)), 1)
+        for choice, each in map_unordered(work, until_enough(), useful):
+            found[choice] = each
+            self.advance(1)
+        fitting = 0
+        for choice in choices:
+            # More processes may have looked at more.
+            if fitting == most:
+                return
+            each, bound = found[choice], self.bounds[choice]
+            if isinstance(each, Need):
+                self.need_gib[choice] = each.gib
+            else:
+                self.estimated_ms[choice] = each * bound.about_ms / bound.of_nearest_ms
+                fitting += 1
+
+    def is_clearly_slower(self, choice: Choice) -> bool:
+        """Whether its bound alone says that a choice is none of the best."""
+        return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
+
+    def ranked(self) -> list[Strategy]:
+        """Best plan of each strategy that may have been the best of all by its bound, and of a few
+        more.
+
+        More processes may have planned more, which are left out.
+        """
+        best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
+        for choice in sorted(self.planned, key=self._order):
+            found, sizing = self.planned[choice], choice[0]
+            may_win = self.least_ms[choice] <= best_ms
+            if sizing in best:
+                if may_win:
+                    best[sizing] = min(best[sizing], found, key=_rank)
+            elif may_win or (len(best) < _SHOWN and not self.is_clearly_slower(choice)):
+                best[sizing] = found
+        return sorted(best.values(), key=_rank)
+
+    def best_ms(self) -> float:
+        """Least time per sample planned; infinite without any."""
+        return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
+
+    def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
+        """Least estimate of choices of which none was planned, on the scale of the best plan's
+        time; None where none was estimated."""
+        known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
+        if not known or any(choice in self.planned for choice in choices):
+            return None
+        best_ms = self.planned[best].ms_per_sample
+        return min(known) / self.estimated_ms.get(best, best_ms) * best_ms
+
+    def planned_open(self) -> int:
+        """Choices that were planned and may have been the best by their bounds."""
+        best_ms = self.best_ms()
+        return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
+
+    def gap(self) -> float:
+        """Share of the best time by which a choice that is not planned may be faster."""
+        known = self.planned.keys() | self.need_gib.keys()
+        bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
+        return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
+
+    def _order(self, choice: Choice) -> tuple:
+        """Key by which choices are looked at: their bounds, then sizes and caps."""
+        sizing, caps = choice
+        return self.least_ms[choice], str(sizing.parallel), *caps.values.tolist(), sizing.placement
+
+    def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
+        """Choices that may be the best of all, and the first that fits of a few more strategies
+        that are not clearly slower than the best."""
+        for choice in choices:
+            members = {sizing for sizing, _ in self.planned}
+            is_shown = choice[0] not in members and len(members) < _SHOWN
+            is_near = is_shown and not self.is_clearly_slower(choice)
+            if self.least_ms[choice] <= self.best_ms() or is_near:
+                yield choice
+            else:
+                self.advance(1)
+
+    def _some_of_each(self, choices: Sequence[Choice], most: int) -> list[Choice]:
+        """`most` of the choices, the fastest first: half of them of different sizes."""
+        first = dict[Sizing, Choice]()
+        for choice in choices:
+            first.setdefault(choice[0], choice)
+        some = list(first.values())[: most - most // 2]
+        others = [choice for choice in choices if choice not in some]
+        return some + others[: most - len(some)]
+
+
+def _group(choice: Choice) -> Hashable:
+    """Tensor, pipeline and data size, sharding and placement, whatever the expert size and caps:
+    one choice of each says how far the others may be above their bounds."""
+    parallel = choice[0].parallel
+    sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
+    return *sizes, choice[0].placement
+
+
+def _kind(choice: Choice) -> Hashable:
+    """Placement of encoders and sharding: choices of a kind are given up together where the best of
+    them is clearly slower."""
+    return choice[0].placement, choice[0].parallel.sharding
+
+
+def _rank(found: Strategy) -> tuple:
+    """Key by which strategies are ranked: the time, then the smallest sizes."""
+    parallel, caps = found.parallel, found.caps
+    sizes = parallel.tensor, parallel.pipeline, parallel.expert, parallel.sharded
+    return found.ms_per_sample, *sizes, *reversed(caps.values.tolist()), found.placement
