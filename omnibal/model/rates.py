@@ -29,10 +29,6 @@ GradientPrecision = Literal["fp32", "bf16"]
 Place = Literal["node", "network"]
 
 
-def _is_none(value: object) -> bool:
-    return value is None
-
-
 class _Timed(Frozen):
     """A measurement, which is written shape first."""
 

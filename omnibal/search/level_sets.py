@@ -11,7 +11,7 @@ Every set of up to four of them with the top among them is looked at:
 4. The best few are simulated on more of the samples.
 
 `least_ms_per_sample` bounds all sets from below, so that what is found comes with a gap. HBP
-(arXiv 2503.07680) takes four levels at most by a rule (`omnibal.search.hbp_levels`).
+(arXiv 2503.07680) takes four levels at most by a rule (`omnibal.search.level_estimates`).
 """
 
 from collections.abc import Callable
@@ -31,8 +31,7 @@ from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.engine import Trials
-from omnibal.search.level_bound import least_ms_per_sample
-from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares
+from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares, least_ms_per_sample
 from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates, most_shared
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 

@@ -24,7 +24,7 @@ from omnibal.model.limits import Caps
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Trials, try_all
 from omnibal.search.feasible import least_state_gib
-from omnibal.search.level_bound import least_ms_per_sample
+from omnibal.search.level_choice import least_ms_per_sample
 from omnibal.search.level_estimates import (
     LevelEstimates,
     LevelRule,

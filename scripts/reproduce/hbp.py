@@ -52,7 +52,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
+from omnibal.search.level_estimates import ProfiledLength, hbp_levels
 from omnibal.search.level_sets import LevelRequest, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.steps.metrics import dist_ratio

@@ -17,15 +17,14 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.search.hbp_levels import ProfiledLength, hbp_levels
-from omnibal.search.level_bound import least_ms_per_sample
 from omnibal.search.level_choice import (
     WholeModel,
     good_forms,
+    least_ms_per_sample,
     level_forms,
     possible_contexts,
 )
-from omnibal.search.level_estimates import candidate_caps, top_caps
+from omnibal.search.level_estimates import ProfiledLength, candidate_caps, hbp_levels, top_caps
 from omnibal.search.level_sets import (
     LEAST_GAIN,
     LevelRequest,
