@@ -145,7 +145,7 @@ class CostModel:
     units: dict[str, UnitCost]
     """Cost of a unit of each kind, by the kind's name, in model order."""
     rates: ParameterRates
-    """Of all parameters but those of experts."""
+    """Rates of all parameters but experts'."""
     optimizer_ms_fixed: float
     link_latency_ms: float
     link_ms_per_byte: float
@@ -159,7 +159,7 @@ class CostModel:
     words for multi-token prediction in the head. Both units count it, but a stage that holds both
     has it once."""
     expert_rates: ParameterRates = ParameterRates()
-    """Of parameters of experts."""
+    """Rates of experts' parameters."""
     expert_peer_bytes: float = 0.0
     """Buffers of the communication library for the ranks that share out experts, on a device that
     holds any."""
