@@ -97,7 +97,7 @@ class _Template:
     never_learned: str | None = None
     """A piece that carries no loss even in an answer."""
 
-    def written(self, role: str, content: str) -> str:
+    def write_message(self, role: str, content: str) -> str:
         """A message as text."""
         message = {"role": role, "content": content}
         return render_chat(packaged_template(self.file), [message])
@@ -396,10 +396,10 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     _check_tools(sample, model)
     _check_texts(sample, model)
     system = _system(sample, model, chatting)
-    messages = [] if system is None else [template.written("system", system)]
+    messages = [] if system is None else [template.write_message("system", system)]
     if _greets(sample, template):
         greeting = as_written(sample.greeting or "", model)
-        messages.append(template.written("assistant", greeting))
+        messages.append(template.write_message("assistant", greeting))
     questions = [turn.question for turn in sample.turns]
     answers = [turn.answer for turn in sample.turns]
     if not chatting or template.strips_all:
@@ -410,8 +410,8 @@ def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
     for question, answered in zip(questions, answers, strict=True):
         if sample.recordings:
             question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
-        messages.append(template.written("user", question))
-        messages.append(template.written("assistant", answered))
+        messages.append(template.write_message("user", question))
+        messages.append(template.write_message("assistant", answered))
     return messages
 
 

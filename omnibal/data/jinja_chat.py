@@ -87,9 +87,9 @@ class _Generation(jinja2.ext.Extension):
         """Parse the block into a call that puts marks around what it writes."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
 
-    def _marked(self, caller: Callable[[], str]) -> str:
+    def _mark(self, caller: Callable[[], str]) -> str:
         return f"{BEGIN}{caller()}{END}"
 
 

@@ -337,15 +337,23 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_file(path)]
-    if len(parts) == 1:
-        return _checked(parts[0], paths)
+    lengths = parts[0] if len(parts) == 1 else _joined(parts)
+    if not len(lengths):
+        raise UserError(
+            f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
+        )
+    _check_counts(lengths, paths)
+    return lengths
+
+
+def _joined(parts: Sequence[Lengths]) -> Lengths:
     names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
     codes = [
         np.array([names.index(name) for name in part.source_names], np.int32)[part.source]
         for part in parts
     ]
     item_names = sorted({name for part in parts for name in part.items})
-    joined = Lengths(
+    return Lengths(
         items={name: np.concatenate([part.column(name) for part in parts]) for name in item_names},
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
@@ -355,17 +363,6 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
         origin=None,
         image_sizes=_joined_image_sizes(parts),
     )
-    return _checked(joined, paths)
-
-
-def _checked(lengths: Lengths, paths: Sequence[Path]) -> Lengths:
-    """The lengths, of which there must be some, and all of them counts."""
-    if not len(lengths):
-        raise UserError(
-            f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
-        )
-    _check_counts(lengths, paths)
-    return lengths
 
 
 def _joined_squares(parts: Sequence[Lengths]) -> dict[str, np.ndarray]:

@@ -78,15 +78,6 @@ def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
     return segments_of(image_grid(width, height, rule), rule)
 
 
-def video_segments(frames: int, width: int, height: int, rule: ImageRule) -> Segments:
-    """Tokens of so many frames of `width` x `height` pixels, the last repeated to whole patches.
-
-    Raises:
-        OddImage: they are too long and narrow.
-    """
-    return segments_of(video_grid(frames, width, height, rule), rule)
-
-
 def segments_of(grid: Grid, rule: ImageRule) -> Segments:
     """Tokens of an image or of a video by its patches."""
     return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
@@ -122,7 +113,7 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
 
 @lru_cache(maxsize=65_536)
 def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
-    """Patches of so many frames of `width` x `height` pixels, as `video_segments` has them.
+    """Patches of so many frames of `width` x `height` pixels, the last repeated to whole patches.
 
     Raises:
         OddImage: they are too long and narrow.

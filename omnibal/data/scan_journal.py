@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from omnibal.base.record_log import RecordLog
+from omnibal.data.annotations import Annotations
 from omnibal.data.image_sizes import IMAGE, ImageSizes, numbers_of_runs
 
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
@@ -49,17 +49,6 @@ class Counted:
         return len(self.rows)
 
 
-class Recorded(Protocol):
-    """Data whose samples are records of files, as `Annotations` are."""
-
-    keys: tuple[bytes, ...]
-    """A hash for every file, of all that its counts depend on but the settings."""
-    file: np.ndarray
-    """Index of every sample's file, integers [samples]."""
-    number: np.ndarray
-    """Number of every sample's record in its file, integers [samples]."""
-
-
 _TITLE = b"omnibal scan journal "
 _FORM = b"6 "
 """Version of what the records hold; a journal of another form is discarded."""
@@ -79,7 +68,7 @@ class ScanJournal:
     """
 
     log: RecordLog
-    data: Recorded
+    data: Annotations
     finished: Counted
     """Finished samples, ascending by index, each once."""
     discarded: bool
@@ -88,7 +77,7 @@ class ScanJournal:
     """Samples whose counts are of no use, as their files have changed or are not named any more."""
 
     @classmethod
-    def open(cls, path: Path, key: str, data: Recorded) -> "ScanJournal":
+    def open(cls, path: Path, key: str, data: Annotations) -> "ScanJournal":
         """Read what an earlier scan with this key finished, up to the first torn record.
 
         Raises:
@@ -140,7 +129,7 @@ class ScanJournal:
         self.log.remove()
 
 
-def _read(record: memoryview, numbers: dict[bytes, int], data: Recorded) -> Counted:
+def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
     """The samples of a record that are of the data's files, whose "index" is that of `_places`."""
     files, samples, images = _NUMBERS.unpack_from(record)
     parts = (
@@ -160,7 +149,7 @@ def _read(record: memoryview, numbers: dict[bytes, int], data: Recorded) -> Coun
     return Counted(rows=read, image_sizes=sizes.take(kept))
 
 
-def _every_repeat(read: Counted, data: Recorded) -> Counted:
+def _every_repeat(read: Counted, data: Annotations) -> Counted:
     """The samples of these records, whose "index" is that of `_places`, each with its repeats."""
     places = _places(data, data.file, data.number)
     order = np.argsort(places, kind="stable")
@@ -173,12 +162,12 @@ def _every_repeat(read: Counted, data: Recorded) -> Counted:
     return Counted.joined([Counted(rows=rows, image_sizes=read.image_sizes.take(row))])
 
 
-def _places(data: Recorded, file: np.ndarray, number: np.ndarray) -> np.ndarray:
+def _places(data: Annotations, file: np.ndarray, number: np.ndarray) -> np.ndarray:
     """One number for each record of each file, int64."""
     return file.astype(np.int64) * (int(data.number.max()) + 1) + number
 
 
-def _written(samples: Counted, data: Recorded) -> bytes:
+def _written(samples: Counted, data: Annotations) -> bytes:
     """A record, as it stands in the file: its files, samples, and images."""
     rows, sizes = samples.rows, samples.image_sizes
     files, file = np.unique(data.file[rows["index"]], return_inverse=True)

@@ -8,18 +8,13 @@ from omnibal.packing.fit import Seed, check_samples_fit
 from omnibal.packing.packs import Packs
 
 
-def pack_isf(
-    lengths: Lengths,
-    caps: Caps,
-    seed: Seed,
-    *,
-    iterations: int = 10,
-    thresholds: Caps | None = None,
-) -> Packs:
+def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) -> Packs:
     """Pack all samples by Algorithm 1 of the paper.
 
     Each iteration shuffles the samples that are left, cuts them into consecutive groups as long as
-    the caps allow, and keeps the groups that are full: any of their sums reaches its threshold.
+    the caps allow, and keeps the groups that are full: any of their sums reaches its threshold,
+    which is the cap itself, but for tokens Qt - 128 as in the paper, where Qt is 4096, and in
+    proportion (Qt - Qt / 32) below that, since 128 tokens are a quarter of a cap of 512.
     What is left after the last iteration is grouped once more and kept as it is, a case on which
     the paper is silent.
 
@@ -35,19 +30,13 @@ def pack_isf(
         caps: Qv and Qt of the paper, or any others.
         seed: the same seed gives the same packs.
         iterations: T, the number of times that groups are drawn and filtered.
-        thresholds: Q'v and Q't, of the same features as the caps; by default the caps themselves,
-            but for tokens Qt - 128 as in the paper, where Qt is 4096, and in proportion
-            (Qt - Qt / 32) below that, since 128 tokens are a quarter of a cap of 512.
 
     Raises:
         UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
-    if thresholds is None:
-        full_from = caps.values
-        full_from[-1] -= min(128, full_from[-1] // 32)
-    else:
-        full_from = thresholds.values
+    full_from = caps.values
+    full_from[-1] -= min(128, full_from[-1] // 32)
     rng = np.random.default_rng(seed)
     sizes, most = lengths.sizes(caps.names), caps.values
     left = np.arange(len(lengths))

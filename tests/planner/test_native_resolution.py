@@ -16,7 +16,8 @@ from omnibal.data.native_resolution import (
     OddImage,
     image_segments,
     seen_frames,
-    video_segments,
+    segments_of,
+    video_grid,
     video_text,
 )
 from omnibal.data.stored_files import ImageFile
@@ -116,7 +117,7 @@ def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bo
             )
         except ValueError:
             continue
-        found = video_segments(frames, width, height, rule)
+        found = segments_of(video_grid(frames, width, height, rule), rule)
         assert found.number == -(-frames // 2)
         assert found.tokens == their_height // 32 * (their_width // 32), (frames, width, height)
         assert found.squares == found.number * found.tokens**2
