@@ -4,16 +4,22 @@ Of a pack that ranks share, a share has the part of a sample that it would encod
 (`omnibal.steps.item_shares`), so that the items of a share are a run of the pack's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
+from omnibal.dispatch.items import unit_of_time
+from omnibal.dispatch.near_home import NO_LOAD
 from omnibal.dispatch.whole_samples import DealtSamples, deal_samples, weights_of
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import SampleTimes, takes_whole_samples
+from omnibal.model.data_parallel_encoders import (
+    DataParallelEncoders,
+    SampleTimes,
+    takes_whole_samples,
+)
 from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -125,6 +131,39 @@ class SampleItems:
                 ranks_of_pipeline=ranks_of_pipeline,
             )
         return self._dealt[sizes]
+
+
+def deal_whole_samples(
+    samples: Mapping[str, SampleItems],
+    pipeline: np.ndarray,
+    beside: DataParallelEncoders,
+    *,
+    ranks_of_pipeline: int,
+    groups: int,
+) -> tuple[dict[str, DealtSamples], np.ndarray]:
+    """Deal samples of every encoder that takes whole ones to the ranks of their groups.
+
+    Args:
+        samples: by encoder.
+        pipeline: that holds each row of them, among those of all groups, int64 [rows].
+
+    Returns:
+        Dealt samples by encoder, and the load of every rank in units of `unit_of_time`, int64
+        [groups, ranks of a group]; `NO_LOAD` without such encoders.
+    """
+    dealt, load = dict[str, DealtSamples](), NO_LOAD
+    size = beside.pipelines * ranks_of_pipeline
+    for name, of_rows in samples.items():
+        dealt[name] = of_rows.deal(
+            pipeline,
+            pipelines=beside.pipelines,
+            ranks_of_pipeline=ranks_of_pipeline,
+            times=beside.sample_times[name],
+            unit_ms=unit_of_time(beside.item_ms, beside.square_ms),
+        )
+        weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
+        load = load + weights.reshape(groups, size)
+    return dealt, load
 
 
 def samples_of_shares(

@@ -28,7 +28,8 @@ import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
 from omnibal.dispatch.items import items_at_home, shares_of_ranks, unit_of_time
-from omnibal.dispatch.near_home import NO_LOAD, Homes
+from omnibal.dispatch.near_home import Homes
+from omnibal.dispatch.sample_items import SampleItems, deal_whole_samples
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
@@ -65,38 +66,51 @@ class ItemShares:
     ) -> "ItemShares":
         """Share the items of a workload whose features have these names."""
         steps, step = np.unique(workload.step, return_inverse=True)
-        ranks, pipelines = workload.data_parallel_size, beside.pipelines
-        cell, cells = step * ranks + workload.dp_rank, len(steps) * ranks
-        of_pipeline = cost.ranks_of_pipeline
-        unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-        held, encoded, samples, load = {}, {}, {}, NO_LOAD
+        pipeline = step * workload.data_parallel_size + workload.dp_rank
+        held, samples = dict[str, np.ndarray](), dict[str, SampleItems]()
         for name, one in cost.encoders.items():
             of_rows = workload.features[:, features.index(one.feature)]
             if name in beside.square_ms:
-                whole, times = workload.samples[one.feature], beside.sample_times[name]
-                of_rows = whole.of_rows
-                dealt = whole.deal(
-                    cell,
-                    pipelines=pipelines,
-                    ranks_of_pipeline=of_pipeline,
-                    times=times,
-                    unit_ms=unit_ms,
-                )
-                ranks_of_all = cells * of_pipeline
-                by_group = -1, pipelines * of_pipeline
-                samples[name] = dealt
-                encoded[name] = dealt.of_ranks(dealt.items, ranks_of_all).reshape(by_group)
-                load = load + dealt.of_ranks(dealt.weight, ranks_of_all).reshape(by_group)
-            held[name] = np.bincount(cell, of_rows, cells).astype(np.int64).reshape(-1, pipelines)
-        equal = {name: held[name] for name in held if name not in samples}
-        encoded |= shares_of_ranks(
-            equal,
-            ranks_of_pipeline=of_pipeline,
+                samples[name] = workload.samples[one.feature]
+                of_rows = samples[name].of_rows
+            pipelines = len(steps) * workload.data_parallel_size
+            items = np.bincount(pipeline, of_rows, pipelines).astype(np.int64)
+            held[name] = items.reshape(-1, beside.pipelines)
+        return cls.dealt(steps, held, samples, pipeline, beside, cost.ranks_of_pipeline)
+
+    @classmethod
+    def dealt(
+        cls,
+        steps: np.ndarray,
+        held: Mapping[str, np.ndarray],
+        samples: Mapping[str, SampleItems],
+        pipeline: np.ndarray,
+        beside: DataParallelEncoders,
+        ranks_of_pipeline: int,
+    ) -> "ItemShares":
+        """Share the items that pipelines hold.
+
+        Args:
+            samples: by encoder that takes whole ones.
+            pipeline: that holds each row of these, among those of all groups, int64 [rows].
+        """
+        groups = len(next(iter(held.values()), ()))
+        dealt, load = deal_whole_samples(
+            samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups
+        )
+        encoded = shares_of_ranks(
+            {name: held[name] for name in held if name not in samples},
+            ranks_of_pipeline=ranks_of_pipeline,
             item_ms=beside.item_ms,
             load=load,
-            unit_ms=unit_ms,
+            unit_ms=unit_of_time(beside.item_ms, beside.square_ms),
         )
-        return cls(steps=steps, pipelines=pipelines, held=held, encoded=encoded, samples=samples)
+        size = beside.pipelines * ranks_of_pipeline
+        for name, one in dealt.items():
+            encoded[name] = one.of_ranks(one.items, groups * size).reshape(groups, size)
+        return cls(
+            steps=steps, pipelines=beside.pipelines, held=held, encoded=encoded, samples=dealt
+        )
 
     def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
         """Passes that every rank makes of an encoder."""

@@ -16,9 +16,12 @@ from functools import cached_property
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import ItemRuns, share_items, shares_of_ranks, unit_of_time
-from omnibal.dispatch.near_home import NO_LOAD
-from omnibal.dispatch.sample_items import SampleItems, samples_of_shares
+from omnibal.dispatch.items import ItemRuns, share_items, unit_of_time
+from omnibal.dispatch.sample_items import (
+    SampleItems,
+    deal_whole_samples,
+    samples_of_shares,
+)
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig
@@ -27,6 +30,7 @@ from omnibal.model.encoders import Encoder
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.steps.cut import first_item
 from omnibal.steps.shares import Shares, shares_of
 
@@ -343,7 +347,7 @@ class EncoderShares:
     @cached_property
     def _samples(self) -> dict[str, SampleItems]:
         """Samples of everything that is held, by the feature of encoders that take whole ones."""
-        if not self._whole:
+        if not self.beside.square_ms:
             return {}
         assert self.lengths is not None, "samples are dealt by their lengths"
         return samples_of_shares(self.model, self.packs, self.lengths, self.levels, self._held)
@@ -353,7 +357,7 @@ class EncoderShares:
         """First item and number of items of everything that is held, by encoder."""
         held, found = self._held, {}
         for name, encoder in self.model.encoders.items():
-            if name in self._whole:
+            if name in self.beside.square_ms:
                 count = self._samples[encoder.feature].of_rows
                 found[name] = _before_in_pack(count, held), count
                 continue
@@ -364,26 +368,31 @@ class EncoderShares:
 
     def step(self, step: int) -> StepShares:
         """Share the items of a step's packs."""
-        held = self._held
-        rows = self._rows_of_group(step, step + 1)
-        pipeline = (held.dp_rank[rows] - self.ranks.data_ranks.start).astype(np.int64)
+        ranks, held, rows = self.ranks, self._held, self._rows_of_group(step, step + 1)
+        pipeline = (held.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
-        equal = {name: counts for name, counts in items.items() if name not in self._whole}
-        dealt, load = self._dealt(rows, pipeline, 1)
-        nodes = nodes_of_groups(self.ranks.parallel, self.ranks.pipelines, self.gpus_per_node)
-        runs = share_items(
-            equal,
+        samples = self._samples_of(rows)
+        dealt, load = deal_whole_samples(
+            samples,
             pipeline,
-            pipelines=self.ranks.pipelines,
-            ranks_of_pipeline=self.ranks.ranks_of_pipeline,
+            self.beside,
+            ranks_of_pipeline=ranks.ranks_of_pipeline,
+            groups=1,
+        )
+        nodes = nodes_of_groups(ranks.parallel, ranks.pipelines, self.gpus_per_node)
+        runs = share_items(
+            {name: counts for name, counts in items.items() if name not in samples},
+            pipeline,
+            pipelines=ranks.pipelines,
+            ranks_of_pipeline=ranks.ranks_of_pipeline,
             item_ms=self.beside.item_ms,
             load=load,
-            unit_ms=self._unit_ms,
-            node=nodes[self.ranks.block],
+            unit_ms=unit_of_time(self.beside.item_ms, self.beside.square_ms),
+            node=nodes[ranks.block],
         )
-        runs |= {name: self._runs_of_samples(name, rows, one) for name, one in dealt.items()}
+        runs |= {name: _runs_of_samples(samples[name], one) for name, one in dealt.items()}
         return StepShares(
-            ranks=self.ranks,
+            ranks=ranks,
             beside=self.beside,
             rows=held.pack[rows],
             pipeline=pipeline,
@@ -401,11 +410,8 @@ class EncoderShares:
         rows = self._rows_of_group(first_step, last_step)
         cell = (held.step[rows] - first_step) * ranks.pipelines
         cell += held.dp_rank[rows] - ranks.data_ranks.start
-        found = self._encoded_by_ranks(cell, rows, steps)
-        passes = np.zeros(steps, np.int64)
-        for both in self._numbers_of_passes(found).values():
-            passes += np.add(*both)[:, ranks.number]
-        return passes
+        passes = self._passes_of_ranks(rows, cell, steps)
+        return np.sum([number[:, ranks.number] for number in passes.values()], axis=0)
 
     def _rows_of_group(self, first_step: int, last_step: int) -> np.ndarray:
         """Rows of what this group's pipelines have in some steps."""
@@ -417,115 +423,50 @@ class EncoderShares:
         """Most passes that a rank makes of those that divide weights with this one."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
-        found = self._encoded_by_ranks(self._held.dp_rank[rows], rows, blocks)
-        passes = self._numbers_of_passes(found)
+        passes = self._passes_of_ranks(rows, self._held.dp_rank[rows].astype(np.int64), blocks)
         ranks = np.concatenate([self.ranks.global_ranks(block) for block in range(blocks)])
         own = ranks // self.beside.sharded == self.ranks.rank // self.beside.sharded
-        return {
-            (name, is_kept): int(number.ravel()[own].max())
-            for name, both in passes.items()
-            for is_kept, number in zip((True, False), both, strict=True)
-        }
+        return {key: int(number.ravel()[own].max()) for key, number in passes.items()}
 
-    def _encoded_by_ranks(
-        self, cell: np.ndarray, rows: np.ndarray, groups: int
-    ) -> dict[str, tuple[np.ndarray, DealtSamples | None]]:
-        """Items that every rank of some groups encodes, int64 [groups, ranks], by encoder, and the
-        samples that they are of where it takes whole ones.
-
-        Args:
-            cell: place of what is held among the groups' pipelines.
-            rows: of it.
-        """
-        pipelines, size = self.ranks.pipelines, self.ranks.size
-        dealt, load = self._dealt(rows, cell, groups)
-        held = {
-            name: np.bincount(cell, count[rows], groups * pipelines)
-            .astype(np.int64)
-            .reshape(groups, pipelines)
-            for name, (_, count) in self._items.items()
-            if name not in self._whole
-        }
-        shares = shares_of_ranks(
-            held,
-            ranks_of_pipeline=self.ranks.ranks_of_pipeline,
-            item_ms=self.beside.item_ms,
-            load=load,
-            unit_ms=self._unit_ms,
-        )
-        of_samples = {
-            name: (one.of_ranks(one.items, groups * size).reshape(groups, size), one)
-            for name, one in dealt.items()
-        }
-        return {**of_samples, **{name: (share, None) for name, share in shares.items()}}
-
-    def _numbers_of_passes(
-        self, found: Mapping[str, tuple[np.ndarray, DealtSamples | None]]
-    ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Passes of every rank of some groups by encoder, those that are kept and the others, int64
-        [groups, ranks] each.
-
-        Args:
-            found: what ranks encode.
-        """
-        passes = {}
-        for name, (items, samples) in found.items():
-            most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
-            if samples is None:
-                first = np.minimum(kept, items)
-                passes[name] = -(-first // most), -(-(items - first) // most)
-                continue
-            own = passes_of_samples(samples, most, kept)
-            numbers = (
-                np.bincount(own.rank[chosen], minlength=items.size).reshape(items.shape)
-                for chosen in (own.is_kept, ~own.is_kept)
-            )
-            passes[name] = next(numbers), next(numbers)
-        return passes
-
-    @property
-    def _whole(self) -> Collection[str]:
-        """Encoders that take whole samples."""
-        return self.beside.square_ms.keys()
-
-    @property
-    def _unit_ms(self) -> float:
-        return unit_of_time(self.beside.item_ms, self.beside.square_ms)
-
-    def _dealt(
-        self, rows: np.ndarray, cell: np.ndarray, groups: int
-    ) -> tuple[dict[str, DealtSamples], np.ndarray]:
-        """Samples of every rank of some groups, of encoders that take whole ones, and the ranks'
-        load, int64 [groups, ranks].
+    def _passes_of_ranks(
+        self, rows: np.ndarray, pipeline: np.ndarray, groups: int
+    ) -> dict[tuple[str, bool], np.ndarray]:
+        """Passes of every rank of some groups by encoder and whether they are kept, int64 [groups,
+        ranks of a group].
 
         Args:
             rows: of what is held.
-            cell: its place among the groups' pipelines.
+            pipeline: that holds each row, among those of all groups, int64.
         """
-        size = self.ranks.size
-        dealt, load = dict[str, DealtSamples](), NO_LOAD
-        for name, times in self.beside.sample_times.items():
-            of_rows = self._samples[self.model.encoders[name].feature].take(rows)
-            dealt[name] = of_rows.deal(
-                cell.astype(np.int64),
-                pipelines=self.ranks.pipelines,
-                ranks_of_pipeline=self.ranks.ranks_of_pipeline,
-                times=times,
-                unit_ms=self._unit_ms,
-            )
-            weights = dealt[name].of_ranks(dealt[name].weight, groups * size)
-            load = load + weights.reshape(groups, size)
-        return dealt, load
-
-    def _runs_of_samples(self, name: str, rows: np.ndarray, dealt: DealtSamples) -> ItemRuns:
-        """Runs of what is held in these rows, a sample each."""
-        of_rows = self._samples[self.model.encoders[name].feature].take(rows)
-        items, row = of_rows.items[of_rows.rows.samples], of_rows.row
-        starts = np.cumsum(items) - items
-        first = starts - np.append(starts, items.sum())[of_rows.rows.offsets[row]]
-        return ItemRuns(
-            pack=row[dealt.place], first=first[dealt.place], count=dealt.items, rank=dealt.rank
+        pipelines = self.ranks.pipelines
+        held = {
+            name: np.bincount(pipeline, count[rows], groups * pipelines)
+            .astype(np.int64)
+            .reshape(groups, pipelines)
+            for name, (_, count) in self._items.items()
+        }
+        shares = ItemShares.dealt(
+            np.arange(groups),
+            held,
+            self._samples_of(rows),
+            pipeline,
+            self.beside,
+            self.ranks.ranks_of_pipeline,
         )
+        return {
+            (name, is_kept): shares.passes(name, self.beside)
+            .work(is_kept=is_kept)[..., 0]
+            .astype(np.int64)
+            for name in held
+            for is_kept in (True, False)
+        }
+
+    def _samples_of(self, rows: np.ndarray) -> dict[str, SampleItems]:
+        """Samples of what is held in these rows, by encoder that takes whole ones."""
+        return {
+            name: self._samples[self.model.encoders[name].feature].take(rows)
+            for name in self.beside.square_ms
+        }
 
     def _own_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
         """This rank's passes of whole samples of a step, by the items that it encodes."""
@@ -535,6 +476,16 @@ class EncoderShares:
         stops = np.cumsum(passes.items[own])
         bounds = np.stack([stops - passes.items[own], stops, passes.is_kept[own]], axis=1)
         return [(begin, end, bool(is_kept)) for begin, end, is_kept in bounds.tolist()]
+
+
+def _runs_of_samples(samples: SampleItems, dealt: DealtSamples) -> ItemRuns:
+    """Runs of the items of dealt samples, one per sample."""
+    items, row = samples.items[samples.rows.samples], samples.row
+    starts = np.cumsum(items) - items
+    first = starts - np.append(starts, items.sum())[samples.rows.offsets[row]]
+    return ItemRuns(
+        pack=row[dealt.place], first=first[dealt.place], count=dealt.items, rank=dealt.rank
+    )
 
 
 def _before_in_pack(items: np.ndarray, held: Shares) -> np.ndarray:
