@@ -2,11 +2,10 @@
 
 Items are dealt longest first (LPT: Graham, SIAM Journal on Applied Mathematics 17, 1969) and by
 largest differencing, which is better where a rank has few items; exchanges lower both, and the
-better one is taken. A lower bound beside it says how far from the best that can be at most.
+better one is taken.
 """
 
 import heapq
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,43 +18,25 @@ _FEW = 1 << 21
 _ROUNDING = 1e-12  # relative, of sums of weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Assignment:
-    """The rank of every item, and how good that is."""
-
-    rank: np.ndarray
-    """int64 [items]"""
-    busiest: float
-    """Load of the busiest rank."""
-    bound: float
-    """No assignment's busiest rank has less."""
-
-
-def balance(weight: np.ndarray, ranks: int) -> Assignment:
+def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
     """Assign items so that the largest sum of weights is small: at most 4/3 - 1/(3 ranks) of least.
+    Returns the rank of every item, int64 [items].
 
     Args:
         weight: of every item, at least 0, [items].
         ranks: at least 1.
     """
     weight = np.asarray(weight, np.float64)
-    bound = load_bound(weight, ranks)
+    bound, best_load, best = load_bound(weight, ranks), np.inf, np.zeros(len(weight), np.int64)
     is_few = len(weight) * ranks <= _FEW
-    found = [longest_first(weight, ranks), differenced(weight, ranks, equal_counts=not is_few)]
-    return _best(weight, found, ranks, bound)
-
-
-def _best(weight: np.ndarray, found: list[np.ndarray], ranks: int, bound: float) -> Assignment:
-    """The best of some assignments after exchanges, up to one that is at the bound."""
-    best: Assignment | None = None
+    found = longest_first(weight, ranks), differenced(weight, ranks, equal_counts=not is_few)
     for before in found:
         rank = evened_out(weight, before, ranks, bound)
-        busiest = float(np.bincount(rank, weight, ranks).max())
-        if best is None or busiest < best.busiest:
-            best = Assignment(rank=rank, busiest=busiest, bound=bound)
-        if best.busiest <= bound * (1 + _ROUNDING):
+        load = float(np.bincount(rank, weight, ranks).max())
+        if load < best_load:
+            best_load, best = load, rank
+        if best_load <= bound * (1 + _ROUNDING):
             break
-    assert best is not None
     return best
 
 

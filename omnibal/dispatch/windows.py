@@ -175,7 +175,7 @@ class _Samples:
         """Equal shares of the window's time, each packed for itself."""
         share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
         weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
-        dealt = balance(weight_ms, ranks).rank
+        dealt = balance(weight_ms, ranks)
         longest_first = np.argsort(-weight_ms, kind="stable")
         shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
         given = [(window.start + share).tolist() for share in shares]

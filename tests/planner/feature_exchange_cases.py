@@ -1,10 +1,11 @@
-"""The time of an exchange of features, message by message."""
+"""Times of passes of encoders and of an exchange of features, one by one."""
 
 from collections.abc import Iterable
 
 import numpy as np
+from exchange_cases import simulated_ms
 
-from omnibal.cost.encoder_phase import EncodersCost
+from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
 
 
 def node_of(cost: EncodersCost, pipelines: int, block: int, number: int) -> int:
@@ -35,3 +36,28 @@ def messages_ms(
     line = cost.within_node if is_within else cost.between_nodes
     slower_ms = max(cost.within_node.each_ms * within, cost.between_nodes.each_ms * across)
     return line.fixed_ms * (size - 1) + slower_ms
+
+
+def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
+    """Forward and backward of a pass, unit by unit beside what its ranks exchange, if they do.
+
+    Args:
+        work: items and, of whole samples, their squares.
+    """
+    one, again = np.array([1, *work]), 0.0 if is_kept else 1.0
+    if cost.exchange is None:
+        return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))
+    units, second = cost.exchange.of_pass, cost.exchange.of_second
+    row = np.zeros(units.forward_ms.shape[1])
+    row[list(cost.exchange.columns)] = one
+    order = list(units.sequence)
+    turned, nothing = order[::-1], [0.0] * len(order)
+    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    if not cost.is_trained:
+        return forward_ms, 0.0
+    gathers, again_ms = units.gather_back_ms[turned].copy(), 0.0
+    if not is_kept:
+        gathers[0] = 0
+        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
+    return forward_ms, again_ms + backward_ms

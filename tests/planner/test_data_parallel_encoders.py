@@ -7,8 +7,7 @@ from itertools import combinations, product, zip_longest
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
-from exchange_cases import simulated_ms
-from feature_exchange_cases import messages_ms, node_of
+from feature_exchange_cases import messages_ms, node_of, pass_ms
 from plan_cases import JOB, job_spec, request
 
 from omnibal.base.errors import UserError
@@ -229,29 +228,6 @@ def passes_of(items: int, a_pass: int, kept: int) -> tuple[list[int], list[int]]
     return found[0], found[1]
 
 
-def pass_ms(cost: EncoderCost, items: int, runs_again: bool) -> tuple[float, float]:
-    """Forward and backward of a pass, unit by unit beside what its ranks exchange, if they do."""
-    if cost.exchange is None:
-        both = np.array([1, items])
-        again_ms = float(both @ cost.again_ms) if runs_again else 0.0
-        return float(both @ cost.forward_ms), float(both @ cost.backward_ms) + again_ms
-    units, second = cost.exchange.of_pass, cost.exchange.of_second
-    row = np.zeros(units.forward_ms.shape[1])
-    row[list(cost.exchange.columns)] = 1, items
-    order = list(units.sequence)
-    turned, nothing = order[::-1], [0.0] * len(order)
-    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
-    if not cost.is_trained:
-        return forward_ms, 0.0
-    gathers = units.gather_back_ms[turned].copy()
-    again_ms = 0.0
-    if runs_again:
-        gathers[0] = 0
-        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
-    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
-    return forward_ms, again_ms + backward_ms
-
-
 def rank_ms(cost: EncoderCost, items: int, a_pass: int, kept: int) -> tuple[float, float]:
     """Forward and backward of a rank, pass by pass."""
     return lockstep_ms(cost, [items], a_pass, kept)
@@ -265,7 +241,7 @@ def lockstep_ms(
     of_ranks = [passes_of(own, a_pass, kept) for own in items]
     for runs_again in (False, True):
         for together in zip_longest(*(passes[runs_again] for passes in of_ranks), fillvalue=0):
-            each = [pass_ms(cost, own, runs_again) for own in together]
+            each = [pass_ms(cost, (own,), is_kept=not runs_again) for own in together]
             forward_ms += max(forward for forward, _ in each)
             backward_ms += max(backward for _, backward in each)
     return forward_ms, backward_ms

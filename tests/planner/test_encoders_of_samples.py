@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from exchange_cases import simulated_ms
-from feature_exchange_cases import messages_ms, node_of
+from feature_exchange_cases import messages_ms, node_of, pass_ms
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
@@ -200,26 +199,6 @@ def walks(
     cost = asked.job.encoders_costs[beside.sharded]
     for step in np.unique(workload.step).tolist():
         yield Walk(job, cost, workload, beside, asked.data.lengths, step)
-
-
-def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
-    """Forward and backward of a pass, beside what its ranks exchange, if they do."""
-    one = np.array([1, *work])
-    again = 0.0 if is_kept else 1.0
-    if cost.exchange is None:
-        return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))
-    units, second = cost.exchange.of_pass, cost.exchange.of_second
-    row = np.zeros(units.forward_ms.shape[1])
-    row[list(cost.exchange.columns)] = one
-    order = list(units.sequence)
-    turned, nothing = order[::-1], [0.0] * len(order)
-    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
-    gathers, again_ms = units.gather_back_ms[turned].copy(), 0.0
-    if not is_kept:
-        gathers[0] = 0
-        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
-    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
-    return forward_ms, again_ms + backward_ms
 
 
 def lockstep_ms(cost: EncoderCost, ranks: list[dict[bool, list[tuple[int, ...]]]]) -> np.ndarray:
