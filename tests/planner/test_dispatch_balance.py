@@ -104,7 +104,7 @@ def test_a_few_hundred_ranks_are_near_the_bound(items: int, ranks: int) -> None:
     assert above_bound(weight, ranks) < (0.002 if items / ranks >= 10 else 0.04)
 
 
-def test_the_largest_job_is_balanced() -> None:
+def test_the_largest_job_is_near_the_bound() -> None:
     """Prevents: differencing that ends early on 100,000 items and 2,560 ranks."""
     weight = np.random.default_rng(0).lognormal(0, 0.8, 100_000)
     assert above_bound(weight, 2_560) < 0.002
