@@ -33,7 +33,7 @@ from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.model.config import ModelConfig, load_model
 
 DIGITS = load_model("internvl-digits")
-CONVERSATIONS = 355
+CONVERSATIONS = 100
 IGNORED = -100
 Message = dict[str, str]
 Encoded = tuple[list[int], list[int]]

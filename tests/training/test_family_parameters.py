@@ -144,7 +144,7 @@ def test_random_files_have_the_parameters_of_transformers(name, tmp_path):
     else:
         config = fewer_layers(name)
     rng, agreed = random.Random(name), 0
-    for _ in range(30):
+    for _ in range(15):
         (tmp_path / "config.json").write_text(json.dumps(changed(config, rng)))
         try:
             model = named_model(str(tmp_path)).with_tower("language", prediction_layers=0)
@@ -153,7 +153,7 @@ def test_random_files_have_the_parameters_of_transformers(name, tmp_path):
             continue  # refused by either
         assert model_parameters(model).stored == theirs, (tmp_path / "config.json").read_text()
         agreed += 1
-    assert agreed >= 10
+    assert agreed >= 4
 
 
 def test_internvl_as_its_class_saves_it(tmp_path):

@@ -67,28 +67,19 @@ SOME = {"vision": (1, 2), "language": (0,)}
 # 6 projector, 7 language embed, 8-10 language layers of which two take them, 11 head. A cut is the
 # position of the first unit after it.
 PLANS = {
-    "right-after-deepstack": ("Qwen3-VL", {"cuts": (3,)}),
-    "in-encoder": ("Qwen3-VL", {"cuts": (4,), "recompute": SOME}),
-    "between-towers": ("Qwen3-VL", {"cuts": (7,), "recompute": SOME}),
-    "after-language-embed": ("Qwen3-VL", {"cuts": (8,)}),
-    "between-deepstack-layers": ("Qwen3-VL", {"cuts": (9,), "recompute": SOME}),
     "of-four": ("Qwen3-VL", {"cuts": (3, 6, 9)}),
     "of-four-tied": ("tied", {"cuts": (5, 8, 10), "recompute": SOME}),
-    "tensor": ("Qwen3-VL", {"tensor": 2, "recompute": SOME}),
     "tensor-in-encoder": ("Qwen3-VL", {"cuts": (4,), "tensor": 2}),
     "tensor-between-deepstack-layers": ("Qwen3-VL", {"cuts": (9,), **IN_PARTS}),
     "tensor-between-towers": ("tied", {"cuts": (7,), **IN_PARTS, "recompute": SOME}),
-    "data": ("Qwen3-VL", {"cuts": (3,), "data": 2}),
     "frozen-vision": ("Qwen3-VL", {"cuts": (3, 9), "frozen": ("vision",)}),
     "frozen-language": ("Qwen3-VL", {"cuts": (3, 9), "frozen": ("language",)}),
     "frozen-projector": ("Qwen3-VL", {"cuts": (5,), "tensor": 2, "frozen": ("projector",)}),
-    "divided": ("Qwen3-VL", {"data": 4, "sharded": 4, "recompute": SOME}),
     "divided-pipeline": ("tied", {"cuts": (4,), "data": 2, "sharded": 2, "recompute": SOME}),
     "divided-tensor": ("Qwen3-VL", {**IN_PARTS, "data": 2, "sharded": 2}),
     "divided-language-frozen": (
         "Qwen3-VL", {"cuts": (9,), "data": 2, "sharded": 2, "frozen": ("language",)},
     ),
-    "experts": ("experts", {"data": 2, "expert": 2, "recompute": SOME}),
     "experts-pipeline": ("experts", {"cuts": (9,), "data": 2, "expert": 2}),
     "experts-tensor": ("experts", {"cuts": (4,), **IN_PARTS, "expert": 2}),
     "windows": ("Qwen2.5-VL", {"cuts": (3,), **IN_PARTS, "recompute": {"vision": (0, 1, 4)}}),

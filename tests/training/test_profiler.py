@@ -188,9 +188,7 @@ def profile_and_step(links, plan, packs=PACKS, options=PROFILE):
     ("cuts", "recompute"),
     [
         pytest.param((3,), {}, id="cut-in-the-vision-tower"),
-        pytest.param((5,), {}, id="cut-before-the-projector"),
         pytest.param((6,), {}, id="cut-before-the-language-embed"),
-        pytest.param((8,), {"vision": (0, 2), "language": (0,)}, id="recomputing-first-stage"),
         pytest.param((4,), {"vision": (1,), "language": (0, 1, 2)}, id="recomputing-both"),
     ],
 )
