@@ -1,23 +1,18 @@
 """Plans with data-parallel encoders, through the commands as they are typed."""
 
 import json
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import launcher
 from end_to_end_cases import (
     losses,
     plan_of,
-    rank_environments,
     ranks_succeed,
     records,
     succeed,
     training,
-    wait_for_steps,
 )
 
 from megatron.vlm.run.arguments import parse_arguments
@@ -90,18 +85,6 @@ def test_data_parallel_encoders_train_resume_and_answer_as_one_process(
     page = tmp_path / "report.html"
     succeed("-m", "omnibal", "report", beside, "--run", apart, "-o", page)
     assert "encoders, ms" in page.read_text() and "exchange, ms" in page.read_text()
-
-
-def test_rank_that_dies_ends_all_that_encode(beside, digits, tmp_path):
-    """Prevents: ranks that wait for ever for the features of one that is gone."""
-    save = tmp_path / "run"
-    command = training(beside, digits, save, "--save-interval", "1000")
-    with launcher().start(tuple(command), list(rank_environments(4))) as started:
-        wait_for_steps(save, 1)
-        os.kill(started.pids[2], signal.SIGKILL)
-        ended = started.ended
-    assert not any(one.returncode == 0 for one in ended)
-    assert any("rank 2 has not been heard of" in one.stderr for one in ended)
 
 
 def test_other_layers_are_refused(beside, digits, tmp_path, monkeypatch):

@@ -99,23 +99,6 @@ def test_replay_says_what_is_wrong(plan, digits, tmp_path):
     assert "stage 0 is not replayed yet" in refuse(*unfinished)
 
 
-def test_run_goes_on_with_other_data_parallel_ranks(single_plan, digits, tmp_path):
-    """Prevents: samples that are skipped or trained twice when the number of ranks changes.
-
-    Two steps on one rank, two more on two ranks; against four steps on one rank.
-    """
-    alone, elastic, wider = tmp_path / "alone", tmp_path / "elastic", tmp_path / "wider"
-    plan = ("-m", "omnibal", "plan", *MODEL, "--cluster", "laptop-cpu", "--precision", "fp32")
-    succeed(*plan, "--dp", "2", "--steps-of", single_plan, "-o", wider)
-    succeed(*training(single_plan, digits, alone, "--train-iters", "4"))
-    succeed(*training(single_plan, digits, elastic, "--train-iters", "2"))
-    resume = training(wider, digits, elastic, "--load", elastic, "--train-iters", "4")
-    assert f"resuming {elastic} after step 2" in pair_succeeds(*resume)
-    assert losses(elastic) == pytest.approx(losses(alone), rel=1e-4)
-    seen = [[(r["samples"], r["tokens"]) for r in records(save)] for save in (elastic, alone)]
-    assert seen[0] == seen[1]
-
-
 def test_run_of_other_steps_is_not_resumed(single_plan, lengths, digits, tmp_path):
     """Prevents: a step count that means other samples in the plan than in the checkpoint."""
     save = tmp_path / "run"

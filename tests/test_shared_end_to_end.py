@@ -1,23 +1,18 @@
 """Plans whose packs ranks share, through the commands as they are typed."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import launcher
 from end_to_end_cases import (
     losses,
     plan_of,
-    rank_environments,
     ranks_succeed,
     records,
     succeed,
     training,
-    wait_for_steps,
 )
 
 from megatron.vlm.run.arguments import parse_arguments
@@ -146,19 +141,6 @@ def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digi
     assert validated[0]["step"] == validated[1]["step"] == 3
     assert validated[0]["loss"] == pytest.approx(validated[1]["loss"], rel=1e-4)
     assert validated[0]["loss_tokens"] == validated[1]["loss_tokens"]
-
-
-def test_rank_that_dies_ends_those_that_share_its_packs(single_plan, digits, tmp_path):
-    """Prevents: ranks that wait for ever in an exchange with one that is gone."""
-    plan = shared_plan(single_plan, tmp_path / "pair", data=2, contexts=(1, 2))
-    save = tmp_path / "run"
-    command = training(plan, digits, save, "--save-interval", "1000")
-    with launcher().start(tuple(command), list(rank_environments(2))) as started:
-        wait_for_steps(save, 1)
-        os.kill(started.pids[1], signal.SIGKILL)
-        ended = started.ended
-    assert [one.returncode == 0 for one in ended] == [False, False]
-    assert "rank 1" in ended[0].stderr
 
 
 def test_other_attention_is_refused(single_plan, digits, tmp_path, monkeypatch):
