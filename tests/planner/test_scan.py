@@ -408,10 +408,9 @@ def kill_while_scanning(annotations: Annotations, tokenizer, folder: Path, delay
 
 def test_a_killed_scan_goes_on(data, whole, tokenizer, tmp_path, monkeypatch):
     """Prevents hours of scanning from being lost, done again, or joined wrongly after a kill."""
-    rng = np.random.default_rng()
     finished = [0]
-    for _ in range(3):
-        kill_while_scanning(data, tokenizer, tmp_path, rng.uniform(0, 0.06))
+    for delay_s in (0, 0.02, 0.05):
+        kill_while_scanning(data, tokenizer, tmp_path, delay_s)
         finished.append(len(open_journal(data, tokenizer, tmp_path).finished))
     assert np.diff(finished).min() >= SAMPLES_PER_TASK
     journal = open_journal(data, tokenizer, tmp_path)
@@ -707,8 +706,8 @@ def test_a_killed_command_leaves_no_process_and_goes_on(tmp_path, digits, tokeni
             command.kill()
         else:
             os.killpg(command.pid, number)
-        command.wait(60)
-        deadline = time.monotonic() + 30
+        command.wait(600)
+        deadline = time.monotonic() + 600
         while running_members(command.pid) and time.monotonic() < deadline:
             if number == signal.SIGKILL:  # a worker finds out when it has done its task
                 gate.release()
