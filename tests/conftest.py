@@ -17,7 +17,7 @@ os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 
 import pytest
 from commands import launcher
-from end_to_end_cases import MODEL, succeed
+from end_to_end_cases import MODEL, plan_of, succeed
 from hypothesis import HealthCheck, settings
 
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
@@ -125,3 +125,9 @@ def lengths(digits, tmp_path_factory) -> Path:
     meta, tokenizer = digits / "train" / "meta.json", digits / "tokenizer.model"
     succeed("-m", "omnibal", "lengths", meta, *MODEL, "--tokenizer-model", tokenizer, "-o", path)
     return path
+
+
+@pytest.fixture(scope="session")
+def single(lengths, tmp_path_factory) -> Path:
+    """Plan of one process for whole packs of the digits."""
+    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single", "--packing-levels", "1")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import pytest
 from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher, reserved_port
 
 MODEL = ("--model", "internvl-digits")
@@ -95,6 +96,19 @@ def records(save: Path) -> list[dict]:
 
 def losses(save: Path) -> list[float]:
     return [record["loss"] for record in records(save)]
+
+
+def assert_same_evaluation(saves: list[Path]) -> None:
+    """Fail unless the runs have the last validation and all answers in common."""
+    validated = [
+        json.loads((save / "validation.jsonl").read_text().splitlines()[-1])["loss"]
+        for save in saves
+    ]
+    assert validated == pytest.approx([validated[0]] * len(saves), rel=1e-4)
+    answered = [json.loads((save / "evaluation.json").read_text()) for save in saves]
+    for found in answered:
+        found["examples"].sort(key=json.dumps)  # ranks ask in turn
+    assert all(found == answered[0] for found in answered)
 
 
 def wait_for_steps(save: Path, steps: int) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from end_to_end_cases import (
+    assert_same_evaluation,
     losses,
-    plan_of,
     ranks_succeed,
     records,
     succeed,
@@ -19,12 +19,6 @@ from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.launch import Launch
 from megatron.vlm.run.pretrain import load_run, open_trainable
 from omnibal.base.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def single(lengths, tmp_path_factory) -> Path:
-    """Everything in one process."""
-    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single", "--packing-levels", "1")
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +63,7 @@ def test_data_parallel_encoders_train_resume_and_answer_as_one_process(
     assert losses(apart) == pytest.approx(losses(alone), rel=1e-4)
     for save in (tmp_path / "back", parts):
         assert losses(save) == pytest.approx(losses(alone)[2:], rel=1e-4)
-    validated = [
-        json.loads((save / "validation.jsonl").read_text().splitlines()[-1])["loss"]
-        for save in (apart, parts, alone)
-    ]
-    assert validated == pytest.approx([validated[-1]] * 3, rel=1e-4)
-    answered = [
-        json.loads((save / "evaluation.json").read_text()) for save in (apart, parts, alone)
-    ]
-    for found in answered:
-        found["examples"].sort(key=json.dumps)  # ranks ask in turn
-    assert answered[0] == answered[1] == answered[2]
+    assert_same_evaluation([apart, parts, alone])
     for record in records(apart):
         assert all(stage["encoder_ms"] > 0 for stage in record["stages"])
     page = tmp_path / "report.html"

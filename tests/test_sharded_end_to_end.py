@@ -8,20 +8,14 @@ from pathlib import Path
 import pytest
 from commands import launcher
 from end_to_end_cases import (
+    assert_same_evaluation,
     losses,
-    plan_of,
     rank_environments,
     ranks_succeed,
     succeed,
     training,
     wait_for_steps,
 )
-
-
-@pytest.fixture(scope="module")
-def single(lengths, tmp_path_factory) -> Path:
-    """Everything in one process."""
-    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single", "--packing-levels", "1")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +50,7 @@ def test_sharded_weights_train_resume_and_answer_as_one_process(single, sharded,
     assert f"resuming {apart} after step 2" in said
     assert losses(apart) == pytest.approx(losses(alone), rel=1e-4)
     assert losses(tmp_path / "back") == pytest.approx(losses(alone)[2:], rel=1e-4)
-    validated = [
-        json.loads((save / "validation.jsonl").read_text().splitlines()[-1])["loss"]
-        for save in (apart, alone)
-    ]
-    assert validated[0] == pytest.approx(validated[1], rel=1e-4)
-    answered = [json.loads((save / "evaluation.json").read_text()) for save in (apart, alone)]
-    for found in answered:
-        found["examples"].sort(key=json.dumps)  # ranks ask in turn
-    assert answered[0] == answered[1]
+    assert_same_evaluation([apart, alone])
 
 
 def test_rank_that_dies_ends_all_that_share_its_weights(sharded, digits, tmp_path):
