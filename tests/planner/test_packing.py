@@ -54,10 +54,12 @@ def test_every_sample_once_within_the_caps(sizes, seed, iterations):
         ([(0, 257)] * 40, 40),
         ([(0, 171)] * 40, 20),
         ([(0, 512)], 1),
+        ([(0, 1), (2, 1), (4, 1), (4, 1), (4, 1), (4, 1)], 3),
     ],
     ids=[
         "all at the caps", "many tiny", "all equal", "one giant", "opposite extremes",
         "tiles over half", "tokens over half", "tokens over a third", "one sample",
+        "even tiles under an odd cap",
     ],
 )  # fmt: skip
 def test_adversarial_lengths(sizes, optimum):
