@@ -1,7 +1,6 @@
 """All rules of launch lines, and what they find."""
 
 from omnibal.lint import (
-    rules_batch,
     rules_grids,
     rules_layout,
     rules_loongforge,
@@ -16,7 +15,6 @@ from omnibal.model.config import ModelConfig
 
 GROUPS: tuple[RuleGroup, ...] = (
     rules_grids.RULES,
-    rules_batch.RULES,
     rules_split.RULES,
     rules_layout.RULES,
     rules_loongforge.RULES,

@@ -1,13 +1,14 @@
-"""Rules of parallel sizes and the number of GPUs."""
+"""Rules of parallel sizes, the number of GPUs, micro-batches and the length of samples."""
 
 from math import lcm
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
-from omnibal.lint.rule import CORE, Problems, RuleGroup
+from omnibal.lint.rule import BRIDGE, CORE, SWIFT, Problems, RuleGroup
 
 RULES = RuleGroup()
-rule = RULES.rule
+rule, validate_args = RULES.rule, RULES.validate_args
+_OF_BRIDGE = frozenset((Launcher.MEGATRON_BRIDGE,))
 _STATE = "core/parallel_state.py"
 
 
@@ -22,7 +23,7 @@ def gpus_known(line: Line) -> Problems:
         )
 
 
-@rule("this command", severity="warning", launchers=frozenset((Launcher.MEGATRON_BRIDGE,)))
+@rule("this command", severity="warning", launchers=_OF_BRIDGE)
 def recipe_settings(line: Line) -> Problems:
     """What a recipe sets is not read, and is judged as if it were not set."""
     for recipe in filter(None, map(line.text, ("recipe", "model-recipe-name", "mr"))):
@@ -74,3 +75,70 @@ def rank_order(line: Line) -> Problems:
     if line.on(flag) and copies != line.data:
         change = "leave it out, or choose ETP and EP with ETP x EP = TP x CP"
         yield f"--{flag} with data-parallel size {line.data} and {copies} copies of experts", change
+
+
+@rule(f"core/num_microbatches_calculator.py:340, {CORE}; megatron_args.py:1003, {SWIFT}")
+def batch_divides(line: Line) -> Problems:
+    """The global batch must be a multiple of micro-batch x data-parallel size."""
+    launch, data = line.launch, line.data
+    if data is None or launch.micro_batch is None or launch.global_batch is None:
+        return
+    at_once = launch.micro_batch * data
+    if launch.global_batch % at_once and not line.on("decrease-batch-size-if-needed"):
+        nearest = max(at_once, round(launch.global_batch / at_once) * at_once)
+        batches = f"global batch {launch.global_batch:,}, micro-batch {launch.micro_batch}"
+        yield (
+            f"{batches} and data-parallel size {data:,} ({launch.gpus:,} GPUs / {line.grid})",
+            f"use a multiple of {at_once:,}, such as {nearest:,}",
+        )
+
+
+@validate_args()
+def rampup_by_samples(line: Line) -> Problems:
+    """The batch ramps up only in training by samples."""
+    if line.number("train-iters") and "rampup-batch-size" in line.flags:
+        change = "train by --train-samples, or leave the ramp-up out"
+        yield "--rampup-batch-size beside --train-iters", change
+
+
+@rule(f"core/pipeline_parallel/schedules.py:995-1003, {CORE}", severity="refused-at-first-step")
+def interleaved_groups(line: Line) -> Problems:
+    """Chunks of stages need groups of at least as many micro-batches as stages, and no fewer
+    micro-batches than a group."""
+    count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
+    if line.virtual is not None and count is not None and not stages <= group <= count:
+        change = "leave the group size out, or raise it"
+        if group >= stages:
+            change = f"use a global batch with at least {group} micro-batches"
+        groups = f"{count} micro-batches in groups of {group}"
+        yield f"{groups} on {stages} stages of {line.virtual} chunks", change
+
+
+@rule(f"core/pipeline_parallel/schedules.py:1007-1015, {CORE}", severity="refused-at-first-step")
+def interleaved_remainder(line: Line) -> Problems:
+    """The last group of micro-batches must be empty or at least as large as the stages."""
+    count, group, stages = line.micro_batches, line.chunk_group, line.launch.pipeline
+    if line.virtual is not None and count is not None and group >= stages > count % group > 0:
+        yield (
+            f"{count} micro-batches in groups of {group} leave {count % group} on {stages} stages",
+            f"use a multiple of {group} micro-batches",
+        )
+
+
+@validate_args(launchers=ARGPARSE | _OF_BRIDGE)
+def context_divides_sequence(line: Line) -> Problems:
+    """The sequence must be a multiple of twice the context size."""
+    length = line.number("seq-length") or line.launch.sequence_length
+    context = line.launch.context
+    if context > 1 and length is not None and length % (2 * context):
+        yield f"{length:,} tokens and CP {context}", f"use a multiple of {2 * context} tokens"
+
+
+@rule(f"training/config.py, validate, {BRIDGE}", launchers=_OF_BRIDGE)
+def packing_and_micro_batch(line: Line) -> Problems:
+    """A packed data set needs micro-batch 1, and packing in the batch more than 1."""
+    size = line.launch.micro_batch
+    if size is not None and size > 1 and line.on("enable-offline-packing"):
+        yield f"a packed data set and micro-batch {size}", "use micro-batch 1"
+    if size == 1 and line.on("enable-in-batch-packing"):
+        yield "packing in the batch and micro-batch 1", "raise the micro-batch"

@@ -1,7 +1,7 @@
 """Flags of a launch line that predictions do not model, each in a sentence."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
@@ -36,7 +36,8 @@ def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
     """
     if not is_adapter(line):
         return None
-    rank = _number(line, _NAMES_OF_RANK) or _DEFAULT_RANK[line.launch.launcher in _BRIDGES]
+    ranks = (number for number in map(line.number, _NAMES_OF_RANK) if number and number > 0)
+    rank = next(ranks, _DEFAULT_RANK[line.launch.launcher in _BRIDGES])
     adapters = AdapterConfig(rank=rank, alpha=rank, experts=True)
     given = next(filter(None, (line.text(name) for name in _NAMES_OF_TARGETS)), "")
     names = tuple(_NAME.findall(given))
@@ -45,11 +46,6 @@ def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
         if adapter_mistake(model, (), named) is None:
             return named
     return adapters
-
-
-def _number(line: Line, names: Sequence[str]) -> int | None:
-    texts = filter(None, (line.text(name) for name in names))
-    return next((int(text) for text in texts if text.isdecimal() and int(text)), None)
 
 
 def cuts_samples(line: Line) -> bool:
