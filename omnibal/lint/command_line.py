@@ -23,7 +23,7 @@ from omnibal.lint.flags import (
     whole_number,
 )
 from omnibal.lint.launch import Launch, Launcher
-from omnibal.lint.script import UNKNOWN, Command, read_script, shown
+from omnibal.lint.script import UNKNOWN, Command, read_script, show_unknown
 from omnibal.model.limits import words as joined_words
 from omnibal.model.parallel import MAX_DEVICES
 
@@ -67,9 +67,11 @@ def read_launch(
         {
             **_fields(settings),
             "launcher": launcher,
-            "flags": {name: None if text is None else shown(text) for name, text in flags.items()},
+            "flags": {
+                name: None if text is None else show_unknown(text) for name, text in flags.items()
+            },
             "gpus": gpus or _gpus_of(by_name, command.environment),
-            "environment": {name: shown(text) for name, text in command.environment.items()},
+            "environment": {name: show_unknown(text) for name, text in command.environment.items()},
             "unknown": tuple(dict.fromkeys(marks)),
         }
     )
@@ -80,9 +82,9 @@ def _launch_command(commands: Sequence[Command], line_number: int | None) -> Com
     for command in commands[1:]:
         if re.match(r"--?[A-Za-z]", command.words[0]):
             raise UserError(
-                f"line {command.line} begins with a flag, {shown(command.words[0])}, and is no "
-                "part of the command above it, whose lines must all end in a backslash, without a "
-                "blank behind it and without a comment: correct it"
+                f"line {command.line} begins with a flag, {show_unknown(command.words[0])}, and is "
+                "no part of the command above it, whose lines must all end in a backslash, without "
+                "a blank behind it and without a comment: correct it"
             )
     everywhere = [command for command in commands if _is_launch(command)]
     found = [command for command in everywhere if line_number in (None, command.line)]
@@ -121,7 +123,7 @@ def _check_known(by_name: Mapping[str, str | None]) -> None:
         is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
         if name in _MARKED and not is_followed:
             for variable in UNKNOWN.findall(text or ""):
-                asked.setdefault(variable, f"--{name} {shown(text or '')}")
+                asked.setdefault(variable, f"--{name} {show_unknown(text or '')}")
     if asked:
         raise UserError(
             f"values are not known ({'; '.join(list(asked.values())[:3])}: the script does not set "

@@ -34,9 +34,9 @@ def _split_flags(plan: Plan) -> Flags:
         of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
         return {
             "num-virtual-stages-per-pipeline-rank": str(layout.virtual),
-            "custom-virtual-pipeline-layers": _listed(of_chunks),
+            "custom-virtual-pipeline-layers": _join_numbers(of_chunks),
         }
-    return {"custom-pipeline-layers": _listed(layout.layers)} if layout.pipeline > 1 else {}
+    return {"custom-pipeline-layers": _join_numbers(layout.layers)} if layout.pipeline > 1 else {}
 
 
 def _recompute_flags(plan: Plan) -> Flags:
@@ -54,7 +54,7 @@ def _recompute_flags(plan: Plan) -> Flags:
     full = {"recompute-granularity": "full", "recompute-method": "block"}
     if len(counts) == 1:
         return full | {"recompute-num-layers": str(counts[0])}
-    return full | {"custom-pipeline-recompute-layers": _listed(counts)}
+    return full | {"custom-pipeline-recompute-layers": _join_numbers(counts)}
 
 
 def _number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int:
@@ -62,5 +62,5 @@ def _number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int:
     return max(first_layers(chunk, tower) or 0 for chunk in chunks for tower in towers)
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _join_numbers(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))

@@ -49,7 +49,7 @@ class Command:
     line: int
 
 
-def shown(text: str) -> str:
+def show_unknown(text: str) -> str:
     """Write variables that are not known as a shell does, such as `$TP`."""
     return UNKNOWN.sub(r"$\1", text)
 
@@ -68,7 +68,7 @@ def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
     for match in _LINE.finditer(text):
         blanks = len(match[0]) - len(match[0].lstrip())
         line = text.count("\n", 0, match.start() + blanks) + 1
-        commands += reader.read(_without_comments(match[0]), line)
+        commands += reader.read_line(_without_comments(match[0]), line)
     return commands
 
 
@@ -87,7 +87,7 @@ class _Reader:
         self.exported: set[str] = set()
         self.line = 1
 
-    def read(self, text: str, line: int) -> Iterator[Command]:
+    def read_line(self, text: str, line: int) -> Iterator[Command]:
         """Take a line's assignments, or yield its command."""
         self.line, raw = line, _WORD.findall(text)
         is_export = raw[:1] == ["export"]
