@@ -218,7 +218,7 @@ class EncoderStep:
     def encode(self) -> None:
         """Encode this rank's share, and begin to send it; waits for nothing."""
         ranks, route = self._shares.ranks, self._shares.route
-        leaving_SE = _sliced(self._encoded(), route.sent_slices)
+        leaving_SE = _sliced(self._encode_all(), route.sent_slices)
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
         if ranks.number in ranks.embedding_numbers:
             self._features = _Features(
@@ -257,7 +257,7 @@ class EncoderStep:
         if self._features is not None:
             self._features.finish()
 
-    def _returned(self) -> torch.Tensor:
+    def _exchange_gradients(self) -> torch.Tensor:
         """Gradients of the features that this rank has made, [S, E]; waits for them."""
         route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
@@ -272,7 +272,7 @@ class EncoderStep:
 
     def _backward(self) -> None:
         """Run this rank's backward on the gradients of the features that it has made."""
-        gradients_SE = self._returned()
+        gradients_SE = self._exchange_gradients()
         start = 0
         self._made.reverse()
         while self._made:
@@ -285,7 +285,7 @@ class EncoderStep:
         self._finish()
         self._clock.switch(Phase.WAIT)
 
-    def _encoded(self) -> torch.Tensor:
+    def _encode_all(self) -> torch.Tensor:
         """Rows of all passes of this rank, in their order, [S, E]."""
         rows, shares = [self._no_rows()], self._shares
         for name in shares.items:
