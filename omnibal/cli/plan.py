@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -284,48 +283,12 @@ class PartitionOptions:
         return SplitRule(method=self.method, recompute=self.recompute or usual)
 
 
-class EncoderChoice(StrEnum):
-    """Placements of encoders to plan, of which the faster is taken."""
-
-    AUTO = "auto"
-    PIPELINE = "pipeline"
-    DATA_PARALLEL = "data-parallel"
-
-
-class ScheduleOption(StrEnum):
-    """Pipeline schedules to plan for."""
-
-    AUTO = "auto"
-    ONE_FORWARD_ONE_BACKWARD = "1f1b"
-    INTERLEAVED = "interleaved"
-    ZERO_BUBBLE_H1 = "zb-h1"
-    ZERO_BUBBLE_V = "zb-v"
-
-
-_SCHEDULE_NAMES: Mapping[ScheduleOption, ScheduleName | None] = {
-    ScheduleOption.AUTO: None,
-    ScheduleOption.ONE_FORWARD_ONE_BACKWARD: "1f1b",
-    ScheduleOption.INTERLEAVED: "interleaved",
-    ScheduleOption.ZERO_BUBBLE_H1: "zb-h1",
-    ScheduleOption.ZERO_BUBBLE_V: "zb-v",
-}
-
-
-class ShardingChoice(StrEnum):
-    """Ways to hold weights to plan, of which the fastest is taken."""
-
-    AUTO = "auto"
-    REPLICATED = "replicated"
-    FULL = "full"
-    HYBRID = "hybrid"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions(PartitionOptions):
     """Options for where units run: encoders, weights, the split and recomputation."""
 
     sharding: Annotated[
-        ShardingChoice | None,
+        Literal["auto", "replicated", "full", "hybrid"] | None,
         typer.Option(
             help="how data-parallel ranks hold weights and gradients: whole, divided over all, "
             "divided over those of a node, or as is predicted to be fastest, of data-parallel "
@@ -334,7 +297,7 @@ class PlacementOptions(PartitionOptions):
         ),
     ] = None
     encoder: Annotated[
-        EncoderChoice | None,
+        Literal["auto", "pipeline", "data-parallel"] | None,
         typer.Option(
             help="where encoders run: as units of the pipeline's stages, before and after it on "
             "every rank, data-parallel, or where it is predicted to be faster (default: auto with "
@@ -343,34 +306,31 @@ class PlacementOptions(PartitionOptions):
     ] = None
 
     schedule: Annotated[
-        ScheduleOption,
+        Literal["auto", ScheduleName],
         typer.Option(
             help="order of the pipeline's forwards and backwards: 1F1B, interleaved with several "
             "chunks of the model a stage, zero-bubble with backwards in two parts, or the fastest "
             "of those that the trainer runs (auto)"
         ),
-    ] = ScheduleOption.ONE_FORWARD_ONE_BACKWARD
+    ] = ONE_FORWARD_ONE_BACKWARD.name
 
     @property
     def schedule_name(self) -> ScheduleName | None:
         """The schedule that is asked for; None for the fastest."""
-        return _SCHEDULE_NAMES[self.schedule]
+        return None if self.schedule == "auto" else self.schedule
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
         """Ways to hold weights to choose from, where sizes are free or given; None for the job's
         own."""
-        chosen = self.sharding or (ShardingChoice.AUTO if is_free else None)
-        if chosen is ShardingChoice.AUTO:
+        chosen = self.sharding or ("auto" if is_free else None)
+        if chosen == "auto":
             return tuple(WeightSharding)
-        return None if chosen is None else (WeightSharding[chosen.name],)
+        return None if chosen is None else (WeightSharding(chosen),)
 
     def placements(self, *, is_free: bool) -> tuple[EncoderPlacement, ...]:
         """Placements to choose from, where sizes are free or given."""
-        usual = EncoderChoice.AUTO if is_free else EncoderChoice.PIPELINE
-        chosen = self.encoder or usual
-        if chosen is EncoderChoice.AUTO:
-            return tuple(EncoderPlacement)
-        return (EncoderPlacement[chosen.name],)
+        chosen = self.encoder or ("auto" if is_free else EncoderPlacement.PIPELINE.option)
+        return tuple(one for one in EncoderPlacement if chosen in ("auto", one.option))
 
 
 def plan(
@@ -415,7 +375,7 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
         given.pop(Feature.LEVELS, None)
     if partition.schedule_name in (None, ONE_FORWARD_ONE_BACKWARD.name):
         given.pop(Feature.SCHEDULE, None)
-    if partition.encoder is EncoderChoice.DATA_PARALLEL:
+    if partition.encoder == EncoderPlacement.DATA_PARALLEL.option:
         given[Feature.BESIDE] = Feature.BESIDE.value
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
@@ -444,7 +404,7 @@ def _goal(
         sizes.parallel() if free_sizes is None else None, trainer=trainer_of(strategy.made_for)
     )
     placements = partition.placements(is_free=free_sizes is not None)
-    if partition.encoder is not EncoderChoice.DATA_PARALLEL and not job.model.encoders:
+    if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
     of_goal = data.of_goal(
         job.model, strategy.samples_per_step, packed_by_tokens=strategy.packs_by_tokens

@@ -30,7 +30,7 @@ def report(
 ) -> None:
     """Write a page that shows the plan, and beside it what its replay and its run took."""
     from omnibal.job.check import open_plan
-    from omnibal.job.fake_replay import PRETENDED_FILES, Roofline
+    from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
     from omnibal.report.fake_device_tables import fake_device_table
     from omnibal.report.page import write_report
@@ -41,7 +41,7 @@ def report(
     inputs = [*plan_files(directory)]
     inputs += [] if trained is None else run_files(trained)
     if replay is not None:
-        inputs += [*REPLAY_FILES.all_files(replay), *PRETENDED_FILES.all_files(replay)]
+        inputs += [*REPLAY_FILES.all_files(replay), *FAKE_REPLAY_FILES.all_files(replay)]
     check_files({"-o": output}, inputs)
     shown = write_report(open_plan(directory), trained, output, replay)
     result: dict[str, Any] = {}
@@ -49,7 +49,7 @@ def report(
         result["replay"] = replay_figures(shown.plan, shown.replay)
     if shown.fake_stages:
         rates = Roofline.of_cluster(shown.plan.cluster, shown.plan.precision)
-        result["pretended"] = [one.figures(rates) for one in shown.fake_stages]
+        result["fake_device"] = [one.figures(rates) for one in shown.fake_stages]
     if shown.run is not None:
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:

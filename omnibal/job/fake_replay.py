@@ -185,12 +185,12 @@ class FakeStage(FoundOfStage):
         }
 
 
-PRETENDED_FILES = StageFiles(
+FAKE_REPLAY_FILES = StageFiles(
     what="fake-device replay",
     identity=FakeReplayInfo,
     found=FakeStage,
-    info_file="pretended.json",
-    prefix="pretended",
+    info_file="fake_device.json",
+    prefix="fake_device",
     remedy="count anew with tools/replay.py --fake-device, into another directory",
 )
 
@@ -203,7 +203,7 @@ def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
     """
     return tuple(
         one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
-        for one in PRETENDED_FILES.read(directory, plan.parallel.pipeline)
+        for one in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
     )
 
 
@@ -221,7 +221,7 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
 
 def is_fake_replay(directory: Path) -> bool:
     """Whether a directory holds a fake-device replay."""
-    return (directory / PRETENDED_FILES.info_file).exists()
+    return (directory / FAKE_REPLAY_FILES.info_file).exists()
 
 
 def check_fake_replay(directory: Path, plan_sha256: str) -> None:
@@ -230,7 +230,7 @@ def check_fake_replay(directory: Path, plan_sha256: str) -> None:
     Raises:
         UserError: it is of another plan, or has no valid file.
     """
-    PRETENDED_FILES.identity_of(directory, plan_sha256)
+    FAKE_REPLAY_FILES.identity_of(directory, plan_sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -334,7 +334,9 @@ class Plan(Frozen):
     @property
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages with the layers that they recompute, of every level."""
-        return tuple(self.stages_at(level) for level in range(max(len(self.levels), 1)))
+        if not self.levels:
+            return (self.stages,)
+        return tuple(self.stages_at(level) for level in range(len(self.levels)))
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
         """Indices into `stages` of the chunks that a stage of the pipeline holds."""

@@ -14,7 +14,7 @@ from megatron.vlm.measure.replay_job import load_replay
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.job.check import open_plan
-from omnibal.job.fake_replay import PRETENDED_FILES, FakeStage, read_fake_stages
+from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, read_fake_stages
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, SampleData
 from omnibal.job.plan_files import save_plan
@@ -122,9 +122,9 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
     command = ("tools/replay.py", planned, "--fake-device", "-o", kept)
     first = json.loads(succeed(*command, "--stages", "1", "--json"))
     assert [one["stage"] for one in first["stages"]] == [1]
-    written = (kept / "pretended_1.json").stat()
+    written = (kept / "fake_device_1.json").stat()
     stages = json.loads(succeed(*command, "--json"))["stages"]
-    assert (kept / "pretended_1.json").stat().st_mtime_ns == written.st_mtime_ns
+    assert (kept / "fake_device_1.json").stat().st_mtime_ns == written.st_mtime_ns
     assert [one["stage"] for one in stages] == [0, 1]
     for one in stages:
         total = one["state_gib"] + one["activations_gib"]
@@ -134,7 +134,7 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
     page = tmp_path / "report.html"
     report = ("-m", "omnibal", "report", planned, "--replay", kept, "-o", page)
     shown = json.loads(succeed(*report, "--json"))
-    assert [one["allocated_gib"] for one in shown["pretended"]] == [
+    assert [one["allocated_gib"] for one in shown["fake_device"]] == [
         one["allocated_gib"] for one in stages
     ]
     assert "replay" not in shown
@@ -188,7 +188,7 @@ def test_what_is_missing_or_of_another_plan_is_said(planned, tmp_path):
     assert ended.returncode == 2 and "--fake-device" in ended.stderr
     (tmp_path / "kept").mkdir()
     info = {"plan_sha256": "0" * 64, "torch": "2", "trainer_sha256": "0" * 64}
-    (tmp_path / "kept" / "pretended.json").write_text(json.dumps(info))
+    (tmp_path / "kept" / "fake_device.json").write_text(json.dumps(info))
     ended = launcher().run(*command)
     assert ended.returncode == 2 and "another plan" in ended.stderr
 
@@ -219,7 +219,7 @@ def test_a_fake_stage_is_the_one_of_its_name(planned, tmp_path):
             peak_phase="forward", peak_at="", rows=(0,), micro_batches=1, kernels=1, tflop=1.0,
             gigabytes=1.0, contents=(), operations=(), host_reads=(), unaligned=(),
         )  # fmt: skip
-        PRETENDED_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
+        FAKE_REPLAY_FILES.file_of(tmp_path, stage).write_text(counted.model_dump_json())
     with pytest.raises(UserError, match=r"_1\.json: holds stage 0, and by its name stage 1"):
         read_fake_stages(tmp_path, plan)
 

@@ -14,7 +14,7 @@ from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, stages_l
 from megatron.vlm.run.launch import Launch
 from omnibal.base.errors import UserError
 from omnibal.job.fake_replay import (
-    PRETENDED_FILES,
+    FAKE_REPLAY_FILES,
     FakeReplayInfo,
     heaviest_windows,
 )
@@ -80,7 +80,7 @@ def run_fake_stages(
     install_device()  # before there is an output that nothing could be written to
     torch.set_num_threads(1)
     info = fake_replay_info(job.plan)
-    left = stages_left(PRETENDED_FILES, info, job, stages, output, launch, store)
+    left = stages_left(FAKE_REPLAY_FILES, info, job, stages, output, launch, store)
     cost, workload = job.cost, job.workload
     encoding = HeaviestEncoding.of(job.plan, job.planned.job, job.packs, job.lengths, workload)
     windows = {stage: heaviest_windows(cost, job.plan, stage, workload) for stage in left}
@@ -90,4 +90,4 @@ def run_fake_stages(
             counted = run_fake_stage(
                 job.plan, stage, windows[stage], job.rows_of(stage), on_run, encoding
             )
-            PRETENDED_FILES.write(counted, output)
+            FAKE_REPLAY_FILES.write(counted, output)
