@@ -251,6 +251,18 @@ class _UnderCaps:
     def steps(self) -> None:
         """None: mock data has no other steps, and windows no packs before the ranks are known."""
 
+    def packed(self, job: JobSpec) -> list[Packs]:
+        """Return no packs: mock data has no samples, and windows are packed for the ranks."""
+        return []
+
+    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
+        """Return the same data: nothing of its steps is drawn."""
+        return self
+
+    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
+        """Return the same data: its steps are of any number of ranks."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MockData(_UnderCaps):
@@ -274,18 +286,6 @@ class MockData(_UnderCaps):
     def trained_model(self, model: ModelConfig) -> ModelConfig:
         """Return the model as it is: no lengths say how images are cut into tiles."""
         return model
-
-    def packed(self, job: JobSpec) -> list[Packs]:
-        """Return no packs: there are no samples to pack."""
-        return []
-
-    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Return the same data: its only step needs no drawing."""
-        return self
-
-    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Return the same data: its micro-batches are counted per rank."""
-        return self
 
     def sampled(self, most: int) -> Self:
         """Return the same data: there are no samples to draw from."""
@@ -358,18 +358,6 @@ class StreamData(_UnderCaps):
     def trained_model(self, model: ModelConfig) -> ModelConfig:
         """Return the model with the tiling that the lengths were scanned with."""
         return model_of_lengths(model, self.lengths)
-
-    def packed(self, job: JobSpec) -> list[Packs]:
-        """Return no packs: each rank's are made when it is known what it has of a window."""
-        return []
-
-    def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Return the same data: the order of the stream says what the steps are."""
-        return self
-
-    def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Return the same data: a window is a step of any number of ranks."""
-        return self
 
     def sampled(self, most: int) -> Self:
         """Keep the windows that the stream begins with, of at most `most` samples, or the first."""
