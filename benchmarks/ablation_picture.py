@@ -33,7 +33,7 @@ class ShownStep:
 
 @style()
 def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
-    """Draw steps under each other; the first is what the others are compared with."""
+    """Draw steps on one time axis, with their speed relative to the first step's."""
     stages = [step.recompute_ms.shape[1] for step in steps]
     figure = new_figure(WIDE, 60 + sum(110 + min(30 * count, 300) for count in stages))
     figure.suptitle(title, x=0.01, ha="left", weight="bold")

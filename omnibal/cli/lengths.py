@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from pydantic import ValidationError
@@ -147,6 +147,7 @@ def lengths(
 
     DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
     from omnibal.data.external_lengths import is_counted
+    from omnibal.report.length_sources import source_statistics, sources_table
 
     start = time.perf_counter()
     _check_earlier_lengths(output)
@@ -165,22 +166,14 @@ def lengths(
     else:
         asked = _Scan(meta, model, tokenizer_model, output, pool, scan)
         found, skipped, listed = _scanned(asked, config)
-    _print_lengths(
-        as_json,
-        found,
-        {
-            "samples": len(found),
-            "seconds": time.perf_counter() - start,
-            "skipped": skipped,
-            "skipped_list": str(listed) if skipped and listed else None,
-        },
-    )
-
-
-def _print_lengths(as_json: bool, found: Lengths, result: dict[str, Any]) -> None:
-    from omnibal.report.length_sources import source_statistics, sources_table
-
-    print_result(as_json, result | {"sources": source_statistics(found)}, sources_table(found))
+    result = {
+        "samples": len(found),
+        "seconds": time.perf_counter() - start,
+        "skipped": skipped,
+        "skipped_list": str(listed) if skipped and listed else None,
+        "sources": source_statistics(found),
+    }
+    print_result(as_json, result, sources_table(found))
 
 
 def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:

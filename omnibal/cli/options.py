@@ -286,7 +286,8 @@ class JobOptions:
         from omnibal.cost.source import ANALYTIC
         from omnibal.job.job import JobSpec
 
-        model, cluster = self._model(), self._cluster()
+        model = self._model()
+        cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
         source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
         if parallel is None:
             parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
@@ -317,10 +318,6 @@ class JobOptions:
                 "experts: leave it out, or choose a model with a mixture of experts"
             )
         return with_imbalance(model, self.expert_imbalance)
-
-    def _cluster(self) -> ClusterConfig:
-        """The cluster, with its figures replaced by those given."""
-        return changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
         """The parts given, each once, in model order; with adapters alone, all that have none."""

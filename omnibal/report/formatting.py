@@ -36,14 +36,6 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - magnitude)}f}"
 
 
-def tick(value: float) -> str:
-    """An axis label, short whatever the magnitude."""
-    if value and abs(value) < 0.01:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
-
-
 def percent(fraction: float) -> str:
     """Format a fraction in percent; one that rounds to nothing has no sign."""
     return f"{100 * fraction:z.1f} %"

@@ -410,7 +410,9 @@ def test_command_notes_what_to_beware_of(capsys, tmp_path, monkeypatch):
         run(tmp_path / "lengths.parquet", "--packing", "isf", "--samples-per-step", 8)
     assert "note: beware" in capsys.readouterr().err
     lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)
-    candidate = replace(search(packing=PackingMethod.ISF).candidates[0], caps=Caps.of(tiles=9, tokens=4096))
+    candidate = replace(
+        search(packing=PackingMethod.ISF).candidates[0], caps=Caps.of(tiles=9, tokens=4096)
+    )
     chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
     assert isf_note(LUMPY, Caps.of(tiles=9, tokens=4096), 0) in notes(lumpy, chosen)
     assert not notes(replace(lumpy, settings=PackSettings()), chosen)
