@@ -138,7 +138,8 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
         one["allocated_gib"] for one in stages
     ]
     assert "replay" not in shown
-    assert "fake device, GiB" in page.read_text() and "replayed, GiB" not in page.read_text()
+    text = page.read_text()
+    assert "the code would allocate on one device" in text and "replayed, GiB" not in text
 
 
 def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
