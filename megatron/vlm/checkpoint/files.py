@@ -30,11 +30,7 @@ def checkpoint_path(directory: Path, step: int) -> Path:
 
 
 def latest_step(directory: Path) -> int | None:
-    """Steps trained in the newest whole checkpoint, or None if there is none.
-
-    Raises:
-        UserError: the tracker file does not hold a number.
-    """
+    """Steps trained in the newest whole checkpoint, or None if there is none."""
     tracker = directory / TRACKER_FILE
     if not tracker.exists():
         return None

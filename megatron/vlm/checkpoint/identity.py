@@ -60,11 +60,7 @@ def identity_state(
 
 
 def open_newest(directory: Path) -> CheckpointIdentity:
-    """Open the newest checkpoint of a run's directory.
-
-    Raises:
-        UserError: there is none, it is broken, or another program's.
-    """
+    """Open the newest checkpoint of a run's directory."""
     step = latest_step(directory)
     if step is None:
         raise UserError(

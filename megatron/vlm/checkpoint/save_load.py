@@ -106,9 +106,8 @@ class CheckpointWriter:
         self._directory = directory
         self._state = state_of(stages, optimizers)
         self._scheduler = scheduler
-        self._identity = identity_state(
-            plan.model, _steps_sha256(plan), _plain(options), plan.adapters
-        )
+        steps_sha256 = None if plan.data is None else plan.data.steps_sha256
+        self._identity = identity_state(plan.model, steps_sha256, _plain(options), plan.adapters)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # A separate group on the host: polling for completion must not wait for the devices.
@@ -439,11 +438,6 @@ def load_checkpoint(
     Args:
         stages: as `CheckpointWriter` has them, with their optimizers. A checkpoint does not know
             where encoders were.
-
-    Raises:
-        UserError: there is no checkpoint, it is broken, of another model, of another order of the
-            data, or was trained with other settings of the optimizer, which its state would
-            overrule; the same on every rank.
     """
     found = _open(directory, plan)
     path = found.path
@@ -520,7 +514,3 @@ def _open_alone(directory: Path, plan: Plan) -> CheckpointIdentity:
                 "checkpoint, or load an export that has them in its weights"
             )
     return found
-
-
-def _steps_sha256(plan: Plan) -> str | None:
-    return plan.data.steps_sha256 if plan.data is not None else None

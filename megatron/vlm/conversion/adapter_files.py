@@ -164,11 +164,7 @@ class _Modules:
 
 
 def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Modules:
-    """Find the released modules of a pair.
-
-    Raises:
-        UserError: one of them is of several pieces, of which each has an A of its own.
-    """
+    """Find the released modules of a pair."""
     made_of = released(piece.base, model, _IN_MEMORY.get(layout, layout))
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
@@ -192,11 +188,7 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
 
 
 def check_adapters(stored: CheckpointIdentity, layout: Layout) -> AdapterConfig:
-    """Find the adapters of a checkpoint, which a layout has modules for.
-
-    Raises:
-        UserError: it has none, or the layout cannot hold the model.
-    """
+    """Find the adapters of a checkpoint, which a layout has modules for."""
     if stored.adapters is None:
         raise UserError(
             f"{stored.path}: has no adapters, which --adapter was given for; leave it out to "
@@ -334,12 +326,7 @@ class CheckpointWithAdapter(ImportSource):
 
 
 def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapter:
-    """Open adapters in PEFT's format as ones beside a released checkpoint.
-
-    Raises:
-        UserError: a file is missing or broken, a setting is none of this project's adapters, or
-            they are beside modules that have none here.
-    """
+    """Open adapters in PEFT's format as ones beside a released checkpoint."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
     if obstacles:

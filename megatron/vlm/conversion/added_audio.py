@@ -88,9 +88,6 @@ def add_audio(
     Args:
         positions_per_token: neighbouring positions of 20 ms that become a token.
         seed: of what is drawn.
-
-    Raises:
-        UserError: as `open_audio`; or the checkpoint has no tokenizer, to which words are added.
     """
     audio = open_audio(directory, released.model, positions_per_token)
     found = found_tokenizer(released)

@@ -103,9 +103,6 @@ def plan_export_like(
     """Plan a copy of the released checkpoint `like` with the stored weights in place of its own.
 
     Files, names and, unless `dtype` is given, types are the same.
-
-    Raises:
-        UserError: the models differ.
     """
     place = f"in {like.directory / CONFIG_FILE}"
     different = architecture_differences(_as_seen(stored.model, like.model), like.model, place)

@@ -127,10 +127,6 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
 
     Transformers 5 does not tie a head whose tensor is another than the embedding, whatever
     config.json says, and saves such models; so in its layout the tensors have the last word.
-
-    Raises:
-        UserError: a file is missing or broken, the model is of a variant that is not supported, or
-            tensors are missing, unknown, or of other sizes than config.json says.
     """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())

@@ -127,11 +127,6 @@ def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
-def _stored_size(parameter: Parameter) -> torch.Size:
-    layers = () if parameter.layers is None else (parameter.layers,)
-    return torch.Size((*layers, *parameter.shape))
-
-
 def _extra_state_key(parameter: Parameter) -> str | None:
     """Key of the empty object that core's linear layers store; None for others."""
     if not parameter.key.endswith(_LINEARS) or ".experts." in parameter.key:
@@ -163,6 +158,7 @@ class _WritePlanner(SavePlanner):
         items = []
         for parameter in self._parameters:
             chunk = _chunk(parameter)
+            layers = () if parameter.layers is None else (parameter.layers,)
             self._by_place[parameter.key, chunk.offsets] = parameter
             items.append(
                 WriteItem(
@@ -171,7 +167,7 @@ class _WritePlanner(SavePlanner):
                     tensor_data=TensorWriteData(
                         chunk=chunk,
                         properties=TensorProperties(dtype=self._dtypes[parameter.key]),
-                        size=_stored_size(parameter),
+                        size=torch.Size((*layers, *parameter.shape)),
                     ),
                 )
             )

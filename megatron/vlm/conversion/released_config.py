@@ -88,10 +88,6 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         names: of the tensors there, which tell what config.json leaves open: whether they begin
             with `model.`, as some versions of Transformers wrote them, whether experts are one
             tensor, and where nothing else says it, whether the head is tied.
-
-    Raises:
-        UserError: there is no config.json, it is of another kind of model, or of a variant that
-            this project's model does not have.
     """
     path = directory / CONFIG_FILE
     given = read_config_file(path)
@@ -361,9 +357,6 @@ def check_read_back(
     Args:
         files: their texts by file name.
         names: of the tensors that go with them.
-
-    Raises:
-        UserError: the layout's classes in Transformers are another model, whatever it is told.
     """
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():

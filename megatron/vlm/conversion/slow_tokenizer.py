@@ -39,11 +39,7 @@ def is_slow(folder: Path) -> bool:
 
 
 def fast_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json; None where the tokenizer is of another kind than Qwen2's.
-
-    Raises:
-        UserError: a file is broken, or they are not of one tokenizer.
-    """
+    """The text of the tokenizer.json; None where the tokenizer is of another kind than Qwen2's."""
     path = folder / CONFIG_FILE
     config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
     if config.tokenizer_class not in _CLASSES or config.add_prefix_space:

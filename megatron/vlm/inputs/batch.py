@@ -362,11 +362,7 @@ class MicroBatchStream:
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 
     def take_pass(self, planned: EncoderPass) -> MicroBatch:
-        """Take the next pass, a micro-batch without tokens.
-
-        Raises:
-            ValueError: there is none, or it has other items than planned.
-        """
+        """Take the next pass, a micro-batch without tokens."""
         batch = next(self.batches, None)
         shape = MicroBatchShape(tokens=0, **{"tiles": 0, planned.feature: planned.items})
         if batch is None or batch.shape != shape:
@@ -378,12 +374,7 @@ class MicroBatchStream:
         return batch
 
     def take(self, micro_batch: int) -> MicroBatch:
-        """Take the next micro-batch, which must be number `micro_batch` of the step.
-
-        Raises:
-            ValueError: there is none, or it has another shape than planned: neighbouring stages
-                would send and expect tensors of different shapes.
-        """
+        """Take the next micro-batch, which must be number `micro_batch` of the step."""
         planned = self.shapes[micro_batch]
         if self.empty is not None and planned == self.empty.shape:
             return self.empty

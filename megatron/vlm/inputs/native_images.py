@@ -92,9 +92,6 @@ def read_native_images(
         own: cells that this rank encodes, of whole images and times.
         patches: whether values of patches are needed.
         verdict: whether it must be known if all can be decoded.
-
-    Raises:
-        UserError: there are other cells than planned.
     """
     encoder = reader.model.images
     if encoder is None:

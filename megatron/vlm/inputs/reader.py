@@ -144,9 +144,6 @@ class SampleReader:
     def shown(self, sample: Sample) -> list[Shown]:
         """Images and videos at their native resolution, from their headers, in the order of their
         tokens; none where the model takes no such.
-
-        Raises:
-            UnreadableFile: one of them cannot be read, or is none that the model takes.
         """
         if self.model.images is None:
             return []

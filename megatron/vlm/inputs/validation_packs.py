@@ -79,9 +79,6 @@ def pack_validation(
 
     Args:
         level: of the packs; in training, the one that takes the longest samples.
-
-    Raises:
-        UserError: a sample is bad, or none fits.
     """
     taken = np.arange(min(samples, len(reader.annotations)))
     annotations = reader.annotations.take(taken)

@@ -84,7 +84,7 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, PlainPrecision, Provider, load_cluster
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.rates import CollectiveTime
 from omnibal.model.units import (
     HEAD,
     LANGUAGE,
@@ -197,12 +197,11 @@ def profile(
         )
         result = profiler.result([profiler.round() for _ in repetitions])
     shut_down_distributed()
-    return result.model_copy(update={"rates": _with_sends(rates, result.links)})
-
-
-def _with_sends(rates: Rates, links: Sequence[LinkMeasurement]) -> Rates:
-    sends = [CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in links]
-    return rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
+    sends = [
+        CollectiveTime(kind="send", ranks=2, bytes=one.bytes, ms=one.ms) for one in result.links
+    ]
+    rates = rates.model_copy(update={"collectives": (*rates.collectives, *sends)})
+    return result.model_copy(update={"rates": rates})
 
 
 def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
@@ -240,7 +239,9 @@ class Profiler:
         self._batches = list(profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
-        deep = max(deep, *(_kinds_of_layer(job.model, tower) for tower in job.model.encoders), 1)
+        # Kinds of the tower's layers are measured apart.
+        kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.encoders]
+        deep = max(deep, *kinds, 1)
         build = partial(_whole_stage_trainer, job, links, provider=options.provider)
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
@@ -329,11 +330,6 @@ class Profiler:
             ),
             reading=None if self._reading is None else self._reading.result(),
         )
-
-
-def _kinds_of_layer(model: ModelConfig, tower: str) -> int:
-    """Kinds of the tower's layers that are measured apart."""
-    return len(set(layer_names(model, tower)))
 
 
 def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:

@@ -391,9 +391,6 @@ def replay_stage(
     Args:
         provider: of the layers' linears and attention.
         on_run: called after every run of the work.
-
-    Raises:
-        UserError: the stage needs more memory than it may fill, or a sample cannot be read.
     """
     limit_memory(plan)
     failure = None
@@ -455,11 +452,7 @@ def _replay(
 
 
 def limit_memory(plan: Plan) -> None:
-    """Limit this process's CUDA memory to what a stage may fill.
-
-    Raises:
-        UserError: the device has less.
-    """
+    """Limit this process's CUDA memory to what a stage may fill."""
     if not has_cuda():
         return
     cap_gib = memory_cap_gib(plan.cluster)

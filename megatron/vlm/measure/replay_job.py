@@ -112,12 +112,7 @@ class ReplayJob:
 
 
 def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None) -> ReplayJob:
-    """Read and check a plan and the data to replay it on.
-
-    Raises:
-        UserError: the plan does not hold, ranks share its packs, the trainer cannot build its
-            model, or data and tokenizer are not the plan's.
-    """
+    """Read and check a plan and the data to replay it on."""
     planned = open_plan(plan_directory)
     obstacle = model_obstacle(planned.plan.model) or precision_obstacle(planned.plan)
     if obstacle is not None:
@@ -134,12 +129,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
 
 def check_alone(plan: Plan) -> None:
-    """Refuse a plan whose stages a rank cannot compute alone on a real device.
-
-    Raises:
-        UserError: ranks share out experts, divide weights, which are gathered from all of them, or
-            encode for each other.
-    """
+    """Refuse a plan whose stages a rank cannot compute alone on a real device."""
     if plan.parallel.expert > 1:
         raise UserError(
             "the plan has ranks that share out experts, and a replay runs one rank alone, which "
@@ -207,9 +197,6 @@ def replay_stages(
     Args:
         output: directory that a file of each stage goes to.
         store: through which the processes have met.
-
-    Raises:
-        UserError: `output` holds another replay, or a stage does not fit into memory.
     """
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)

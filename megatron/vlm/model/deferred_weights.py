@@ -49,12 +49,7 @@ OnGradient = Callable[[torch.nn.Parameter], None]
 
 
 def check_two_parts(plan: Plan, provider: Provider) -> None:
-    """Refuse backwards in two parts where weight gradients cannot come later.
-
-    Raises:
-        UserError: the plan multiplies in FP8 or divides weights, or linears are Transformer
-            Engine's.
-    """
+    """Refuse backwards in two parts where weight gradients cannot come later."""
     given = f"the plan's schedule {plan.schedule.name} runs backwards in two parts"
     if plan.precision == "fp8":
         raise UserError(

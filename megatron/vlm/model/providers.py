@@ -37,11 +37,7 @@ class LayerParts:
 
 
 def check_provider(provider: Provider) -> None:
-    """Refuse a provider that is not installed.
-
-    Raises:
-        UserError: it is Transformer Engine, and that is not there, or cannot be imported.
-    """
+    """Refuse a provider that is not installed."""
     if provider != "te":
         return
     if TRANSFORMER_ENGINE_FAILURE is not None:
@@ -57,12 +53,7 @@ def check_provider(provider: Provider) -> None:
 
 
 def check_precision(precision: Precision, provider: Provider) -> None:
-    """Refuse a precision that a provider's linears do not multiply in.
-
-    Raises:
-        UserError: it is FP8, and the provider not a Transformer Engine that finds scales as
-            `omnibal.model.fp8.TRAINED_FP8` does.
-    """
+    """Refuse a precision that a provider's linears do not multiply in."""
     if precision != "fp8":
         return
     if provider != "te":
@@ -78,11 +69,7 @@ def check_precision(precision: Precision, provider: Provider) -> None:
 
 
 def check_adapters(adapters: AdapterConfig | None, provider: Provider) -> None:
-    """Refuse adapters beside linears that they were not tried with.
-
-    Raises:
-        UserError: the provider is Transformer Engine.
-    """
+    """Refuse adapters beside linears that they were not tried with."""
     if adapters is not None and provider == "te":
         raise UserError(
             "--provider te was given for a plan with adapters, which stand beside this project's "

@@ -44,10 +44,6 @@ class RunHealth:
 
         Args:
             replaced_share: of the step's samples, those whose images cannot be read.
-
-        Raises:
-            UserError: more than `max_skipped` steps in a row were skipped, or most samples were
-                replaced.
         """
         if replaced_share > _BORNE_SHARE:
             raise UserError(

@@ -73,9 +73,6 @@ def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> 
     Args:
         start: what all ranks of this start know alike and those of another do not, where a launcher
             keeps its store from one to the next.
-
-    Raises:
-        UserError: the launcher did not say where to meet, or not all ranks came.
     """
     if launch.world_size == 1:
         return dist.HashStore()

@@ -121,11 +121,7 @@ class Run:
 
 
 def open_trainable(directory: Path) -> PlanFiles:
-    """Read and check a plan that is to be trained.
-
-    Raises:
-        UserError: it does not hold, or cannot be trained.
-    """
+    """Read and check a plan that is to be trained."""
     planned = open_plan(directory, to_train=True)
     obstacles = training_obstacles(planned.plan)
     if obstacles:
@@ -161,9 +157,6 @@ def plan_for_all(
 ) -> Path:
     """The plan directory for as many processes as came: the given one, or one that rank 0 makes of
     it; collective over all ranks.
-
-    Raises:
-        UserError: the job cannot be planned for so many, the same on every rank.
     """
     if read_plan(directory).parallel.world_size == launch.world_size:
         return directory

@@ -38,7 +38,8 @@ class ShardedAdam:
         settings: Mapping[str, Any],
     ) -> None:
         self._gradients, self._tensor_group = gradients, tensor_group
-        self._main_of = {flat: _main_weights(flat) for flat in gradients}
+        # A rank's part of the weights in float32: itself, where it is.
+        self._main_of = {flat: flat.own_Q.float() for flat in gradients}
         self.ranges = [one for flat in gradients for one in self._ranges_of(flat)]
         """What this rank updates."""
         self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True, foreach=False)
@@ -111,11 +112,6 @@ class ShardedAdam:
         squares = get_total_norm(counted).to(current_device()).square()
         dist.all_reduce(squares)
         return math.sqrt(squares.item())
-
-
-def _main_weights(flat: FlatWeights) -> torch.Tensor:
-    """A rank's part of the weights in float32: itself, where it is."""
-    return flat.own_Q.float()
 
 
 def _groups(ranges: Sequence[MainRange], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

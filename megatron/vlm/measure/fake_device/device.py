@@ -101,9 +101,6 @@ def fake_calls(
 
     Args:
         resized: told of every storage that has another size from now on.
-
-    Raises:
-        RuntimeError: Megatron-core already runs on the CPU in this process.
     """
     if is_core_on_cpu():
         raise RuntimeError(

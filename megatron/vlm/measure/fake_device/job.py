@@ -39,11 +39,7 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
 
 
 def check_fake_device_provider(provider: Provider) -> None:
-    """Refuse a provider whose kernels a fake device cannot count.
-
-    Raises:
-        UserError: it is Transformer Engine, which launches its own without torch.
-    """
+    """Refuse a provider whose kernels a fake device cannot count."""
     if provider == "te":
         raise UserError(
             "--provider te: Transformer Engine launches its kernels past torch, where a fake "
@@ -52,11 +48,7 @@ def check_fake_device_provider(provider: Provider) -> None:
 
 
 def check_fake_device_precision(precision: Precision) -> None:
-    """Refuse a precision that a fake device cannot count.
-
-    Raises:
-        UserError: it is FP8, which Transformer Engine alone multiplies in.
-    """
+    """Refuse a precision that a fake device cannot count."""
     if precision == "fp8":
         raise UserError(
             "the plan is in fp8, whose products Transformer Engine launches past torch, where a "

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -235,8 +234,6 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(tensors)
         stack.enter_context(device.places.followed())
         stack.enter_context(device)
-        yield FakeCuda(device, partial(_faked, tensors))
-
-
-def _faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if mode.is_our_fake(tensor) else mode.from_tensor(tensor)
+        yield FakeCuda(
+            device, lambda one: one if tensors.is_our_fake(one) else tensors.from_tensor(one)
+        )
