@@ -1,11 +1,10 @@
-"""What units keep on a fake device, line by line, and need while they run backward:
-python tests/training/kept_cases.py.
+"""What units keep on a fake device, line by line, and need while they run backward: a case of
+fake_device_cases.py.
 
 Layers are those of real models at real size, of which the middle one of three is looked at.
 """
 
 import gc
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,25 +74,14 @@ EXPERTS = ExpertsConfig(
 )  # fmt: skip
 
 CASES = (
-    ("internvl-chat-1.5-6b-20b", 2, True, ()),
     ("internvl-chat-1.5-6b-20b", 4, False, ()),
-    ("internvl2.5-8b", 1, False, ()),
-    ("internvl2.5-8b", 2, True, ("language",)),
     ("eva-clip-18b-internlm2-20b", 2, True, ()),
-    ("internvl2.5-1b", 1, False, ()),
     ("qwen2.5-32b", 4, True, ()),
     ("internvl3.5-1b", 1, False, ("vision", "projector")),
-    ("internvl3.5-38b", 4, True, ()),
-    ("internvl3-8b-whisper", 1, False, ()),
     ("internvl3-8b-whisper", 4, True, ()),
-    ("internvl3-8b-whisper", 2, True, ("vision", "audio")),
     ("qwen3-vl-8b", 1, False, ()),
-    ("qwen3-vl-8b", 4, True, ()),
     ("qwen3-vl-32b", 4, True, ("language",)),
-    ("qwen3-vl-8b", 2, True, ("vision", "projector")),
-    ("qwen2.5-vl-7b", 1, False, ()),
     ("qwen2.5-vl-7b", 4, True, ()),
-    (f"internvl2.5-1b{WITH_EXPERTS}", 1, False, ()),
     (f"internvl2.5-8b{WITH_EXPERTS}", 2, True, ()),
 )
 
@@ -295,9 +283,8 @@ def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> Non
     assert looked_at > LAYERS
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
+def units_kept() -> None:
+    """Every line of the cost model's table, and what units need while they run backward."""
     with fake_cuda() as fake_device:
         for case in CASES:
             check(fake_device, *case)
-            print(f"passed {case}", __import__("time").process_time(), flush=True)

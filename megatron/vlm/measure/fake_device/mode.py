@@ -114,7 +114,7 @@ class FakeDevice(TorchDispatchMode):
         self._count(func, rule, args, kwargs, results)
         return results
 
-    def compiled(self, name: str, body: Body) -> Body:
+    def count_body(self, name: str, body: Body) -> Body:
         """Return a fused operation's body as one launch, which makes its results and no more."""
         rule = _Rule(
             operation=f"omnibal::{name}",
@@ -230,7 +230,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(fake_calls(device.memory, device.resized))
         stack.enter_context(kernels.device_kernels(device.read))
         stack.enter_context(evenly_routed(device.read_of_routing))
-        stack.enter_context(patch.object(compiled, "compiled", device.compiled))
+        stack.enter_context(patch.object(compiled, "compile_body", device.count_body))
         stack.enter_context(tensors)
         stack.enter_context(device.places.followed())
         stack.enter_context(device)

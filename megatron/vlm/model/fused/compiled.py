@@ -23,7 +23,7 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
         def run(*arguments: Any) -> Any:
             if not arguments[0].is_cuda:
                 return body(*arguments)
-            return compiled(name, body)(*arguments)
+            return compile_body(name, body)(*arguments)
 
         return run
 
@@ -31,7 +31,7 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
 
 
 @functools.cache
-def compiled(name: str, body: Body) -> Body:
+def compile_body(name: str, body: Body) -> Body:
     """Return the compiled body, which takes shapes that change as they come."""
     run = torch.compile(body)
 

@@ -78,7 +78,7 @@ def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotat
     """
     if qkv.is_cuda:
         return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
-    query_TND, key_TGD, value_TGD = _split(qkv, queries_per_group)
+    query_TND, key_TGD, value_TGD = _split_heads(qkv, queries_per_group)
     tables = [table.to(qkv.dtype) for table in turned_by]
     return _turn(query_TND, *tables), _turn(key_TGD, *tables), value_TGD
 
@@ -101,7 +101,7 @@ def split_norm_and_rotate(
     return split_and_rotate(normed, queries_per_group, turned_by)
 
 
-def _split(qkv: torch.Tensor, queries_per_group: int) -> Heads:
+def _split_heads(qkv: torch.Tensor, queries_per_group: int) -> Heads:
     size = qkv.shape[-1] // (queries_per_group + 2)
     query, key_TGD, value_TGD = qkv.split([queries_per_group * size, size, size], -1)
     query_TND = query.reshape(len(qkv), queries_per_group * qkv.shape[1], size)
@@ -128,7 +128,7 @@ def _in_groups(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
 def _split_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, cosines: torch.Tensor, sines: torch.Tensor
 ) -> Heads:
-    query_TND, key_TGD, value_TGD = _split(qkv, queries_per_group)
+    query_TND, key_TGD, value_TGD = _split_heads(qkv, queries_per_group)
     query_TND, key_TGD = (_turn(x, cosines, sines).to(qkv.dtype) for x in (query_TND, key_TGD))
     return query_TND, key_TGD, value_TGD.clone(memory_format=torch.contiguous_format)
 
