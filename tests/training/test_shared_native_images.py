@@ -66,12 +66,10 @@ WIDE = ((4, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS))
 # features, 6 projector, 7 language embed, 8-10 language layers of which two take them, 11 head.
 CASES = {
     "wide": Case("Qwen3-VL", WIDE, sizes={"data": 4}, recompute=({}, SOME, {})),
-    "pipeline-in-encoder": Case("Qwen3-VL", cuts=(4,), recompute=({}, SOME, {"language": (0, 1)})),
     "pipeline-between-towers": Case("tied", cuts=(7,), recompute=({}, {}, SOME)),
     "pipeline-between-deepstack-layers": Case("Qwen3-VL", cuts=(9,), recompute=(SOME, SOME, {})),
     "tensor": Case("Qwen3-VL", sizes={"data": 2, **IN_PARTS}, recompute=({}, SOME, {})),
     "experts": Case("experts", sizes={"data": 4, "expert": 2}, recompute=(SOME,) * 3),
-    "frozen-vision": Case("Qwen3-VL", cuts=(9,), changes={"frozen": ("vision", "projector")}),
     "frozen-language": Case("Qwen3-VL", cuts=(8,), changes={"frozen": ("language",)}),
     "adapters": Case(
         "Qwen3-VL", cuts=(9,), recompute=({}, SOME, {}),
