@@ -53,6 +53,7 @@ setup(
     packages=find_namespace_packages(include=["omnibal*", "megatron.vlm*"]),
     package_data={
         "omnibal": [
+            "families/*.toml",
             "presets/*.toml",
             "presets/*/*.toml",
             "data/templates/*.jinja",

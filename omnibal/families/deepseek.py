@@ -14,10 +14,7 @@ from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):
-    """Language model with routed and shared experts behind some dense layers.
-
-    Defaults are those of DeepSeek-V3 and GLM-4.5.
-    """
+    """Language model with routed and shared experts behind some dense layers."""
 
     older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
@@ -31,7 +28,7 @@ class SharedExpertsText(TextTable):
     moe_intermediate_size: PositiveInt
     n_routed_experts: PositiveInt
     n_shared_experts: PositiveInt | None
-    num_experts_per_tok: PositiveInt | None = 8
+    num_experts_per_tok: PositiveInt | None = None
     routed_scaling_factor: PositiveFloat
     norm_topk_prob: bool = True
     first_k_dense_replace: int = Field(default=1, ge=0)
@@ -125,39 +122,12 @@ class DeepseekText(SharedExpertsText):
 class DeepseekV2Text(DeepseekText):
     """Table of DeepSeek-V2 and V2-Lite, whose router is a softmax."""
 
-    vocab_size: PositiveInt = 102_400
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 11_008
-    moe_intermediate_size: PositiveInt = 1407
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    max_position_embeddings: PositiveInt = 2048
-    n_routed_experts: PositiveInt = 64
-    n_shared_experts: PositiveInt | None = 2
-    num_experts_per_tok: PositiveInt | None = None
-    routed_scaling_factor: PositiveFloat = 1.0
-    norm_topk_prob: bool = False
     scoring_func: Literal["softmax"] = "softmax"
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
-    first_k_dense_replace: int = Field(default=0, ge=0)
 
 
 class DeepseekV3Text(DeepseekText):
     """Table of DeepSeek-V3, whose experts are chosen with a bias that balances them."""
 
-    vocab_size: PositiveInt = 129_280
-    hidden_size: PositiveInt = 7168
-    intermediate_size: PositiveInt = 18_432
-    moe_intermediate_size: PositiveInt = 2048
-    num_hidden_layers: PositiveInt = 61
-    num_attention_heads: PositiveInt = 128
-    num_key_value_heads: PositiveInt | None = 128
-    max_position_embeddings: PositiveInt = 4096
-    n_routed_experts: PositiveInt = 256
-    n_shared_experts: PositiveInt | None = 1
-    num_experts_per_tok: PositiveInt | None = 8
-    routed_scaling_factor: PositiveFloat = 2.5
-    norm_topk_prob: bool = True
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"
-    first_k_dense_replace: int = Field(default=3, ge=0)

@@ -39,15 +39,10 @@ class GemmaText(LayeredText):
     default_theta: ClassVar[float] = 1_000_000.0
     tied_by_default: ClassVar[bool] = True
 
-    vocab_size: PositiveInt = 262_208
-    hidden_size: PositiveInt = 2304
     intermediate_size: PositiveInt = 9216
-    num_hidden_layers: PositiveInt = 26
-    num_attention_heads: PositiveInt = 8
     num_key_value_heads: PositiveInt = 4
     head_dim: PositiveInt = 256
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    max_position_embeddings: PositiveInt = 131_072
     attention_bias: Literal[False] = False
     sliding_window: PositiveInt = 4096
     sliding_window_pattern: PositiveInt = 6

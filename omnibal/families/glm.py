@@ -34,17 +34,12 @@ _VIDEO = VideoConfig(
 class GlmVision(VisionTable):
     without_effect: ClassVar[frozenset[str]] = frozenset({"hidden_dropout_prob"})
 
-    depth: PositiveInt = 24
-    hidden_size: PositiveInt = 1536
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     attention_dropout: NoDropout = 0.0
-    num_heads: PositiveInt = 12
     image_size: Square = 336
-    patch_size: Square = 14
     rms_norm_eps: PositiveFloat = 1e-5
     out_hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 13_696
 
 
 class GlmText(SharedExpertsText):
@@ -54,21 +49,10 @@ class GlmText(SharedExpertsText):
         "output_router_logits",
     }
 
-    vocab_size: PositiveInt = 151_424
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 10_944
-    num_hidden_layers: PositiveInt = 46
-    num_attention_heads: PositiveInt = 96
     num_key_value_heads: PositiveInt = 8
     head_dim: PositiveInt | None = None
-    max_position_embeddings: PositiveInt = 65_536
-    rms_norm_eps: PositiveFloat = 1e-5
     attention_bias: bool = True
     use_qk_norm: Literal[False] = False
-    moe_intermediate_size: PositiveInt = 1408
-    n_shared_experts: PositiveInt | None = 1
-    n_routed_experts: PositiveInt = 128
-    routed_scaling_factor: PositiveFloat = 1.0
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
         """The language model that the table describes."""

@@ -1,13 +1,17 @@
 """Tables of a hub's `config.json`: every key is used, known to have no effect, or refused by name.
 
 A table's class has a field for each key that it uses, with the default of the class that wrote such
-files, which leave defaults out. Keys whose value must be one are fields of that value alone. Tables
-of releases with the keys of many versions are read leniently: what is not known is left out.
+files, which leave defaults out: beside the field, or in defaults.toml. Keys whose value must be one
+are fields of that value alone. Tables of releases with the keys of many versions are read
+leniently: what is not known is left out.
 """
 
 import re
+from collections import ChainMap
 from collections.abc import Mapping
 from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -20,11 +24,14 @@ from pydantic import (
 )
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import complaint
+from omnibal.base.files import complaint, read_toml_model
 from omnibal.base.frozen import Numbered
 
 T = TypeVar("T", bound="HubTable")
 _LENIENT = "lenient"
+_DEFAULTS = read_toml_model(
+    dict[str, dict[str, Any]], Path(__file__).with_name("defaults.toml"), "install omnibal again"
+)
 
 
 def _none_of_a_release(given: Any, info: ValidationInfo) -> Any:
@@ -86,7 +93,13 @@ class HubTable(Numbered):
                 raise ValueError(f"{key} and another spelling of it differ; give one of them")
             if name in cls.model_fields:
                 used[name] = value
-        return used
+        return cls._defaults() | used
+
+    @classmethod
+    @cache
+    def _defaults(cls) -> dict[str, Any]:
+        """Values of keys that a file may leave out; a class goes before its bases."""
+        return dict(ChainMap(*(_DEFAULTS.get(each.__name__, {}) for each in cls.__mro__)))
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:

@@ -87,14 +87,6 @@ class _OriginalVision(_Vision):
         "initializer_factor": "layer_scale_init",
     }
 
-    hidden_size: PositiveInt = 3200
-    intermediate_size: PositiveInt = 12_800
-    num_hidden_layers: PositiveInt = 48
-    num_attention_heads: PositiveInt = 25
-    image_size: Square = 224
-    norm_type: Literal["layer_norm", "rms_norm"] = "rms_norm"
-    qk_norm: bool = True
-
 
 class _TransformersVision(_Vision):
     older_names: ClassVar[Mapping[str, str]] = {
@@ -103,13 +95,6 @@ class _TransformersVision(_Vision):
         "layer_scale_init_value": "layer_scale_init",
     }
 
-    hidden_size: PositiveInt = 1024
-    intermediate_size: PositiveInt = 4096
-    num_hidden_layers: PositiveInt = 24
-    num_attention_heads: PositiveInt = 16
-    image_size: Square = 448
-    norm_type: Literal["layer_norm", "rms_norm"] = "layer_norm"
-    qk_norm: bool = False
     use_absolute_position_embeddings: Literal[True] = True
     use_mask_token: Literal[False] = False
     use_mean_pooling: Literal[True] = True

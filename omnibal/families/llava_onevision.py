@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.text import Qwen3Text
-from omnibal.families.vision import CLIP_MEAN, CLIP_STD, Pixels, Square, VisionTable, pixels
+from omnibal.families.vision import CLIP_MEAN, CLIP_STD, Pixels, VisionTable, pixels
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
@@ -25,13 +25,7 @@ class RiceVit(VisionTable):
     without_effect: ClassVar[frozenset[str]] = frozenset({"embed_dim"})
     older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
 
-    depth: PositiveInt = 24
-    hidden_size: PositiveInt = 1024
     hidden_act: Literal["gelu"] = "gelu"
-    intermediate_size: PositiveInt = 4096
-    num_heads: PositiveInt = 16
-    patch_size: Square = 14
-    temporal_patch_size: PositiveInt = 1
     layer_norm_eps: PositiveFloat = 1e-5
     text_hidden_size: PositiveInt = 2560
 

@@ -79,14 +79,6 @@ class Qwen25VLText(Qwen2Text, Sectioned):
     interleaves: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = True
 
-    vocab_size: PositiveInt = 152_064
-    hidden_size: PositiveInt = 8192
-    intermediate_size: PositiveInt = 29_568
-    num_hidden_layers: PositiveInt = 80
-    num_attention_heads: PositiveInt = 64
-    num_key_value_heads: PositiveInt | None = 8
-    rms_norm_eps: float = 1e-5
-
 
 class Qwen2VLVision(HubTable):
     """Tower of Qwen2-VL: all layers attend fully, and feed-forwards have no gate."""
@@ -116,12 +108,7 @@ class Qwen25VLVision(VisionTable):
         "spatial_patch_size": "patch_size",
     }
 
-    depth: PositiveInt = 32
-    hidden_size: PositiveInt = 3584
     hidden_act: Literal["silu"] = "silu"
-    intermediate_size: PositiveInt = 3420
-    num_heads: PositiveInt = 16
-    patch_size: Square = 14
     window_size: PositiveInt = 112
     tokens_per_second: PositiveFloat = 4
     out_hidden_size: PositiveInt = 3584
@@ -134,8 +121,6 @@ class Qwen3VLText(Qwen3Text, Sectioned):
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
-    max_position_embeddings: PositiveInt = 128_000
-
 
 class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
     """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
@@ -143,25 +128,13 @@ class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
 
-    intermediate_size: PositiveInt = 5632
-    num_attention_heads: PositiveInt = 16
-    num_key_value_heads: PositiveInt | None = 16
-    max_position_embeddings: PositiveInt = 128_000
-    moe_intermediate_size: PositiveInt = 1408
-    num_experts_per_tok: PositiveInt = 4
-    num_experts: PositiveInt = 60
     norm_topk_prob: Literal[True] = True
 
 
 class Qwen3VLVision(VisionTable):
     """Tower of Qwen3-VL: learned positions, and outputs of some layers to the language model."""
 
-    depth: PositiveInt = 27
-    hidden_size: PositiveInt = 1152
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
-    intermediate_size: PositiveInt = 4304
-    num_heads: PositiveInt = 16
-    patch_size: Square = 16
     out_hidden_size: PositiveInt = 3584
     num_position_embeddings: PositiveInt = 2304
     deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
@@ -179,13 +152,8 @@ class HybridText(LayeredText):
     older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {"mamba_ssm_dtype"}
 
-    vocab_size: PositiveInt = 248_320
-    hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt | None = 12_288
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 16
     num_key_value_heads: PositiveInt = 4
-    max_position_embeddings: PositiveInt = 32_768
     head_dim: PositiveInt = 256
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
@@ -246,14 +214,8 @@ class HybridText(LayeredText):
 class HybridMoeText(RoutedKeys, HybridText):
     """Language model of Qwen3.5 with experts in every layer, and a shared one behind a gate."""
 
-    hidden_size: PositiveInt = 2048
     intermediate_size: PositiveInt | None = None
-    num_hidden_layers: PositiveInt = 40
-    num_key_value_heads: PositiveInt = 2
-    moe_intermediate_size: PositiveInt = 512
     shared_expert_intermediate_size: PositiveInt = 512
-    num_experts_per_tok: PositiveInt = 8
-    num_experts: PositiveInt = 256
     norm_topk_prob: Literal[True] = True
     decoder_sparse_step: Literal[1] = 1
 

@@ -1,7 +1,4 @@
-"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and what all families share.
-
-Defaults are those of the classes that wrote the files, which leave them out.
-"""
+"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and what all families share."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -77,7 +74,7 @@ class TextTable(HubTable):
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
-    max_position_embeddings: PositiveInt | None = None
+    max_position_embeddings: PositiveInt
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool | None = None
     attention_dropout: NoDropout = 0.0
@@ -249,20 +246,11 @@ class LlamaText(GroupedText):
     architecture: ClassVar[str] = "LlamaForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "llama3"
 
-    vocab_size: PositiveInt = 32_000
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 11_008
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    max_position_embeddings: PositiveInt = 2048
-
 
 class InternLM2Text(GroupedText):
     """Table of InternLM2, whose files give all sizes."""
 
     architecture: ClassVar[str] = "InternLM2ForCausalLM"
-
-    max_position_embeddings: PositiveInt = 2048
 
 
 class Phi3Text(GroupedText):
@@ -273,8 +261,6 @@ class Phi3Text(GroupedText):
         ("su", "yarn", "longrope"), ()
     )
 
-    rms_norm_eps: PositiveFloat = 1e-5
-    max_position_embeddings: PositiveInt = 4096
     sliding_window: PositiveInt | None = None
 
     @model_validator(mode="after")
@@ -294,14 +280,6 @@ class Qwen2Text(GroupedText):
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "qwen2.5"
     has_qkv_bias: ClassVar[bool] = True
-
-    vocab_size: PositiveInt = 151_936
-    hidden_size: PositiveInt = 4096
-    intermediate_size: PositiveInt = 22_016
-    num_hidden_layers: PositiveInt = 32
-    num_attention_heads: PositiveInt = 32
-    num_key_value_heads: PositiveInt | None = 32
-    max_position_embeddings: PositiveInt = 32_768
 
 
 class Qwen3Text(Qwen2Text):
@@ -346,15 +324,7 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
-    hidden_size: PositiveInt = 2048
-    intermediate_size: PositiveInt = 6144
-    num_hidden_layers: PositiveInt = 24
-    num_key_value_heads: PositiveInt | None = 4
     head_dim: PositiveInt | None = None
-    moe_intermediate_size: PositiveInt = 768
-    num_experts: PositiveInt = 128
-    num_experts_per_tok: PositiveInt = 8
-    norm_topk_prob: bool = False
     decoder_sparse_step: PositiveInt = 1
     mlp_only_layers: tuple[int, ...] | None = None
 
