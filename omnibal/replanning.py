@@ -67,10 +67,6 @@ def replan(
         run: its log; None to keep the costs, where the number of devices changes.
         gpus: devices of the new plan; None for those of the earlier one.
         after: steps that are trained; None for those of the log.
-
-    Raises:
-        UserError: the run is of another plan or has measured too little, the plan has no data, or
-            nothing fits so many devices.
     """
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:

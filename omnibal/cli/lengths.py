@@ -54,11 +54,7 @@ class ImageSizeOptions:
     ] = None
 
     def applied(self, model: ModelConfig) -> ModelConfig:
-        """The model with these sizes.
-
-        Raises:
-            UserError: it takes no such images, or the sizes do not suit it.
-        """
+        """The model with these sizes."""
         changed = _with_max_dynamic_patch(model, self.max_dynamic_patch)
         return _with_pixels(changed, self.min_pixels, self.max_pixels)
 
@@ -86,11 +82,7 @@ class PoolOptions:
 
     @contextmanager
     def opened(self) -> Iterator[Pool]:
-        """Where the work is done, until the end.
-
-        Raises:
-            UserError: options do not go together, or the cluster cannot be reached.
-        """
+        """Where the work is done, until the end."""
         if self.engine == "local":
             if self.address is not None:
                 raise UserError("--address is of a Ray cluster: give --engine ray with it")

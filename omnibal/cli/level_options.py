@@ -42,11 +42,7 @@ class LevelOptions:
 
     @property
     def level_rule(self) -> "LevelRule":
-        """Rule by which sets of levels are looked at.
-
-        Raises:
-            UserError: it is none of the rules, and no number from 1 to the most that are searched.
-        """
+        """Rule by which sets of levels are looked at."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
         if self.levels == _AUTO:

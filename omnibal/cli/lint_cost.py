@@ -66,11 +66,7 @@ class CostOptions:
     ] = True
 
     def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
-        """Predict a line that starts; why not, where that cannot be.
-
-        Raises:
-            UserError: the cluster or the lengths cannot be read.
-        """
+        """Predict a line that starts; why not, where that cannot be."""
         from omnibal.lint.launched import Samples, launched
         from omnibal.lint.predicted import Verdict
 

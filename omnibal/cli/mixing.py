@@ -24,9 +24,6 @@ def mixed(lengths: Lengths, mixture: Path | None, seed: int) -> tuple[Lengths, t
 
     Returns:
         Lengths, as they were given without a mixture; and samples that each source has of one.
-
-    Raises:
-        UserError: the mixture does not follow its schema, or does not suit the sources.
     """
     if mixture is None:
         return lengths, ()

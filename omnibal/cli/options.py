@@ -223,11 +223,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
 ) -> ClusterConfig:
-    """A cluster by its preset or file, with its figures replaced by those given.
-
-    Raises:
-        UserError: it cannot be read, or a figure is not finite or too large.
-    """
+    """A cluster by its preset or file, with its figures replaced by those given."""
     given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
     changes = {field: value for field, value in given.items() if value is not None}
     for field, value in changes.items():
@@ -264,11 +260,7 @@ class JobOptions:
         return [named_model_file(self.model), cluster_file(self.cluster), *own]
 
     def notes(self) -> list[str]:
-        """What to tell the user of how the model is planned.
-
-        Raises:
-            UserError: its file cannot be read.
-        """
+        """What to tell the user of how the model is planned."""
         return model_notes(self.model)
 
     def job(
@@ -277,11 +269,7 @@ class JobOptions:
         placement: EncoderPlacement = EncoderPlacement.PIPELINE,
         trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
-        """Make the job with these parallel sizes, or with the smallest that its costs are of.
-
-        Raises:
-            UserError: a file is missing or broken, or the options do not go together.
-        """
+        """Make the job with these parallel sizes, or with the smallest that its costs are of."""
         from omnibal.cost.profile import Measured, read_profile
         from omnibal.cost.source import ANALYTIC
         from omnibal.job.job import JobSpec
@@ -304,11 +292,7 @@ class JobOptions:
         )
 
     def _model(self) -> ModelConfig:
-        """The model, with the imbalance of its experts replaced by that given.
-
-        Raises:
-            UserError: it has none.
-        """
+        """The model, with the imbalance of its experts replaced by that given."""
         model = named_model(self.model)
         if self.expert_imbalance is None:
             return model
@@ -339,11 +323,7 @@ class JobOptions:
         return frozen
 
     def _adapters(self) -> AdapterConfig | None:
-        """The adapters given, if any.
-
-        Raises:
-            UserError: an option of theirs is given without --lora-rank, or is no such value.
-        """
+        """The adapters given, if any."""
         more = {
             "--lora-alpha": self.lora_alpha,
             "--lora-targets": self.lora_targets,
@@ -375,12 +355,7 @@ class SizeOptions:
     sequence_parallel: SequenceOption = None
 
     def parallel(self) -> Parallel:
-        """Return the parallel sizes, 1 where none is given.
-
-        Raises:
-            UserError: sequence parallelism was asked for without tensor parallelism, or ranks of
-                a stage cannot be in expert-parallel groups of the size.
-        """
+        """Return the parallel sizes, 1 where none is given."""
         tensor, data, expert = self.tp or 1, self.dp or 1, self.ep or 1
         if self.sequence_parallel and tensor == 1:
             raise UserError(
@@ -419,11 +394,7 @@ class SizeOptions:
 def limits_given(
     limits: Sequence[str] | None, max_tiles: int | None = None, max_tokens: int | None = None
 ) -> dict[str, int]:
-    """Caps by feature, of --limit, --max-tiles and --max-tokens.
-
-    Raises:
-        UserError: a limit is no name and count, or one is given twice.
-    """
+    """Caps by feature, of --limit, --max-tiles and --max-tokens."""
     given = [("tiles", max_tiles), ("tokens", max_tokens), *map(_parsed_limit, limits or ())]
     caps: dict[str, int] = {}
     for name, cap in given:

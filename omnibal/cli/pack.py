@@ -46,11 +46,7 @@ class LimitOptions:
     limit: LimitOption = None
 
     def caps(self, lengths: Lengths) -> Caps:
-        """Return the caps of packs of these samples.
-
-        Raises:
-            UserError: a limit is missing, or is of a feature that the samples do not have.
-        """
+        """Return the caps of packs of these samples."""
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         counted = [name for name in lengths.item_names if lengths.items[name].any()]
         check_limits(given, counted, "samples", others=ITEM_FEATURES)

@@ -167,10 +167,6 @@ class DataOptions(LevelOptions):
         Args:
             model: whose items are limited.
             packed_by_tokens: samples whose packs a trainer limits by their tokens alone.
-
-        Raises:
-            UserError: some features that the model has are limited and others not, or features are
-                limited that it does not have, or that the trainer does not limit.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
@@ -198,11 +194,7 @@ class DataOptions(LevelOptions):
     def of_goal(
         self, model: ModelConfig, samples_per_step: int | None, *, packed_by_tokens: bool
     ) -> "GoalData":
-        """Describe the data of a goal.
-
-        Raises:
-            UserError: a file cannot be read, or the caps do not suit the model.
-        """
+        """Describe the data of a goal."""
         from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 

@@ -79,11 +79,7 @@ class MeasureOptions:
     ] = 1
 
     def typical_tokens(self) -> int:
-        """Find the tokens of a typical sample: as given, or the mean of the lengths.
-
-        Raises:
-            UserError: neither was given, or the lengths cannot be read.
-        """
+        """Find the tokens of a typical sample: as given, or the mean of the lengths."""
         if self.tokens_per_sample is not None:
             return self.tokens_per_sample
         if not self.lengths:
@@ -94,11 +90,7 @@ class MeasureOptions:
         return round(read_lengths(self.lengths).tokens.mean())
 
     def check_data(self) -> list[Path]:
-        """List the files of data and tokenizer, if they are given; that they are there is checked.
-
-        Raises:
-            UserError: one was given without the other, or cannot be opened.
-        """
+        """List the files of data and tokenizer, if they are given; refuse missing ones."""
         from omnibal.data.annotations import Annotations
         from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
@@ -150,11 +142,7 @@ class MeasuredClusterOptions:
     ] = None
 
     def base(self) -> ClusterConfig | None:
-        """Read the cluster that is written with rates; None where none is.
-
-        Raises:
-            UserError: one of both options was given without the other, or the file is broken.
-        """
+        """Read the cluster that is written with rates; None where none is."""
         _require_both_or_none(
             {"--cluster": self.cluster, "--cluster-output": self.cluster_output},
             "a cluster file with measured rates needs the cluster that they are added to, and the "

@@ -63,11 +63,7 @@ def replan(
 
 
 def _gpus_of(nodes: int, gpus_per_node: int) -> int:
-    """Devices of so many nodes.
-
-    Raises:
-        UserError: they are more than a job can have.
-    """
+    """Devices of so many nodes."""
     gpus = nodes * gpus_per_node
     if gpus > MAX_DEVICES:
         raise UserError(

@@ -33,11 +33,7 @@ class Export:
         return sorted([*self.exported.files, *order, RUN_PAGE])
 
     def write(self) -> None:
-        """Write the folder whole or not at all.
-
-        Raises:
-            UserError: it exists, or a sample's record cannot be read or taken.
-        """
+        """Write the folder whole or not at all."""
         given = self.given
         with atomic_directory(given.folder) as folder:
             for name, write in self.exported.files.items():
@@ -51,12 +47,7 @@ class Export:
 
 
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
-    """Make a trainer's files of a plan, which are not yet written.
-
-    Raises:
-        UserError: the plan cannot be told to the trainer: names the first thing of it; or the
-            trainer cannot take the data.
-    """
+    """Make a trainer's files of a plan, which are not yet written."""
     exported = export(given)
     expected = Expected.of(given)
     shared = [*_unlike_predicted(given), *_left_out(expected)]
@@ -75,11 +66,7 @@ def export_input(
     folder: Path,
     workers: int,
 ) -> ExportInput:
-    """What a trainer's export is given of a plan.
-
-    Raises:
-        UserError: the plan cannot be told to the trainer, or the data is not the plan's.
-    """
+    """What a trainer's export is given of a plan."""
     check_expressible(files, target)
     plan = files.plan
     order = None
@@ -101,11 +88,7 @@ def export_input(
 
 
 def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
-    """Refuse a plan that a trainer cannot be told.
-
-    Raises:
-        UserError: names the first thing, and how a plan without it is made.
-    """
+    """Refuse a plan that a trainer cannot be told."""
     obstacle = first_obstacle(files.plan, files.data, target)
     if obstacle is not None:
         raise UserError(

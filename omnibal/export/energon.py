@@ -51,11 +51,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
 
 
 def whole_steps(given: ExportInput) -> ReadingOrder | None:
-    """The packs of all full steps; None for a plan of shapes only.
-
-    Raises:
-        UserError: no step is full.
-    """
+    """The packs of all full steps; None for a plan of shapes only."""
     order, full = given.order, given.packs_per_step
     if order is None:
         return None
@@ -79,11 +75,7 @@ class _Stored:
 
 
 def _find_members(annotations: Annotations, index: int) -> _Stored:
-    """Find the members of a sample, those of its own shard or those that it will have in one.
-
-    Raises:
-        UserError: the record is not well-formed, or cannot be read.
-    """
+    """Find the members of a sample, those of its own shard or those that it will have in one."""
     sample, record = annotations[index], annotations.stored(index)
     shown = sample.files
     if record.in_shard:
@@ -96,11 +88,7 @@ def _find_members(annotations: Annotations, index: int) -> _Stored:
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
-    """The files by which Energon reads the plan's packs; none without the samples.
-
-    Raises:
-        UserError: shards of a source are not prepared for Energon.
-    """
+    """The files by which Energon reads the plan's packs; none without the samples."""
     order, annotations = whole_steps(given), given.annotations
     if order is None or annotations is None:
         return {}

@@ -42,11 +42,7 @@ class Expected(Frozen):
 
     @classmethod
     def of(cls, given: ExportInput) -> Self:
-        """Count what is trained, and take time and memory from the plan's prediction.
-
-        Raises:
-            UserError: the plan has neither data nor shapes.
-        """
+        """Count what is trained, and take time and memory from the plan's prediction."""
         plan, prediction = given.files.plan, _prediction(given)
         per_gpu = prediction.samples_per_second_per_gpu
         return cls(

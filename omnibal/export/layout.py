@@ -106,9 +106,6 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
         stages: of a plan; of several chunks a stage its parts in model order.
         prediction_layers: layers of multi-token prediction, which the head is planned with.
         chunks: of every stage, the next one of which goes on where the last stage's ended.
-
-    Raises:
-        UserError: the language model does not begin on the first stage.
     """
     first = Stage.of("language embed").units[0].name
     if not stages[0].holds(first):
@@ -147,10 +144,6 @@ def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
     Args:
         given: a string, or a list of words for every chunk.
         pipeline: number of stages.
-
-    Raises:
-        UserError: a letter or word is none of a layout's, or the chunks are not a multiple of the
-            stages; names the place.
     """
     chunks = _letters_of(given) if isinstance(given, str) else _words_of(given)
     if len(chunks) % pipeline:

@@ -30,11 +30,7 @@ _FROZEN = {
 
 
 def export(given: ExportInput) -> Exported:
-    """Write a plan as overrides of a recipe of Megatron-Bridge, and its packs for Energon.
-
-    Raises:
-        UserError: shards of a source are not prepared for Energon.
-    """
+    """Write a plan as overrides of a recipe of Megatron-Bridge, and its packs for Energon."""
     plan, batch = given.files.plan, Batch.of(given)
     layout, files = plan_layout(plan), energon_files(given)
     values = overrides(plan, batch, layout)

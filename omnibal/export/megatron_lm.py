@@ -27,11 +27,7 @@ _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 
 
 def export(given: ExportInput) -> Exported:
-    """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon.
-
-    Raises:
-        UserError: shards of a source are not prepared for Energon.
-    """
+    """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon."""
     plan, batch = given.files.plan, Batch.of(given)
     layout = plan_layout(plan)
     lines = flag_lines(

@@ -36,11 +36,7 @@ Flags = Mapping[str, str]
 
 
 def export(given: ExportInput) -> Exported:
-    """Make rows and flags for `megatron sft`.
-
-    Raises:
-        UserError: some encoders are frozen or recomputed, and others not.
-    """
+    """Make rows and flags for `megatron sft`."""
     plan = given.files.plan
     flags: dict[str, str] = {
         **_data_flags(given),
@@ -60,11 +56,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def export_deepspeed(given: ExportInput) -> Exported:
-    """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3.
-
-    Raises:
-        UserError: some encoders are frozen or recomputed, and others not.
-    """
+    """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
     plan = given.files.plan
     again = all_or_none(plan.stages_at(0), LANGUAGE)
     flags: dict[str, str] = {

@@ -35,9 +35,6 @@ def write_rows(
         samples: numbers of samples in it, int64 [rows].
         path: JSONL to write.
         of_tiles: whether the model cuts images into tiles, as InternVL does.
-
-    Raises:
-        UserError: a record cannot be read or taken, or a key first occurs too far down the file.
     """
     begins: dict[str, int] = {}
     with path.open("wb") as file:
@@ -116,10 +113,6 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
     Its template of InternVL writes a line break behind every image (swift/template/templates/
     internvl.py, `replace_tag`), where InternVL has that of the question: one of the two is left
     out, so that tokens are as they were counted.
-
-    Raises:
-        UserError: it begins with what the assistant says, is about a video whose frames would be
-            tiles, or its files are in a tar shard.
     """
     if sample.greeting is not None:
         raise UserError(

@@ -38,9 +38,6 @@ def export_of(
         data: annotation file or meta JSON; None to leave out what names samples.
         folder: that they will be written to.
         workers: loader processes of every rank, where files depend on them.
-
-    Raises:
-        UserError: the trainer cannot be told the plan, or the data is not the plan's.
     """
     target = TARGETS[name]
     check_expressible(files, target)  # before the data is read, which may take long

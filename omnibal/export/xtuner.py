@@ -36,11 +36,7 @@ _PLAIN = -1
 
 
 def export(given: ExportInput) -> Exported:
-    """Make the packs, their order and the settings.
-
-    Raises:
-        UserError: the data is in tar shards or in a JSON array, which XTuner does not read.
-    """
+    """Make the packs, their order and the settings."""
     plan = given.files.plan
     if given.annotations is not None:
         _check_readable(given.annotations)

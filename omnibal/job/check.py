@@ -43,9 +43,6 @@ def check_plan(directory: Path) -> list[str]:
 
     Returns:
         One sentence per passed check.
-
-    Raises:
-        UserError: the first check that fails: what was given, what must hold, what to change.
     """
     return check_and_open(directory)[1]
 
@@ -56,9 +53,6 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
     Args:
         to_train: whether it is trained and nothing more. Training takes nothing of the prediction,
             so that one by an earlier version of the costs does not stop a run.
-
-    Raises:
-        UserError: as `check_plan`.
     """
     files, _ = check_and_open(directory, to_train=to_train)
     if to_train or files.plan.data is None or not files.plan.data.portions:
@@ -180,9 +174,6 @@ def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Le
 
     Returns:
         The steps that there are packs of; the packs, with steps counted through the run; lengths.
-
-    Raises:
-        UserError: a file is missing or broken, or does not hold what the plan says.
     """
     data = files.plan.data
     if data is None or not data.portions:

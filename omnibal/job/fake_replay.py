@@ -196,11 +196,7 @@ FAKE_REPLAY_FILES = StageFiles(
 
 
 def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
-    """Read the stages that have been counted so far, in order, with the plan's prediction.
-
-    Raises:
-        UserError: a file does not follow the schema, or is of another stage than its name says.
-    """
+    """Read the stages that have been counted so far, in order, with the plan's prediction."""
     return tuple(
         one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
         for one in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
@@ -225,11 +221,7 @@ def is_fake_replay(directory: Path) -> bool:
 
 
 def check_fake_replay(directory: Path, plan_sha256: str) -> None:
-    """Refuse a directory with the fake-device replay of another plan.
-
-    Raises:
-        UserError: it is of another plan, or has no valid file.
-    """
+    """Refuse a directory with the fake-device replay of another plan."""
     FAKE_REPLAY_FILES.identity_of(directory, plan_sha256)
 
 

@@ -49,13 +49,7 @@ from omnibal.steps.shares import shares_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class JobSpec:
-    """A training job without its data: model, devices, parallel sizes and the costs of all units.
-
-    Raises:
-        UserError: the parallel sizes do not fit the model or the cluster, a frozen part or a
-            target of adapters is not the model's, nothing is trained, or the source has no costs
-            of such a job.
-    """
+    """A training job without its data: model, devices, parallel sizes and costs of all units."""
 
     model: ModelConfig
     cluster: ClusterConfig
@@ -121,11 +115,7 @@ class JobSpec:
         }
 
     def _encoder_shards(self) -> list[int]:
-        """Numbers of ranks that may divide the weights of data-parallel encoders.
-
-        Raises:
-            UserError: there are none.
-        """
+        """Numbers of ranks that may divide the weights of data-parallel encoders."""
         if self.beside is not None:
             found = [self.beside.sharded]
         else:
@@ -181,11 +171,7 @@ class JobSpec:
             )
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Refuse parallel sizes that the model, the cluster or the trainer does not allow.
-
-        Raises:
-            UserError: with what it allows.
-        """
+        """Refuse parallel sizes that the model, the cluster or the trainer does not allow."""
         self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
@@ -255,9 +241,6 @@ class JobSpec:
         """Costs of units on packs of every level.
 
         Ranks exchange at the rates of the source, where it has any.
-
-        Raises:
-            UserError: a level exchanges heads that its context size does not divide.
         """
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
         trained = trained_kinds(self.model, self.frozen, self.adapters)

@@ -506,10 +506,6 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def read_plan(directory: Path) -> Plan:
-    """Read `plan.json` of a plan directory.
-
-    Raises:
-        UserError: the directory holds no plan, or one that does not follow the schema.
-    """
+    """Read `plan.json` of a plan directory."""
     remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
     return read_json_model(Plan, directory / PLAN_FILE, remedy)

@@ -73,11 +73,7 @@ class SampleData:
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
-        """Take over the data of an earlier plan, step by step, whatever rules its packs follow.
-
-        Raises:
-            UserError: the plan has no data, or other packs than `omnibal plan` makes.
-        """
+        """Take over the data of an earlier plan, step by step, whatever rules its packs follow."""
         if plan.data is None or data is None:
             raise UserError(
                 "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
@@ -114,13 +110,7 @@ class SampleData:
         return replace(self, levels=(level.model_copy(update={"caps": caps}),))
 
     def check(self, job: JobSpec) -> None:
-        """Refuse data that cannot be planned for a job.
-
-        Raises:
-            UserError: features are limited that the model does not have, or others are not; a step
-                has too many packs, or not equally many for every rank, the epochs too many
-                samples, or the lengths were scanned for another model.
-        """
+        """Refuse data that cannot be planned for a job."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
         if self.steps is None:
@@ -184,9 +174,6 @@ class SampleData:
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time,
         without what no full step has where the rules ask for full ones.
-
-        Raises:
-            UserError: a sample exceeds the caps, or an epoch has fewer packs than ranks.
         """
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
@@ -274,12 +261,7 @@ class MockData(_UnderCaps):
     """Tokens of an image at its native resolution; None where all of a pack's are one image."""
 
     def check(self, job: JobSpec) -> None:
-        """Refuse a step of too many packs, and limits that do not suit the model.
-
-        Raises:
-            UserError: there are too many, or features are limited that the model does not have, or
-                others are not.
-        """
+        """Refuse a step of too many packs, and limits that do not suit the model."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
@@ -336,13 +318,7 @@ class StreamData(_UnderCaps):
         )
 
     def check(self, job: JobSpec) -> None:
-        """Refuse data that cannot be planned for a job.
-
-        Raises:
-            UserError: features are limited that the model does not have, or others are not; a
-                window has too few samples for the ranks or too many packs, the epochs too many
-                samples, or the lengths were scanned for another model.
-        """
+        """Refuse data that cannot be planned for a job."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         ranks, samples = job.parallel.data, min(self.window, len(self.lengths))
         if samples < ranks:
@@ -366,11 +342,7 @@ class StreamData(_UnderCaps):
         return replace(self, lengths=self.lengths.take(first))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Pack all windows for the job's ranks.
-
-        Raises:
-            UserError: a sample exceeds the caps.
-        """
+        """Pack all windows for the job's ranks."""
         request = WindowRequest(
             caps=self.caps,
             samples=self.window,
@@ -489,9 +461,6 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     """Make one step of samples that each fill a pack.
 
     They cost the most attention that fits it, but where a size of images is given.
-
-    Raises:
-        UserError: there would be more packs than a step may have.
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
@@ -527,11 +496,6 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
     """Return the model with the tiling of the lengths, or with their limits of images' pixels, as
     training must make images the same way.
-
-    Raises:
-        UserError: the lengths count items that no encoder takes, or were scanned for tiles of other
-            sizes, another chat template or another system message than the model's, or a sample is
-            longer than it may be.
     """
     if lengths is None:
         return model

@@ -66,11 +66,7 @@ class PlanFiles:
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
-        """The plan's packs and lengths, where there must be some.
-
-        Raises:
-            UserError: the plan has neither data nor shapes.
-        """
+        """The plan's packs and lengths, where there must be some."""
         if self.data is None:
             raise UserError(
                 "the plan has neither data nor shapes, so it has no steps; give a plan of "
@@ -84,10 +80,6 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
 
     These are of the profile in its directory, or counted where there is none, and changed by what a
     run has shown where the plan was made from one.
-
-    Raises:
-        UserError: the parallel sizes do not fit the model or the cluster, or the profile is broken
-            or not of the plan's model, precision or tensor size.
     """
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
@@ -97,11 +89,7 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
-    """Read packs and lengths; made up at the caps for a plan of shapes, None without either.
-
-    Raises:
-        UserError: a file is missing or broken, or is not the one that the plan was made with.
-    """
+    """Read packs and lengths; made up at the caps for a plan of shapes, None without either."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:
@@ -121,9 +109,6 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
 
     Returns:
         The plan as it is written: of all portions, where the result is of the first.
-
-    Raises:
-        UserError: `directory` holds something other than a plan, which is left as it is.
     """
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -171,9 +156,6 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
 def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
     """Read the packs of a run, with steps counted through it, and their lengths: a portion at a
     time, or all where there is but one.
-
-    Raises:
-        UserError: a file is missing or broken, or is not the one that the plan was made with.
     """
     if not data.portions:
         yield _read_data(data, directory)
@@ -183,11 +165,7 @@ def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
 
 
 def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
-    """Pack and write all portions as the first is planned; returns the plan of them all.
-
-    Raises:
-        UserError: packs of a portion do not fit into memory on the stages planned on the first.
-    """
+    """Pack and write all portions as the first is planned; returns the plan of them all."""
     plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
     assert plan.data is not None and result.data is not None
     first, planned, levels = result.data[0], plan.data, plan.pack_levels
@@ -228,12 +206,7 @@ def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) ->
 
 
 def check_replaceable(directory: Path) -> None:
-    """Refuse a place for a plan that holds something else.
-
-    Raises:
-        UserError: `directory` is a file, the current directory or one above it, or holds what is
-            no part of a plan.
-    """
+    """Refuse a place for a plan that holds something else."""
     if Path.cwd().is_relative_to(directory.resolve()):
         raise UserError(
             f"{directory}: is the current directory or above it, and a plan replaces its "

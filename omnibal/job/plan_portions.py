@@ -56,19 +56,11 @@ class EarlierPortions:
         return self.data.epochs
 
     def samples(self, number: int) -> Lengths:
-        """The samples of a portion.
-
-        Raises:
-            UserError: as `read_portion`.
-        """
+        """The samples of a portion."""
         return _read_lengths(self.data, number, self.directory)
 
     def packs(self, place: PortionPlace) -> ScheduledPacks:
-        """The packs of a portion on the earlier plan's ranks.
-
-        Raises:
-            UserError: as `read_portion`.
-        """
+        """The packs of a portion on the earlier plan's ranks."""
         return _read_packs(self.data, place.epoch * self.count + place.number, self.directory)
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
@@ -120,11 +112,7 @@ def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
 
 
 def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
-    """Read the packs and lengths of one portion of one epoch, as its files have them.
-
-    Raises:
-        UserError: a file is missing or broken, or is not the one that the plan was made with.
-    """
+    """Read the packs and lengths of one portion of one epoch, as its files have them."""
     lengths = _read_lengths(data, index % data.portions_per_epoch, directory)
     return _read_packs(data, index, directory), lengths
 
@@ -145,11 +133,7 @@ def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
 
 
 def check_hash(file: Path | str, found: str, planned: str) -> None:
-    """Refuse a file of other contents than the plan says.
-
-    Raises:
-        UserError: it has others.
-    """
+    """Refuse a file of other contents than the plan says."""
     if found != planned:
         raise UserError(
             f"{file} has the content hash {found[:12]}, but plan.json says {planned[:12]}; "
@@ -176,9 +160,6 @@ def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data
 
     Returns:
         Packs, with steps counted through the run; lengths.
-
-    Raises:
-        UserError: as `read_portion`.
     """
     parts, every, rows = [], [], []
     first = 0
@@ -197,11 +178,7 @@ def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data
 
 
 def joined_data(data: DataPlan, directory: Path) -> Data:
-    """All packs of a run whose data is in portions, and all lengths: memory is of all at once.
-
-    Raises:
-        UserError: as `read_portion`.
-    """
+    """All packs of a run whose data is in portions, and all lengths: memory is of all at once."""
     parts, every = [], []
     for index in range(len(data.portions)):
         packs, lengths = read_portion(data, index, directory)

@@ -37,12 +37,7 @@ Dealt = tuple[ScheduledPacks, Lengths]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRequest:
-    """A job and its data, and the method that divides the model over stages.
-
-    Raises:
-        UserError: a step has too many packs, the epochs too many samples, the lengths were scanned
-            for another model, or the method does not plan for levels.
-    """
+    """A job and its data, and the method that divides the model over stages."""
 
     job: JobSpec
     data: PlanData
@@ -112,11 +107,7 @@ class PlanRequest:
         return replace(self, data=self.data.drawn(self.job, packed))
 
     def workload(self) -> Workload:
-        """Schedule the micro-batches, which the stages are searched for.
-
-        Raises:
-            UserError: an epoch has fewer packs than ranks.
-        """
+        """Schedule the micro-batches, which the stages are searched for."""
         return self.job.workload(*self.data.schedule(self.job), self.data.levels)
 
 
@@ -153,9 +144,6 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
     Args:
         effort: of the joint search, as in `search_stages`.
         dealt: packs of the data, dealt for the job's sizes; None to make them.
-
-    Raises:
-        UserError: a sample exceeds the caps, or no partition fits into memory.
     """
     job = request.job
     packs, lengths = dealt or request.data.schedule(job)
@@ -223,11 +211,7 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
-    """Plan a job on its data, as `make_plan` does, in the order of `ordered_plan`.
-
-    Raises:
-        UserError: a sample exceeds the caps, or no partition fits into memory.
-    """
+    """Plan a job on its data, as `make_plan` does, in the order of `ordered_plan`."""
     return ordered_plan(request, make_plan(request))
 
 
@@ -316,9 +300,6 @@ def check_memory(
 
     Args:
         what: name of the packs, for the message.
-
-    Raises:
-        UserError: they do.
     """
     levels = plan.pack_levels
     memories = schedule_memories(

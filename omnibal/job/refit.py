@@ -120,11 +120,7 @@ def root_of(plan: Plan, job: JobSpec) -> str:
 
 
 def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records of a run's steps that tell the times of single passes of this plan.
-
-    Raises:
-        UserError: the run was not of the plan, or has too few of them.
-    """
+    """The records of a run's steps that tell the times of single passes of this plan."""
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
             "the run was trained by another plan, or its log is an earlier version's: give the "
@@ -218,11 +214,7 @@ def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
 def measured_terms(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> Terms:
-    """The terms of all passes that records tell of.
-
-    Raises:
-        UserError: a step had other micro-batches than the plan's packs.
-    """
+    """The terms of all passes that records tell of."""
     turn = {record.step: record.passes.dp_rank for record in records if record.passes}
     turns = np.array([turn[step] for step in workload.step.tolist()])
     workload = workload.rows(np.flatnonzero(workload.dp_rank == turns))

@@ -191,9 +191,6 @@ def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
         workload: of all the plan's packs.
-
-    Raises:
-        UserError: the directory holds no replay, one of another plan, or not yet all stages.
     """
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
     stages = REPLAY_FILES.read(directory, plan.parallel.pipeline)

@@ -233,11 +233,7 @@ def write_run_info(info: RunInfo, directory: Path) -> None:
 
 
 def read_run_info(directory: Path) -> RunInfo:
-    """Read `run.json` of a run's directory.
-
-    Raises:
-        UserError: the file is missing or does not follow the schema.
-    """
+    """Read `run.json` of a run's directory."""
     remedy = "pretrain_vlm.py writes it into --save when it starts; give that directory"
     return read_json_model(RunInfo, directory / RUN_INFO_FILE, remedy)
 
@@ -246,9 +242,6 @@ def read_run(path: Path) -> list[StepRecord]:
     """Read `run.jsonl`; where a resumed run wrote a step again, the last line counts.
 
     A last line without its end is still being written, and left out.
-
-    Raises:
-        UserError: the file is missing, holds no step, or a line does not follow the schema.
     """
     records = _read_lines(StepRecord, path)
     if not records:
@@ -265,21 +258,13 @@ class RunLog:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "RunLog":
-        """Read the log in a run's directory.
-
-        Raises:
-            UserError: there is none, it holds no step, or it does not follow the schema.
-        """
+        """Read the log in a run's directory."""
         info = read_run_info(directory)
         return cls(info=info, records=tuple(read_run(directory / RUN_FILE)))
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:
-    """Read `validation.jsonl` of a run's directory, as `read_run` does; empty where there is none.
-
-    Raises:
-        UserError: a line does not follow the schema.
-    """
+    """Read `validation.jsonl` of a run's directory, as `read_run` does; empty if absent."""
     path = directory / VALIDATION_FILE
     return _read_lines(ValidationRecord, path) if path.exists() else []
 
@@ -334,11 +319,7 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
 
 
 def read_evaluation(directory: Path) -> Evaluation | None:
-    """Read the evaluation in a run's directory; None where the run was not evaluated.
-
-    Raises:
-        UserError: the file does not follow the schema.
-    """
+    """Read the evaluation in a run's directory; None where the run was not evaluated."""
     path = directory / EVALUATION_FILE
     if not path.exists():
         return None

@@ -51,11 +51,7 @@ class StageFiles(Generic[Identity, Found]):
         return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
 
     def open(self, directory: Path, identity: Identity) -> None:
-        """Begin a replay in a directory, or go on with the same one.
-
-        Raises:
-            UserError: the directory holds another replay of this kind.
-        """
+        """Begin a replay in a directory, or go on with the same one."""
         if not (directory / self.info_file).exists():
             directory.mkdir(parents=True, exist_ok=True)
             write_json_model(identity, directory / self.info_file)
@@ -69,11 +65,7 @@ class StageFiles(Generic[Identity, Found]):
             )
 
     def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
-        """Read what tells this replay from others.
-
-        Raises:
-            UserError: the directory holds no replay of this kind, or one of another plan.
-        """
+        """Read what tells this replay from others."""
         kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
@@ -88,11 +80,7 @@ class StageFiles(Generic[Identity, Found]):
         write_json_model(found, self.file_of(directory, found.stage))
 
     def read(self, directory: Path, stages: int) -> tuple[Found, ...]:
-        """Read the stages that are there of so many, in order.
-
-        Raises:
-            UserError: a file does not follow the schema, or is of another stage than its name says.
-        """
+        """Read the stages that are there of so many, in order."""
         kept = []
         for stage in range(stages):
             path = self.file_of(directory, stage)

@@ -51,10 +51,6 @@ def read_launch(
         launcher: trainer that it starts; None to tell by the program and the flags.
         gpus: of the job; None to take them from the text.
         line_number: where the launch line begins in the text; None where there is one alone.
-
-    Raises:
-        UserError: there is no launch line or several, a value is none of its flag's, or a size
-            depends on a variable that is not known.
     """
     command = _launch_command(read_script(text, given), line_number)
     flags = read_flags(command.words)

@@ -108,11 +108,7 @@ class Launched:
 
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
-    """Make the job of a line that breaks no rule.
-
-    Raises:
-        UserError: something that the prediction needs is not given, or cannot be predicted.
-    """
+    """Make the job of a line that breaks no rule."""
     _check_predictable(line)
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)

@@ -223,11 +223,7 @@ class Line:
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
-    """Put a launch beside the model that it trains.
-
-    Raises:
-        UserError: the launch gives a size that no model has.
-    """
+    """Put a launch beside the model that it trains."""
     line = Line(launch, sizes_of(model))
     for name in SIZE_FLAGS:
         most = MAX_LAYERS if name == "num-layers" else MAX_COUNT

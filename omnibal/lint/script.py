@@ -59,9 +59,6 @@ def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
 
     Args:
         given: values of variables, by name, that override the script's own.
-
-    Raises:
-        UserError: a line has more of a shell than is read, or a quote that is not closed.
     """
     text = text.replace("\\\r\n", "\\\n")
     reader, commands = _Reader(given), list[Command]()

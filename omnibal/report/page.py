@@ -99,9 +99,6 @@ def write_report(
 
     Returns:
         What the page shows.
-
-    Raises:
-        UserError: a file is missing or broken, or the files do not belong together.
     """
     shown = _read(files, run_directory, replay_directory)
     write_ascii(render(shown), output)
