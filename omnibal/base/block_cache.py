@@ -29,11 +29,7 @@ class BlockCache:
 
     @classmethod
     def open(cls, folder: Path, gib: float) -> "BlockCache":
-        """A cache in a folder, which is made, or is one already.
-
-        Raises:
-            UserError: the folder holds something else, or cannot be written to.
-        """
+        """A cache in a folder, which is made, or is one already."""
         ledger = folder / _LEDGER
         try:
             folder.mkdir(parents=True, exist_ok=True)

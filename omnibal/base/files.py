@@ -32,9 +32,6 @@ def atomic(path: Path) -> Iterator[Path]:
     Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
     written goes into it.
 
-    Raises:
-        UserError: `path` is a directory.
-
     Example:
         >>> with atomic(Path("plan.json")) as temporary:
         ...     temporary.write_text("{}")
@@ -60,11 +57,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def real_path(path: Path) -> Path:
-    """The path without links and dots; it need not exist.
-
-    Raises:
-        UserError: it has a NUL character, which files that name others may hold.
-    """
+    """The path without links and dots; it need not exist."""
     if "\0" in str(path):
         raise UserError(
             f"{path}: has a NUL character, which no path can have; correct the file that names it"
@@ -75,11 +68,7 @@ def real_path(path: Path) -> Path:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse what `atomic_directory` cannot make.
-
-    Raises:
-        UserError: `path` exists, if only as a link that leads nowhere.
-    """
+    """Refuse what `atomic_directory` cannot make."""
     if path.exists() or path.is_symlink():
         raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
 
@@ -123,9 +112,6 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new folder that is renamed to `path` when complete, or is removed on any error.
 
     Until then it is in a `.part` folder beside `path`, of a name that nothing else has.
-
-    Raises:
-        UserError: `path` exists, if only as a link that leads nowhere.
     """
     check_new_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,12 +137,7 @@ def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
     """Read a JSON file as a `kind`, which is a pydantic model or a collection of them.
 
     Args:
-        kind: type to read.
-        path: the file.
         remedy: what the user can do about a bad file; ends the message.
-
-    Raises:
-        UserError: the file cannot be read, is not UTF-8 or JSON, or does not follow the schema.
     """
     return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
 

@@ -19,10 +19,6 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
     Args:
         outputs: paths by the option that names them in messages; None where it was not given.
         inputs: files that the command reads, whether they exist or not.
-
-    Raises:
-        UserError: a file cannot be written, is an input by whatever name or link, is another
-            output, or is there and is neither a regular file nor a device or pipe to write to.
     """
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
@@ -51,11 +47,7 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
     Args:
         option: the option that names the folder, in messages.
-        folder: the folder to make or to fill.
         inputs: files and folders that the command reads, whether they exist or not.
-
-    Raises:
-        UserError: the folder is an input or holds one, cannot be made, or is something else.
     """
     _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
@@ -78,11 +70,7 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
 
 def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Refuse a folder to make that lies in one of the folders that the command reads.
-
-    Raises:
-        UserError: it does.
-    """
+    """Refuse a folder to make that lies in one of the folders that the command reads."""
     real = real_path(folder)
     for read in inputs:
         if real.is_relative_to(real_path(read)):

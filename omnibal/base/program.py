@@ -28,7 +28,6 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """Run a command line to its end.
 
     Args:
-        app: its commands.
         name: of the program, in messages.
         arguments: those of the process where None.
     """
@@ -41,11 +40,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments that no path can hold.
-
-    Raises:
-        UserError: an argument holds a NUL character.
-    """
+    """Refuse arguments that no path can hold."""
     for argument in arguments:
         if "\0" in argument:
             raise UserError(f"{argument!r}: holds a NUL character, which no path can: remove it")

@@ -37,9 +37,6 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     Args:
         address: host and port of the cluster's head, or what else `ray.init` takes; None for the
             one that Ray finds, or else one of its own on this machine.
-
-    Raises:
-        UserError: Ray is not installed, or the cluster cannot be reached.
     """
     if address is not None:
         _check_reachable(address)
@@ -86,11 +83,7 @@ def _connected(host: str, port: str) -> socket.socket:
 
 
 def _wait_for_head(address: str) -> None:
-    """Return when the cluster's head answers.
-
-    Raises:
-        UserError: it does not for too long.
-    """
+    """Return when the cluster's head answers."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _HEAD_S
     while True:

@@ -33,9 +33,6 @@ class RecordLog:
 
         Args:
             named: what the file should be, in a message.
-
-        Raises:
-            UserError: the file is something else.
         """
         content = self.path.read_bytes() if self.path.exists() else b""
         header = self._header

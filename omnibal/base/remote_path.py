@@ -171,9 +171,6 @@ def check_local(options: Mapping[str, Any]) -> None:
 
     Args:
         options: their values, of any kind, by their names without dashes.
-
-    Raises:
-        UserError: one was.
     """
     for name, value in options.items():
         for path in value if isinstance(value, list) else [value]:

@@ -48,7 +48,6 @@ class Pool(Protocol):
             count: how many they are at most.
 
         Raises:
-            UserError: a worker was ended from outside, once too often.
             Exception: what `work` raised.
         """
 
@@ -80,7 +79,6 @@ def map_unordered(
             have no processes of its own.
 
     Raises:
-        UserError: a worker process was ended from outside.
         Exception: what `work` raised.
     """
     if processes == 1 or multiprocessing.current_process().daemon:

@@ -257,10 +257,6 @@ class Annotations:
             meta_path: of a meta, or of one annotation file.
             index: by which records are found; None to read all files here.
             cache: of remote files.
-
-        Raises:
-            UserError: the meta is missing, malformed or leaves no sample, or an annotation file or
-                shard is missing, empty, or not of the length that the meta states.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -363,12 +359,7 @@ class Annotations:
         )
 
     def stored(self, index: int) -> StoredRecord:
-        """Read one record, unchecked.
-
-        Raises:
-            UserError: its file cannot be read, its shard has no record for it, or it is a row with
-                images or recordings inside.
-        """
+        """Read one record, unchecked."""
         in_shard = self._sources[self.source[index]].in_shards
         try:
             content, media, name = self._content(index)

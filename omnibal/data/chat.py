@@ -144,12 +144,7 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer has the template's pieces and fits into the model's vocabulary.
-
-    Raises:
-        UserError: it lacks pieces, all of which are named, or a chat template of its own that the
-            model has, or is larger than the vocabulary.
-    """
+    """Check that the tokenizer has the template's pieces and fits into the model's vocabulary."""
     needed = _needed_pieces(model, tokenizer)
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
@@ -241,12 +236,7 @@ class WrittenSample:
 
 
 def write_sample(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> WrittenSample:
-    """The whole conversation as text.
-
-    Raises:
-        UserError: the template cannot write it, or the sample has a recording and the model takes
-            none.
-    """
+    """The whole conversation as text."""
     if _is_own(model):
         _check_recordings(sample, model, own=True)
         template = _own_template(model, tokenizer)
@@ -279,9 +269,6 @@ def encode_written(
     """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
     recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
     it takes so many tokens, at least one, as does every place of a video's text.
-
-    Raises:
-        UserError: the text turns into control tokens, or the tokenizer lacks a piece.
     """
     sample = written.sample
     given = (len(tiles_per_image), len(clips_per_recording))

@@ -27,11 +27,7 @@ class Columns:
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
-        """Read a file.
-
-        Raises:
-            UserError: it is missing, is not Parquet, or lacks one of the columns.
-        """
+        """Read a file."""
         with _reading(path, remedy), pq.ParquetFile(path) as file:
             schema = file.schema_arrow
         columns = cls(schema, path, remedy)
@@ -43,29 +39,17 @@ class Columns:
             return file.read(columns=[name]).column(name)
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuse a file that lacks one of these columns, or has it twice.
-
-        Raises:
-            UserError: it does.
-        """
+        """Refuse a file that lacks one of these columns, or has it twice."""
         missing = [name for name in names if self.schema.names.count(name) != 1]
         if missing:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
     def item_names(self) -> list[str]:
-        """Names of the columns that count items of encoders.
-
-        Raises:
-            UserError: two columns have the same name.
-        """
+        """Names of the columns that count items of encoders."""
         return self._once(ITEM_FEATURES)
 
     def square_names(self) -> list[str]:
-        """Names of the columns of sums of squares of items.
-
-        Raises:
-            UserError: two columns have the same name.
-        """
+        """Names of the columns of sums of squares of items."""
         return self._once(SQUARED_FEATURES)
 
     def _once(self, names: Sequence[str]) -> list[str]:

@@ -79,11 +79,7 @@ class DataIndex:
 
     @classmethod
     def resumed(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
-        """An index to be written, with what it has already.
-
-        Raises:
-            UserError: the file is something else.
-        """
+        """An index to be written, with what it has already."""
         log = RecordLog(path, _TITLE, _FORM)
         records, _ = log.read(_NAMED)
         log.begin(records)
@@ -91,11 +87,7 @@ class DataIndex:
 
     @classmethod
     def read(cls, path: Path) -> "DataIndex":
-        """A whole index, by which no file is read.
-
-        Raises:
-            UserError: there is none.
-        """
+        """A whole index, by which no file is read."""
         if not path.is_file():
             raise UserError(
                 f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
@@ -107,7 +99,6 @@ class DataIndex:
         """The records of every file.
 
         Raises:
-            UserError: a file is missing, damaged, or not as the whole index knows it.
             OSError: an annotation file cannot be read.
         """
         found = self._found(files) if self.known else {}

@@ -62,11 +62,7 @@ class EnergonIndex:
     """Number of the shard in the dataset."""
 
     def of(self, shard: Path) -> ListedSamples:
-        """The samples of the shard, unchecked.
-
-        Raises:
-            UserError: the two files do not agree, or cannot be read.
-        """
+        """The samples of the shard, unchecked."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()

@@ -48,11 +48,7 @@ def _folder(path: Path) -> Path:
 
 
 def counted_files(path: Path) -> list[Path]:
-    """List the files that `counted_lengths` reads, without those of images.
-
-    Raises:
-        UserError: the folder's list of files is damaged.
-    """
+    """List the files that `counted_lengths` reads, without those of images."""
     folder = _folder(path)
     return [folder / _STATE, *_arrow_files(folder)]
 
@@ -61,9 +57,6 @@ def counted_tokens(path: Path) -> np.ndarray:
     """Read the tokens of every row of a counted dataset, int64 [rows].
 
     A row that is several segments has a list of them.
-
-    Raises:
-        UserError: the dataset is damaged, or has no rows.
     """
     folder, found = _folder(path), list[int]()
     for batch in _batches(folder):
@@ -88,10 +81,6 @@ def counted_lengths(
         tokens: of every row, as `counted_tokens` gives them.
         model: that is to be trained, for the items of images.
         on_progress: called with the number of rows done since the last call.
-
-    Raises:
-        UserError: the dataset is damaged, an image cannot be read or needs more tokens than its row
-            has, or a row has videos or recordings.
     """
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
     for number, images in enumerate(_cached_images(_folder(path))):

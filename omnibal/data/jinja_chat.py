@@ -56,11 +56,7 @@ def packaged_template(name: str) -> jinja2.Template:
 
 @lru_cache(maxsize=16)
 def compiled_template(template: str, path: str) -> jinja2.Template:
-    """The template that is this text.
-
-    Raises:
-        UserError: it is no Jinja; the message names its path.
-    """
+    """The template that is this text."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -279,9 +279,6 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
     Args:
         what: name of what has `tokens` tokens, for the message.
-
-    Raises:
-        UserError: it is longer than the model's `max_positions`.
     """
     most = model.language.max_positions
     if most is not None and tokens > most:
@@ -328,12 +325,7 @@ def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:
-    """Read and join length files: Parquet, OmniBal's list of lengths, or its meta JSON of lists.
-
-    Raises:
-        UserError: a file is missing, is not what its name says, lacks a column or holds anything
-            but counts in it, or there is no row.
-    """
+    """Read and join length files: Parquet, OmniBal's list of lengths, or its meta JSON of lists."""
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_file(path)]
@@ -385,11 +377,7 @@ def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
-    """List every file that `read_lengths` reads for these, including those that a meta JSON names.
-
-    Raises:
-        UserError: a meta JSON does not follow its schema.
-    """
+    """List every file that `read_lengths` reads for these, including those that a meta JSON names."""
     named = [
         named
         for path in paths

@@ -58,11 +58,7 @@ class Mixture(Frozen):
 
 
 def read_mixture(path: Path) -> Mixture:
-    """Read a mixture from TOML.
-
-    Raises:
-        UserError: there is no such file, or it does not follow the schema.
-    """
+    """Read a mixture from TOML."""
     remedy = "a mixture has a table [sources.NAME] a source, with weight or epochs"
     return read_toml_model(Mixture, path, remedy)
 
@@ -73,9 +69,6 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
     Args:
         names: of the sources.
         available: samples that there are of each, int64 [sources].
-
-    Raises:
-        UserError: a source has no rule, a rule no source, or nothing is left for the weights.
     """
     _check_names(mixture, names)
     rules = [mixture.sources[name] for name in names]
@@ -114,9 +107,6 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     Args:
         names: of the sources.
         available: samples that there are of each, int64 [sources].
-
-    Raises:
-        UserError: as `samples_of_sources`.
     """
     seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
     rules = [mixture.sources[name] for name in names]
@@ -177,9 +167,6 @@ def drawn(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
     """Samples of a mixture, in their order, each as often as it is seen.
 
     Where a source is not seen a whole number of times, which samples come once more is drawn.
-
-    Raises:
-        UserError: as `samples_of_sources`.
     """
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)

@@ -108,9 +108,6 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
 
     Args:
         rule: of the model's encoder of images at their native resolution, if it has one.
-
-    Raises:
-        UserError: there is none, or it cannot write a question and an answer.
     """
     text = tokenizer.template
     if text is None:
@@ -162,9 +159,6 @@ def encode_conversation(
 
     Args:
         tokens_per_place: of every image, or of every place of a video's text.
-
-    Raises:
-        UserError: the template does not write every image once.
     """
     ids, starts = template.tokenizer.encode_with_places(written.text)
     first = np.array(starts, np.int64)
@@ -227,10 +221,6 @@ def write_conversation(
 
     Args:
         system: message of the model's config, for samples without their own.
-
-    Raises:
-        UserError: the template cannot write it, or writes earlier answers otherwise once another
-            question follows.
     """
     conversation = _conversation(sample, system, template)
     messages, learned = conversation.messages, conversation.learned

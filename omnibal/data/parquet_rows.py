@@ -47,7 +47,6 @@ class RowPlace:
         """All columns of the row, without those that have no value.
 
         Raises:
-            UserError: the file is broken, or shorter than it was.
             OSError: it cannot be read.
         """
         try:
@@ -154,11 +153,7 @@ def is_rows(path: Path) -> bool:
 
 
 def index_rows(path: Path) -> RecordIndex:
-    """Number every row and hash the file; `start` is the row's number, and `size` 1.
-
-    Raises:
-        UserError: there is no such file, it is no Parquet, or without rows.
-    """
+    """Number every row and hash the file; `start` is the row's number, and `size` 1."""
     if not path.is_file():
         raise UserError(f"{path}: no such Parquet file; correct the path in the meta")
     version = version_of(path)
@@ -183,7 +178,6 @@ def read_row(place: RowPlace, folder: Media) -> Row:
         folder: where what it names is.
 
     Raises:
-        UserError: the file is broken.
         OSError: it cannot be read.
     """
     return Row(place, place.values(), folder)

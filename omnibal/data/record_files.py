@@ -51,11 +51,7 @@ def is_array(path: Path) -> bool:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file is an annotation file, by its name or how it begins, and not a meta.
-
-    Raises:
-        UserError: it is compressed.
-    """
+    """Whether a file is an annotation file, by its name or how it begins, and not a meta."""
     if path.suffix.lower() in (".jsonl", ".parquet") or is_array(path):
         return True
     with path.open("rb") as file:
@@ -75,11 +71,7 @@ def holds_records(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> RecordIndex:
-    """Index every line and hash the file, in one pass.
-
-    Raises:
-        UserError: there is no such file, or nothing in it.
-    """
+    """Index every line and hash the file, in one pass."""
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
     version = version_of(path)
@@ -116,11 +108,7 @@ def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> in
 
 
 def index_array(path: Path) -> RecordIndex:
-    """Index every element of a JSON array and hash the file, in memory of twice the file's size.
-
-    Raises:
-        UserError: it is no whole JSON array, or an empty one.
-    """
+    """Index every element of a JSON array and hash the file, in memory of twice the file's size."""
     version = version_of(path)
     with path.open("rb") as file:
         content = file.read()

@@ -127,13 +127,6 @@ class Sample:
         and an image; images are unchanged.
 
         To do so again changes nothing.
-
-        Args:
-            tiling: of the model; None if it takes no images.
-
-        Raises:
-            UserError: the sample has an image, and the model takes none, or videos beside images or
-                in files.
         """
         shown = len(self.images) + len(self.videos)
         if shown and tiling is None:

@@ -107,10 +107,6 @@ def scan_lengths(
             and good samples are added to it as they are scanned.
 
     Raises:
-        UserError: malformed lines or missing, unreadable or truncated images and recordings, of
-            which the first five are named (to skip: only where nothing else is left), a tokenizer
-            that lacks what the model's chat template writes or is larger than its vocabulary, or a
-            process that was ended from outside.
         StorageError: data cannot be reached, or has changed since its samples were found.
     """
     _check_counted(model)

@@ -78,11 +78,7 @@ class ScanJournal:
 
     @classmethod
     def open(cls, path: Path, key: str, data: Annotations) -> "ScanJournal":
-        """Read what an earlier scan with this key finished, up to the first torn record.
-
-        Raises:
-            UserError: the file is something else than a journal.
-        """
+        """Read what an earlier scan with this key finished, up to the first torn record."""
         log = RecordLog(path, _TITLE, _FORM + key.encode())
         records, discarded = log.read(_NAMED)
         numbers = {key: number for number, key in enumerate(data.keys)}

@@ -53,11 +53,7 @@ class SeenVideo:
 
 
 def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
-    """What the model sees of each of the sample's videos.
-
-    Raises:
-        UserError: one of them cannot be read, or is too short.
-    """
+    """What the model sees of each of the sample's videos."""
     return [_seen(video, sample, rule) for video in sample.videos]
 
 
@@ -87,10 +83,6 @@ def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Sho
     """Patches of every image and video, in the order of their tokens.
 
     Where the model has no rule for videos, every frame of one is an image.
-
-    Raises:
-        UserError: an image or a video cannot be read, or is too long and narrow, or frames of a
-            video differ in size.
     """
     seen = iter(seen_videos(sample, rule))
     found: list[Shown] = []

@@ -174,9 +174,6 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
 
     Args:
         cache: of shards that are named by URLs.
-
-    Raises:
-        UserError: the library is missing, or it is no notation.
     """
     try:
         from webdataset.shardlists import expand_urls
@@ -193,11 +190,7 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
 
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:
-    """The shards of one split of a dataset that `energon prepare` has prepared.
-
-    Raises:
-        UserError: the library is missing, or there is no such dataset or split.
-    """
+    """The shards of one split of a dataset that `energon prepare` has prepared."""
     try:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
@@ -238,10 +231,6 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
 def index_shard(shard: Shard) -> RecordIndex:
     """The samples of a shard, each with a SHA-256 of its record and of the names and sizes of its
     other members.
-
-    Raises:
-        UserError: webdataset is missing, or the shard is missing, damaged, compressed, or not what
-            is known of it.
     """
     if shard.listed is not None:
         return _index_shard(shard, partial(_listed, listed=shard.listed.of(shard.path)))
@@ -253,11 +242,7 @@ def index_shard(shard: Shard) -> RecordIndex:
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
-    """Read the sample at a place that the index gave.
-
-    Raises:
-        UserError: the shard has changed since then, or is gone.
-    """
+    """Read the sample at a place that the index gave."""
     try:
         with open_range(shard, start, size) as file:
             members = tuple(

@@ -72,11 +72,7 @@ class Tokenizer(ABC):
         """The id of a piece that is one token, if there is such."""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of `text`, and the first character of each.
-
-        Raises:
-            UserError: this kind of tokenizer does not tell.
-        """
+        """Ids of `text`, and the first character of each."""
         raise UserError(
             f"{self.path}: does not tell which characters a token is of, which loss by the "
             f"tokenizer's own chat template needs; save it as {FAST_FILE} (save_pretrained of a "
@@ -84,11 +80,7 @@ class Tokenizer(ABC):
         )
 
     def required(self, piece: str) -> int:
-        """The id of a piece.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The id of a piece."""
         found = self.id_of(piece)
         if found is None:
             raise UserError(f"{self.path}: {lacking([piece])}")
@@ -130,9 +122,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
         path: a SentencePiece tokenizer.model, a Hugging Face tokenizer.json, or a folder: there
             tokenizer.json is taken if it exists, else tokenizer.model. What stands beside the file
             in tokenizer_config.json, or else in added_tokens.json, is followed.
-
-    Raises:
-        UserError: there is no such file, or it or what stands beside it is not what it should be.
     """
     if path.is_dir():
         path = _file_in(path)

@@ -47,7 +47,6 @@ def read_video_header(video: VideoFile) -> VideoHeader:
 
     Raises:
         BadVideo: it is missing, broken, or has no video stream.
-        UserError: PyAV is not installed.
     """
     with _opened(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))

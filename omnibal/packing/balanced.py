@@ -85,9 +85,6 @@ def pack_balanced(
     The time goes by the types that sizes are grouped into: a third of the usual ones take a tenth
     of it, for 0.1 % more packs. Of many samples whose packs are far from what their sums need,
     finer types are tried too, but where `most_types` says how many there may be.
-
-    Raises:
-        UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)

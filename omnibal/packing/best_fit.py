@@ -27,11 +27,9 @@ def pack_best_fit(
     """Packs as lists of indices into the arguments; every sample fits alone.
 
     Args:
-        sizes: int64 [features, samples].
         values: float64 [samples], positive; of what fits, the most valuable is taken. Within a
             shelf more tokens come before more value.
         first: float64 [samples]; the sample with the highest opens the next pack.
-        caps: of every pack, int64 [features].
     """
     samples = sizes.shape[1]
     if not samples:
@@ -90,7 +88,6 @@ def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> li
     Args:
         sizes: int64 [features, samples]; every sample fits alone.
         first: float64 [samples]; samples are placed from the highest to the lowest.
-        caps: of every pack, int64 [features].
     """
     packs: list[list[int]] = []
     room = np.zeros_like(sizes)
@@ -115,7 +112,6 @@ def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
 
     Args:
         sizes: int64 [features, samples]; every sample fits alone.
-        caps: of every pack, int64 [features].
     """
     shares = sizes / caps[:, None]
     weights = shares.sum(axis=1, keepdims=True)

@@ -21,11 +21,7 @@ _LOOKED_AT = 1024
 
 
 def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Find the smallest level whose caps hold each sample, int32 [samples].
-
-    Raises:
-        UserError: a sample fits no level.
-    """
+    """Find the smallest level whose caps hold each sample, int32 [samples]."""
     check_samples_fit(lengths, largest_caps(levels))
     return _smallest_that_hold(levels, len(lengths), lengths.column)
 
@@ -67,15 +63,9 @@ def pack_by_level(
     """Put every sample into a pack of its level, or into room of a longer level's pack.
 
     Args:
-        lengths: of all samples.
         levels: of rising caps, the last of which hold every sample.
-        method: rule by which the samples of one level are packed.
-        seed: decides which samples go together where the rules leave that open.
         may_fill: whether a sample may go into a pack of a level above its own, bool [levels,
             samples]; None where all may, as in the paper.
-
-    Raises:
-        UserError: a sample fits no level.
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -109,7 +99,6 @@ def fill_packs(
         packs: whose room is filled, one after another.
         caps: of these packs, int64 [features].
         queues: samples of every shorter level, in the order in which they are tried.
-        sizes: of all samples, int64 [features, samples].
         allowed: whether a sample may be taken, bool [samples]; None where all may.
 
     Returns:

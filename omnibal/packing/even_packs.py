@@ -40,9 +40,7 @@ def deal_level(
     """Deal all samples to a number of packs, level in all features; a few may exceed a cap.
 
     Args:
-        sizes: int64 [features, samples].
         packs: at most as many as there are samples.
-        caps: of every pack, int64 [features].
         leading: what the samples are dealt by.
         rng: decides between equals, and which samples are exchanged.
     """
@@ -115,8 +113,6 @@ def even_out(
     Args:
         packs: of indices into `kind` and `tokens`.
         kind: int64 [samples]; only samples of equal kind trade places.
-        tokens: int64 [samples].
-        max_tokens: of a pack.
         rng: decides what is offered.
     """
     if not len(packs):

@@ -25,9 +25,6 @@ def pack_few_sizes(
     """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones.
 
     Args:
-        sizes: int64 [features, samples].
-        caps: of every pack, int64 [features].
-        packs: of all samples.
         rng: decides which of equal samples go together.
     """
     distinct = SizeCounts.of(sizes)

@@ -22,12 +22,10 @@ def fill_one_by_one(
     """Packs [samples] of indices into the arguments, each as valuable as what is left allows.
 
     Args:
-        sizes: int64 [features, samples].
         values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
             Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
             Operations Research 29, 2002). Where it is None, no sample must be in a pack.
-        caps: of every pack, int64 [features].
     """
     grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
@@ -63,10 +61,8 @@ def fill_by_pairs(
     Where packs hold two or three samples, this is the best that can go with the first.
 
     Args:
-        sizes: int64 [features, samples].
         values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack.
-        caps: of every pack, int64 [features].
     """
     left = np.argsort(-first, kind="stable")
     while len(left):
@@ -112,13 +108,7 @@ def _doubling(count: int) -> list[int]:
 
 
 def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
-    """The most valuable set of bundles within the room, as indices; each is taken once.
-
-    Args:
-        values: float64 [bundles].
-        sizes: int64 [features, bundles].
-        room: int64 [features].
-    """
+    """The most valuable set of bundles within the room, as indices; each is taken once."""
     table = np.zeros(room + 1, np.float32)
     fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
     taken = np.zeros((len(fits), *table.shape), bool)

@@ -13,11 +13,7 @@ _MAX_KEY = 1 << 62  # of int64, with room for a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
-    """Refuse samples that no pack can hold.
-
-    Raises:
-        UserError: names the first few of them and the ways out.
-    """
+    """Refuse samples that no pack can hold."""
     over = [lengths.column(name) > caps[name] for name in caps.names]
     large = np.flatnonzero(np.any(over, axis=0))
     if not len(large):

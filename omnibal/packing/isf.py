@@ -26,13 +26,7 @@ def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) 
     they are loaded (here no pack is longer).
 
     Args:
-        lengths: of all samples.
-        caps: Qv and Qt of the paper, or any others.
-        seed: the same seed gives the same packs.
         iterations: T, the number of times that groups are drawn and filtered.
-
-    Raises:
-        UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
     full_from = caps.values
@@ -63,10 +57,6 @@ def cut_groups(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
 
     Where a group that starts at i ends does not depend on what came before, so all possible ends
     are looked up at once and only the chain of actual starts is followed one by one.
-
-    Args:
-        sizes: int64 [features, samples].
-        caps: int64 [features].
     """
     ends = np.min(
         [_ends(row, cap) for row, cap in zip(sizes, caps.tolist(), strict=True)], axis=0

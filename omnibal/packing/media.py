@@ -21,7 +21,6 @@ def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
     """Pack the samples of every medium for themselves.
 
     Args:
-        lengths: of all samples.
         pack: makes packs of the samples that it is given.
     """
     medium = media_of(lengths)

@@ -63,13 +63,8 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
     """Lower bound on the packs needed: the larger of the naive bound and column generation's.
 
     Args:
-        lengths: of all samples.
-        caps: of every pack.
         found: packs of a packing that is at hand; where the naive bound is as many, nothing is
             left to prove, and where the usual bound is far below, a finer one is tried.
-
-    Raises:
-        UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, caps)
     return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)
@@ -122,7 +117,6 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
         distinct: with a limit of tokens and at most one more.
         some: sizes of samples that knots are found on, all distinct ones among them, int64
             [features, samples].
-        caps: int64 [features].
         types: number of sample types.
     """
     knots = _Knots.of(group_sizes(some, types), some)

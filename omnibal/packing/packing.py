@@ -27,15 +27,8 @@ def pack_samples(
     """Put every sample into one pack by `method`, with that method's default settings.
 
     Args:
-        lengths: of all samples.
-        caps: of every pack.
-        method: rule.
-        seed: decides which samples go together where the rule leaves that open.
         most_types: sizes that `balanced` tells apart, if not as many as it does by itself; with
             fewer it is faster, and packs are slightly more.
-
-    Raises:
-        UserError: a sample is larger than a cap.
     """
     # Here, as it imports scipy, for which a command that only names a method should not wait.
     from omnibal.packing.balanced import pack_balanced

@@ -186,12 +186,7 @@ def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
 
 
 def read_packs(path: Path) -> ScheduledPacks:
-    """Read `packs.parquet`.
-
-    Raises:
-        UserError: the file is missing, is not Parquet, or lacks a column, or a column has another
-            type, nulls, or (samples) an empty list.
-    """
+    """Read `packs.parquet`."""
     remedy = "make it anew with `omnibal plan` or `omnibal pack`"
     columns = Columns.read(path, [*_PLACE, "tokens", _SAMPLES], remedy)
     samples, sizes = columns.integer_lists(_SAMPLES)

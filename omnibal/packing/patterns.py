@@ -103,7 +103,6 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
     which is between what matters for many samples (1) and for a few long ones (2).
 
     Args:
-        sizes: int64 [features, samples].
         max_types: at which no type is split any more.
     """
     order = np.argsort(size_keys(sizes), kind="stable")
@@ -247,7 +246,6 @@ def generate_mix(
 
     Args:
         items: of which new columns are made.
-        demand: float64 [rows].
         columns: float64 [columns, rows], which can already cover the demand.
         guesses: float64 [guesses, rows], values to start from.
         trim: makes new patterns [patterns, items] what packs can hold.
@@ -296,7 +294,6 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
 
     Args:
         mix: of the fewest packs.
-        demand: float64 [rows].
         random: float64 [columns, rows], more columns, as random packs have them.
         kind: int64 [rows], from 0 without gaps.
     """
