@@ -295,11 +295,11 @@ def _why(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-@dataclass(slots=True, eq=False)
-class _RemoteFile(io.RawIOBase):
-    path: RemotePath
-    known: _Known
-    place: int = 0
+class SeekableBytes(io.RawIOBase):
+    """A file of a known size to read, of which a subclass says how."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.place = size, 0
 
     def readable(self) -> bool:
         return True
@@ -308,16 +308,22 @@ class _RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.known.size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.size}[whence]
         self.place = max(0, base + offset)
         return self.place
 
+
+class _RemoteFile(SeekableBytes):
+    def __init__(self, path: RemotePath, known: _Known) -> None:
+        super().__init__(known.size)
+        self._path, self._known = path, known
+
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         whole = memoryview(buffer)
-        if not len(whole) or self.place >= self.known.size:
+        if not len(whole) or self.place >= self.size:
             return 0
         number, start = divmod(self.place, _BLOCK_BYTES)
-        found = _block(self.path, self.known, number)[start : start + len(whole)]
+        found = _block(self._path, self._known, number)[start : start + len(whole)]
         whole[: len(found)] = found
         self.place += len(found)
         return len(found)

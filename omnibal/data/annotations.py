@@ -42,11 +42,7 @@ from omnibal.data.stored_files import (
     is_video_file,
     natural_order,
 )
-from omnibal.data.tar_shards import (
-    energon_shards,
-    read_shard_sample,
-    webdataset_shards,
-)
+from omnibal.data.tar_shards import energon_shards, read_shard_sample, webdataset_shards
 
 _UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "shard": "sample"}
 """Nouns for a record in messages, by how its file holds it."""
@@ -332,7 +328,15 @@ class Annotations:
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
             if source.naming is not None:
                 record = source.naming.applied(record)
-            read = read_record(record, media)
+            return read_record(
+                record,
+                media,
+                identity=f"{source.name}/{record.get('id', name)}",
+                source=source.name,
+                where=where,
+                augment=source.augment,
+                max_dynamic_patch=source.max_dynamic_patch,
+            )
         except UserError:
             raise
         except OSError as error:
@@ -341,22 +345,6 @@ class Annotations:
             raise UserError(f"{where} {error}") from None
         except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
             raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
-        said = read.said
-        return Sample(
-            identity=f"{source.name}/{record.get('id', name)}",
-            source=source.name,
-            where=where,
-            images=read.images,
-            turns=said.turns,
-            recordings=read.recordings,
-            system=said.system,
-            greeting=None if said.greeting is None else said.greeting.text,
-            greeting_learned=said.greeting is None or said.greeting.learned,
-            tools=read.tools,
-            videos=read.videos,
-            augment=source.augment,
-            max_dynamic_patch=source.max_dynamic_patch,
-        )
 
     def stored(self, index: int) -> StoredRecord:
         """Read one record, unchecked."""

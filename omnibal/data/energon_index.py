@@ -9,12 +9,11 @@ files of samples.
 
 import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -30,27 +29,34 @@ _FILES = (
 )
 
 
-class ListedFile(NamedTuple):
-    """A file of a sample: what follows the key and its dot, and its bytes in the shard."""
+TAR_BLOCK = 512
+"""Bytes of a block, by the format."""
 
-    suffix: str
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file in a tar shard."""
+
+    name: str
+    header: int
+    """Offset of its tar header in the shard, in bytes; in Energon's index, that of its sample."""
     offset: int
     size: int
 
+    @property
+    def end(self) -> int:
+        """Offset in the shard just after the member's last tar block, in bytes."""
+        return self.offset + -(-self.size // TAR_BLOCK) * TAR_BLOCK
 
-class ListedSample(NamedTuple):
-    """A sample, by its key, the first byte of its first tar header, and its files."""
+    @property
+    def suffix(self) -> str:
+        """Name after the key and its dot, such as json or 0.jpg; empty without a key."""
+        stem, _, suffix = self.name.rpartition("/")[2].partition(".")
+        return suffix.lower() if stem else ""
 
-    key: str
-    start: int
-    files: list[ListedFile]
 
-
-class ListedSamples(NamedTuple):
-    """The samples of a shard in their order, and where the last tar entry ends."""
-
-    samples: list[ListedSample]
-    end: int
+Samples = list[tuple[str, list[Member]]]
+"""Key and members of every sample of a shard, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +67,28 @@ class EnergonIndex:
     number: int
     """Number of the shard in the dataset."""
 
-    def of(self, shard: Path) -> ListedSamples:
-        """The samples of the shard, unchecked."""
+    def of(self, shard: Path) -> tuple[Samples, int]:
+        """The samples of the shard, unchecked, and where the last tar entry ends."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
-            found = list(self._listed())
+            found = self._listed()
         except (OSError, ValueError, sqlite3.Error) as error:
             raise UserError(
                 f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
                 "again"
             ) from error
-        if not borders or borders[:-1] != [sample.start for sample in found]:
+        if not borders or borders[:-1] != [members[0].header for _, members in found]:
             raise stale(shard, "its .tar.idx has samples at other places than index.sqlite")
-        return ListedSamples(found, borders[-1])
+        return found, borders[-1]
 
-    def _listed(self) -> Iterator[ListedSample]:
+    def _listed(self) -> Samples:
         with _opened(self.database) as database:
             rows = database.execute(_FILES, (self.number,))
-            for (key, start), files in groupby(rows, key=lambda row: row[:2]):
-                yield ListedSample(key, start, [ListedFile(*row[2:]) for row in files])
+            return [
+                (key, [Member(f"{key}.{suffix}", start, *place) for _, _, suffix, *place in files])
+                for (key, start), files in groupby(rows, key=lambda row: row[:2])
+            ]
 
 
 def _opened(database: Path) -> closing[sqlite3.Connection]:

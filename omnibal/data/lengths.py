@@ -377,7 +377,7 @@ def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
-    """List every file that `read_lengths` reads for these, including those that a meta JSON names."""
+    """List the files that `read_lengths` reads for these, with those that a meta JSON names."""
     named = [
         named
         for path in paths

@@ -22,12 +22,17 @@ import pyarrow.parquet as pq
 
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import version_of
+from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
-from omnibal.data.records import InvalidRecordError, Media
+from omnibal.data.records import Media
 from omnibal.data.sample import Video
-from omnibal.data.stored_files import AudioFile, ImageFile
+from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile
 
-_IMAGES, _RECORDINGS = ("image", "images"), ("audio", "audios")
+_INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
+    "image": (ImageFile, ("image", "images")),
+    "audio": (AudioFile, ("audio", "audios")),
+}
+"""Kind of the files that may be inside, and their columns, by medium."""
 _CHUNK_BYTES = 1 << 24
 _GROUPS = 2  # kept: samples that are read in order cross from one to the next
 _FILES = 256  # whose row groups' places are kept
@@ -70,31 +75,9 @@ class HeldContent:
     def __str__(self) -> str:
         return f"row {self.place.number + 1}, {self.columns[0]} {self.index + 1}"
 
-    def open(self) -> BinaryIO:
+    def __call__(self) -> BinaryIO:
         """Read the row, and open the bytes as a file; raises OSError and UserError."""
         return io.BytesIO(_contents(self.place.values(), self.columns)[self.index])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowImage(ImageFile):
-    """An image inside a row."""
-
-    held: HeldContent
-
-    def open(self) -> BinaryIO:
-        """Open the bytes as a file; raises OSError and UserError."""
-        return self.held.open()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRecording(AudioFile):
-    """A recording inside a row."""
-
-    held: HeldContent
-
-    def open(self) -> BinaryIO:
-        """Open the bytes as a file; raises OSError and UserError."""
-        return self.held.open()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +112,17 @@ class Row(Media):
     def video(self, name: str) -> Video:
         return self.folder.video(name)
 
-    def unnamed(self) -> tuple[ImageFile, ...]:
-        """The images inside, in their order."""
-        path = self.place.path
-        return tuple(RowImage(path, str(held), held=held) for held in self._held(_IMAGES))
+    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+        """The images or recordings inside, in their order."""
+        kind, columns = _INSIDE.get(medium, (ImageFile, ()))
+        held = [
+            HeldContent(self.place, columns, index)
+            for index in range(len(_contents(self.values, columns)))
+        ]
+        return tuple(kind(self.place.path, str(each), opener=each) for each in held)
 
     def recording(self, name: str) -> AudioFile:
         return self.folder.recording(name)
-
-    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
-        """The recordings inside, in their order."""
-        path = self.place.path
-        return tuple(RowRecording(path, str(held), held=held) for held in self._held(_RECORDINGS))
-
-    def _held(self, columns: tuple[str, ...]) -> list[HeldContent]:
-        contents = _contents(self.values, columns)
-        return [HeldContent(self.place, columns, index) for index in range(len(contents))]
 
 
 def is_rows(path: Path) -> bool:
@@ -200,7 +178,7 @@ def _group(path: Path, version: str, group: int) -> pa.Table:
 
 
 def _is_of_files(column: str) -> bool:
-    return column in _IMAGES + _RECORDINGS
+    return any(column in columns for _, columns in _INSIDE.values())
 
 
 def _contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:

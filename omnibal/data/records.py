@@ -15,7 +15,7 @@ from omnibal.data.messages import (
     Messages,
     read_messages,
 )
-from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Turn, Video
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, Video
 from omnibal.data.stored_files import AudioFile, ImageFile, is_video_file
 
 _PATHS = "a path, a list of paths, or absent"
@@ -51,18 +51,6 @@ class Conversation:
     turns: tuple[Turn, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """What a record shows and says."""
-
-    images: tuple[ImageFile, ...]
-    videos: tuple[Video, ...]
-    recordings: tuple[AudioFile, ...]
-    said: Conversation
-    tools: str | None
-    """Tools that the model may call, a JSON list."""
-
-
 class Media(ABC):
     """Images, videos and recordings that the names in a record refer to."""
 
@@ -76,25 +64,21 @@ class Media(ABC):
     def video(self, name: str) -> Video:
         """One video, by the name of its file or of the folder of its frames."""
 
-    def unnamed(self) -> tuple[ImageFile, ...]:
-        """List the images of a record that names neither images nor videos."""
-        return ()
-
-    def unnamed_videos(self) -> tuple[Video, ...]:
-        """List the videos of such a record."""
-        return ()
-
     @abstractmethod
     def recording(self, name: str) -> AudioFile:
         """One recording."""
 
-    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
-        """List the recordings of a record that names none."""
+    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+        """List the images, videos or recordings of a record that names neither images nor videos,
+        or no recordings."""
         return ()
 
 
-def read_record(record: dict[str, Any], media: Media) -> Record:
+def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     """Read and check a whole record.
+
+    Args:
+        known: the sample's other fields.
 
     Raises:
         InvalidRecordError: it is malformed; names the key.
@@ -103,10 +87,19 @@ def read_record(record: dict[str, Any], media: Media) -> Record:
     messages = read_messages(record)
     images, videos = _read_images(record, messages, media)
     named = _named_items(record, messages, "audio")
-    recordings = media.unnamed_recordings() if named is None else tuple(map(media.recording, named))
+    recordings = media.unnamed("audio") if named is None else tuple(map(media.recording, named))
     said = _read_conversation(record, messages, len(images), len(videos), len(recordings))
-    tools = _read_tools(record)
-    return Record(images=images, videos=videos, recordings=recordings, said=said, tools=tools)
+    return Sample(
+        images=images,
+        turns=said.turns,
+        videos=videos,
+        recordings=recordings,
+        system=said.system,
+        greeting=None if said.greeting is None else said.greeting.text,
+        greeting_learned=said.greeting is None or said.greeting.learned,
+        tools=_read_tools(record),
+        **known,
+    )
 
 
 def _check_keys(record: dict[str, Any]) -> None:
@@ -136,7 +129,7 @@ def _read_images(
     videos = _named_videos(record, messages)
     images = _named_items(record, messages, "image")
     if not videos and images is None:
-        return media.unnamed(), media.unnamed_videos()
+        return media.unnamed("image"), media.unnamed("video")
     found = tuple(_read_video(video, media) for video in videos)
     return tuple(map(media.image, images or ())), found
 

@@ -2,13 +2,14 @@
 
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, BinaryIO
 
 from PIL import UnidentifiedImageError
 
-from omnibal.base.remote_path import RemotePath
+from omnibal.base.remote_path import RemotePath, SeekableBytes
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -37,12 +38,16 @@ class StoredFile:
     """Offset of the member's first byte in the shard."""
     size: int = 0
     """Size of the member in bytes; 0 for a file of its own."""
+    opener: Callable[[], BinaryIO] | None = None
+    """Opens a file inside a row; None for all others."""
 
     def __str__(self) -> str:
         return str(self.path) if self.name is None else f"{self.path}: {self.name}"
 
     def open(self) -> BinaryIO:
         """Open the bytes as a file; raises OSError."""
+        if self.opener is not None:
+            return self.opener()
         if self.name is None:
             return self.path.open("rb")
         return open_range(self.path, self.offset, self.size)
@@ -79,32 +84,19 @@ def natural_order(name: str) -> tuple[list[str | int], str]:
     return parts, name
 
 
-class _ByteRange(io.RawIOBase):
+class _ByteRange(SeekableBytes):
     """Closes the file that it reads when it is closed."""
 
     def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
-        self._file = file
-        self._offset = offset
-        self._size = size
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = max(0, base + offset)
-        return self._place
+        super().__init__(size)
+        self._file, self._offset = file, offset
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         whole = memoryview(buffer)
-        wanted = max(0, min(len(whole), self._size - self._place))
-        self._file.seek(self._offset + self._place)
+        wanted = max(0, min(len(whole), self.size - self.place))
+        self._file.seek(self._offset + self.place)
         read = self._file.readinto(whole[:wanted])
-        self._place += read
+        self.place += read
         return read
 
     def close(self) -> None:

@@ -29,12 +29,14 @@ from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath, named_from, version_of
 from omnibal.data.energon_index import (
     META,
+    TAR_BLOCK,
     EnergonIndex,
-    ListedSamples,
+    Member,
+    Samples,
     energon_indexes,
     stale,
 )
-from omnibal.data.messages import InvalidRecordError
+from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import Media
 from omnibal.data.sample import Video
@@ -55,12 +57,11 @@ _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
-_TAR_BLOCK = 512  # bytes, by the format
 
 File = TypeVar("File", bound=StoredFile)
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 """webdataset's `group_by_keys`."""
-Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list["_Member"]]]]
+Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list[Member]]]]
 """Finds the samples of a shard: of its file and its path key and members of each."""
 
 
@@ -77,31 +78,11 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
-    name: str
-    header: int
-    """Offset of the member's tar header in the shard, in bytes."""
-    offset: int
-    size: int
-
-    @property
-    def end(self) -> int:
-        """Offset in the shard just after the member's last tar block, in bytes."""
-        return self.offset + -(-self.size // _TAR_BLOCK) * _TAR_BLOCK
-
-    @property
-    def suffix(self) -> str:
-        """Name after the key and its dot, such as json or 0.jpg; empty without a key."""
-        stem, _, suffix = self.name.rpartition("/")[2].partition(".")
-        return suffix.lower() if stem else ""
-
-
-@dataclass(frozen=True, slots=True)
 class ShardSample(Media):
     """The members of one sample, at least one."""
 
     shard: Path
-    members: tuple[_Member, ...]
+    members: tuple[Member, ...]
 
     @property
     def key(self) -> str:
@@ -132,25 +113,21 @@ class ShardSample(Media):
             )
         return Video(file=self._file(VideoFile, self._named(name, "video")))
 
-    def unnamed(self) -> tuple[ImageFile, ...]:
-        """All image members: 2.jpg before 10.jpg, whatever their order in the shard."""
-        return tuple(self._file(ImageFile, member) for member in self._all_of(IMAGE_SUFFIXES))
-
-    def unnamed_videos(self) -> tuple[Video, ...]:
-        """All videos among the members, where there is no image."""
-        if self._all_of(IMAGE_SUFFIXES):
-            return ()
-        return tuple(Video(file=self._file(VideoFile, m)) for m in self._all_of(VIDEO_SUFFIXES))
+    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+        """All members of that medium: 2.jpg before 10.jpg, whatever their order in the shard; no
+        videos where there is an image."""
+        if medium == "video":
+            videos = [] if self._all_of(IMAGE_SUFFIXES) else self._all_of(VIDEO_SUFFIXES)
+            return tuple(Video(file=self._file(VideoFile, member)) for member in videos)
+        if medium == "image":
+            return tuple(self._file(ImageFile, member) for member in self._all_of(IMAGE_SUFFIXES))
+        return tuple(self._file(AudioFile, member) for member in self._all_of(AUDIO_SUFFIXES))
 
     def recording(self, name: str) -> AudioFile:
         """The member of that name, as `image` understands it."""
         return self._file(AudioFile, self._named(name, "audio"))
 
-    def unnamed_recordings(self) -> tuple[AudioFile, ...]:
-        """All recordings among the members, in the order of `unnamed`."""
-        return tuple(self._file(AudioFile, member) for member in self._all_of(AUDIO_SUFFIXES))
-
-    def _named(self, name: str, key: str) -> _Member:
+    def _named(self, name: str, key: str) -> Member:
         for member in self.members:
             if name in (member.name, PurePath(member.name).name, member.suffix):
                 return member
@@ -160,12 +137,12 @@ class ShardSample(Media):
             f'names out: then "{key}" is all of them'
         )
 
-    def _all_of(self, suffixes: frozenset[str]) -> list[_Member]:
+    def _all_of(self, suffixes: frozenset[str]) -> list[Member]:
         """Members with such a suffix in the order of their numbers."""
         found = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
         return sorted(found, key=lambda member: natural_order(PurePath(member.suffix).stem))
 
-    def _file(self, kind: type[File], member: _Member) -> File:
+    def _file(self, kind: type[File], member: Member) -> File:
         return kind(self.shard, member.name, member.offset, member.size)
 
 
@@ -230,36 +207,8 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
 
 def index_shard(shard: Shard) -> RecordIndex:
     """The samples of a shard, each with a SHA-256 of its record and of the names and sizes of its
-    other members.
-    """
-    if shard.listed is not None:
-        return _index_shard(shard, partial(_listed, listed=shard.listed.of(shard.path)))
-    try:
-        from webdataset.tariterators import group_by_keys
-    except ImportError as error:
-        raise _missing("webdataset", error) from error
-    return _index_shard(shard, partial(_grouped, groups=group_by_keys))
-
-
-def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
-    """Read the sample at a place that the index gave."""
-    try:
-        with open_range(shard, start, size) as file:
-            members = tuple(
-                _Member(member.name, start + member.header, start + member.offset, member.size)
-                for member in _members(file)
-                if member.suffix
-            )
-        if not members:
-            raise tarfile.ReadError("no file of a sample there")
-    except (OSError, tarfile.TarError) as error:
-        raise UserError(
-            f"{shard}: cannot be read at byte {start} ({error}); restore the shard"
-        ) from error
-    return ShardSample(shard, members)
-
-
-def _index_shard(shard: Shard, found: Found) -> RecordIndex:
+    other members."""
+    found = _finder(shard)
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
     try:
@@ -298,41 +247,66 @@ def _index_shard(shard: Shard, found: Found) -> RecordIndex:
     )
 
 
-def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[_Member]]]:
+def _finder(shard: Shard) -> Found:
+    if shard.listed is not None:
+        return partial(_listed, listed=shard.listed.of(shard.path))
+    try:
+        from webdataset.tariterators import group_by_keys
+    except ImportError as error:
+        raise _missing("webdataset", error) from error
+    return partial(_grouped, groups=group_by_keys)
+
+
+def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
+    """Read the sample at a place that the index gave."""
+    try:
+        with open_range(shard, start, size) as file:
+            members = tuple(
+                Member(member.name, start + member.header, start + member.offset, member.size)
+                for member in _members(file)
+                if member.suffix
+            )
+        if not members:
+            raise tarfile.ReadError("no file of a sample there")
+    except (OSError, tarfile.TarError) as error:
+        raise UserError(
+            f"{shard}: cannot be read at byte {start} ({error}); restore the shard"
+        ) from error
+    return ShardSample(shard, members)
+
+
+def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample, by webdataset's own rule."""
     files = (
         {"fname": member.name, "data": member, "__url__": str(path)}
         for member in _all_members(file)
     )
     for sample in groups(files):
-        yield sample["__key__"], [part for part in sample.values() if isinstance(part, _Member)]
+        yield sample["__key__"], [part for part in sample.values() if isinstance(part, Member)]
 
 
 def _listed(
-    file: BinaryIO, path: Path, listed: ListedSamples
-) -> Iterator[tuple[str, list[_Member]]]:
+    file: BinaryIO, path: Path, listed: tuple[Samples, int]
+) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample as Energon has found them, if they are there.
 
     Those of the first sample and the last are compared with the shard, and the header of every
     record; a shard that ends elsewhere is another one too.
     """
-    for number, sample in enumerate(listed.samples):
-        members = [
-            _Member(f"{sample.key}.{each.suffix}", sample.start, each.offset, each.size)
-            for each in sample.files
-        ]
-        if number in (0, len(listed.samples) - 1):
+    samples, end = listed
+    for number, (key, members) in enumerate(samples):
+        if number in (0, len(samples) - 1):
             _compare(path, members)
         for member in members:
             if member.suffix == _RECORD:
                 _check_header(file, path, member)
-        yield sample.key, members
-    file.seek(listed.end)
-    if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
-        raise stale(path, f"it does not end at byte {listed.end}")
+        yield key, members
+    file.seek(end)
+    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+        raise stale(path, f"it does not end at byte {end}")
 
 
-def _compare(shard: Path, members: list[_Member]) -> None:
+def _compare(shard: Path, members: list[Member]) -> None:
     """Refuse a sample whose members are not these."""
     start = members[0].header
     there = read_shard_sample(shard, start, members[-1].end - start).members
@@ -340,11 +314,11 @@ def _compare(shard: Path, members: list[_Member]) -> None:
         raise stale(shard, f"it has no {members[0].name} at byte {start}")
 
 
-def _check_header(file: BinaryIO, shard: Path, member: _Member) -> None:
+def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
     """Refuse a member that has no header of its size before it; leaves the file where it begins."""
-    file.seek(member.offset - _TAR_BLOCK)
+    file.seek(member.offset - TAR_BLOCK)
     # By the format; tarfile's own reading takes a third of the time of all.
-    header = file.read(_TAR_BLOCK)
+    header = file.read(TAR_BLOCK)
     size, checksum = (field.rstrip(b"\0 ") for field in (header[124:136], header[148:156]))
     is_header = size.isdigit() and checksum.strip().isdigit()
     total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
@@ -352,7 +326,7 @@ def _check_header(file: BinaryIO, shard: Path, member: _Member) -> None:
         raise stale(shard, f"it has no {member.name} of {member.size} bytes at {member.offset}")
 
 
-def _members(file: BinaryIO) -> Iterator[_Member]:
+def _members(file: BinaryIO) -> Iterator[Member]:
     """Yield the members that both libraries read; leaves the file where the members end."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for entry in tar:
@@ -360,19 +334,19 @@ def _members(file: BinaryIO) -> Iterator[_Member]:
                 continue
             if entry.issparse():
                 raise tarfile.ReadError(f"{entry.name} is stored as a sparse file")
-            yield _Member(entry.name, entry.offset, entry.offset_data, entry.size)
+            yield Member(entry.name, entry.offset, entry.offset_data, entry.size)
         file.seek(tar.offset)
 
 
-def _all_members(file: BinaryIO) -> Iterator[_Member]:
+def _all_members(file: BinaryIO) -> Iterator[Member]:
     """Yield the members of a whole tar; raises tarfile.ReadError where it is cut off."""
     yield from _members(file)
     place = file.tell()
-    if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
+    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
         raise tarfile.ReadError(f"cut off or damaged at byte {place}")
 
 
-def _content(file: BinaryIO, member: _Member) -> bytes:
+def _content(file: BinaryIO, member: Member) -> bytes:
     """Bytes of a member that determine lengths and texts, for the hash."""
     named = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
     if member.suffix != _RECORD:
