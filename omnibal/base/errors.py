@@ -22,12 +22,7 @@ class DoesNotFit(UserError):
     """The model cannot be trained in the memory of the devices, however it is split."""
 
     def __init__(self, need: str, advice: str):
-        """Put the message together.
-
-        Args:
-            need: what needs how much memory, and what there is.
-            advice: what to change, in general terms.
-        """
+        """Put the message together."""
         # Both are arguments of the base, so that the error can come from another process.
         super().__init__(need, advice)
         self.need, self.advice = need, advice

@@ -18,7 +18,6 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
 
     Args:
         outputs: paths by the option that names them in messages; None where it was not given.
-        inputs: files that the command reads, whether they exist or not.
     """
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
@@ -43,12 +42,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
 
 
 def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Refuse a folder that could not be made or filled, or is or holds an input.
-
-    Args:
-        option: the option that names the folder, in messages.
-        inputs: files and folders that the command reads, whether they exist or not.
-    """
+    """Refuse a folder that could not be made or filled, or is or holds an input."""
     _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
         raise UserError(

@@ -28,7 +28,6 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
     """Run a command line to its end.
 
     Args:
-        name: of the program, in messages.
         arguments: those of the process where None.
     """
     with one_line_errors():

@@ -175,7 +175,6 @@ def _work_on(handed: list[Any], version: str, task: Any) -> Any:
 
     Args:
         handed: reference to the work, in a list, as Ray would read it anew for each task.
-        version: of this package, where the task is from.
     """
     if version != __version__:
         host = socket.gethostname()

@@ -29,11 +29,7 @@ class RecordLog:
         return self.title + self.key + b"\n"
 
     def read(self, named: str) -> tuple[list[memoryview], bool]:
-        """The whole records, and whether there were others, of another key, that are of no use.
-
-        Args:
-            named: what the file should be, in a message.
-        """
+        """The whole records, and whether there were others, of another key, that are of no use."""
         content = self.path.read_bytes() if self.path.exists() else b""
         header = self._header
         if not content.startswith(self.title) and not header.startswith(content):

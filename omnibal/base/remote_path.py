@@ -124,11 +124,7 @@ class RemotePath(PosixPath):
         return cast(IO[Any], file if buffering == 0 else io.BufferedReader(file))
 
     def check_version(self, version: str) -> None:
-        """Refuse a file that is of another version; it is asked once a minute.
-
-        Raises:
-            StorageError: it is.
-        """
+        """Refuse a file that is of another version; it is asked once a minute."""
         if _known_now(self).version != version and version_of(self) != version:
             raise changed(self)
 

@@ -73,13 +73,8 @@ def map_unordered(
     A task is taken from `tasks` when a process is free. Close the iterator to end the processes.
 
     Args:
-        work: what to do with a task; can be pickled, and each process keeps a copy of its own.
-        tasks: can be pickled, as can the results.
         processes: how many work; 1 is the calling process itself, as is any number where it may
             have no processes of its own.
-
-    Raises:
-        Exception: what `work` raised.
     """
     if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)

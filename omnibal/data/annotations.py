@@ -252,7 +252,6 @@ class Annotations:
         Args:
             meta_path: of a meta, or of one annotation file.
             index: by which records are found; None to read all files here.
-            cache: of remote files.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -297,11 +296,7 @@ class Annotations:
         return Annotations(self._sources, self.source[indices], places, self.sha256, self._cache)
 
     def check_unchanged(self) -> None:
-        """Refuse files that are not what they were when their records were found.
-
-        Raises:
-            StorageError: one is not.
-        """
+        """Refuse files that are not what they were when their records were found."""
         try:
             now = versions_of(self.files)
         except OSError as error:
@@ -457,11 +452,7 @@ def _holds(annotation: Path) -> Holds:
 
 
 def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
-    """A hash of all that the counts of a file's samples depend on but model and tokenizer.
-
-    Args:
-        root: of the source, without links.
-    """
+    """A hash of all that the counts of a file's samples depend on but model and tokenizer."""
     given = (
         *(str(index.path.absolute()), str(root)),
         hashlib.sha256(index.digest).hexdigest(),

@@ -74,14 +74,7 @@ def counted_tokens(path: Path) -> np.ndarray:
 def counted_lengths(
     path: Path, tokens: np.ndarray, model: ModelConfig, on_progress: Callable[[int], None]
 ) -> Lengths:
-    """Read the lengths of a counted dataset, one row a sample, in its order.
-
-    Args:
-        path: a folder of `swift export --to_cached_dataset`.
-        tokens: of every row, as `counted_tokens` gives them.
-        model: that is to be trained, for the items of images.
-        on_progress: called with the number of rows done since the last call.
-    """
+    """Read the lengths of a counted dataset, one row a sample, in its order."""
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
     for number, images in enumerate(_cached_images(_folder(path))):
         where = f"{path}: row {number}"

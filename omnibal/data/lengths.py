@@ -107,12 +107,7 @@ class LengthsOrigin(Frozen):
 
 
 def check_same_data(name: str, given: str, planned: str) -> None:
-    """Refuse data or a tokenizer that the plan was not made for.
-
-    Args:
-        name: of what is given.
-        given, planned: their hashes.
-    """
+    """Refuse data or a tokenizer that the plan was not made for."""
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
@@ -276,9 +271,6 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
     Released models may scale it from there on, by the length of the sample, which is not done here.
     Positions start anew with every sample of a pack, so it is samples that are limited.
-
-    Args:
-        what: name of what has `tokens` tokens, for the message.
     """
     most = model.language.max_positions
     if most is not None and tokens > most:

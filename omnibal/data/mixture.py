@@ -67,7 +67,6 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
     """Samples that are seen of every source, int64 [sources].
 
     Args:
-        names: of the sources.
         available: samples that there are of each, int64 [sources].
     """
     _check_names(mixture, names)
@@ -102,12 +101,7 @@ def _most_seen(mixture: Mixture, available: np.ndarray) -> np.ndarray:
 
 
 def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> list[str]:
-    """Say what of a mixture is not as its weights and samples ask for, a sentence each.
-
-    Args:
-        names: of the sources.
-        available: samples that there are of each, int64 [sources].
-    """
+    """Say what of a mixture is not as its weights and samples ask for, a sentence each."""
     seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
     rules = [mixture.sources[name] for name in names]
     if most is not None:

@@ -176,11 +176,7 @@ def encode_own_prompt(
     system: str | None,
     template: OwnTemplate,
 ) -> np.ndarray:
-    """Token ids of everything before the answer of `turn`, int64 [tokens].
-
-    Args:
-        tokens_per_place: as `encode_conversation` has it, of what is shown so far.
-    """
+    """Token ids of everything before the answer of `turn`, int64 [tokens]."""
     conversation = _conversation(sample, system, template)
     answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
     place = answers[len(answers) - len(sample.turns) + turn]

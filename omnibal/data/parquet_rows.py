@@ -49,11 +49,7 @@ class RowPlace:
     """Number of the row, from 0."""
 
     def values(self) -> dict[str, Any]:
-        """All columns of the row, without those that have no value.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """All columns of the row, without those that have no value."""
         try:
             first = _first_rows(self.path, self.version)
             group = int(np.searchsorted(first, self.number, side="right")) - 1
@@ -150,14 +146,7 @@ def index_rows(path: Path) -> RecordIndex:
 
 
 def read_row(place: RowPlace, folder: Media) -> Row:
-    """Read a row.
-
-    Args:
-        folder: where what it names is.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read a row."""
     return Row(place, place.values(), folder)
 
 

@@ -86,7 +86,6 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 
     Args:
         wanted: numbers of clips, below the recording's `Duration.clips`.
-        frames: of a clip.
 
     Returns:
         waves_CS: samples at 16 kHz, float32; after the end of the recording 0.

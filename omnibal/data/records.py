@@ -77,9 +77,6 @@ class Media(ABC):
 def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     """Read and check a whole record.
 
-    Args:
-        known: the sample's other fields.
-
     Raises:
         InvalidRecordError: it is malformed; names the key.
     """

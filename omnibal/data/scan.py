@@ -101,8 +101,6 @@ def scan_lengths(
 
     Args:
         on_progress: called now and then with the number of samples done since the last call.
-        pool: where the work is done.
-        on_error: whether bad samples are an error or are left out.
         journal: of these annotations, opened with `scan_key`; what it holds is not scanned again,
             and good samples are added to it as they are scanned.
 

@@ -147,11 +147,7 @@ class ShardSample(Media):
 
 
 def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:
-    """Expand a webdataset notation such as train-{000..003}.tar, relative to `folder`.
-
-    Args:
-        cache: of shards that are named by URLs.
-    """
+    """Expand a webdataset notation such as train-{000..003}.tar, relative to `folder`."""
     try:
         from webdataset.shardlists import expand_urls
     except ImportError as error:

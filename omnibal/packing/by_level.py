@@ -96,8 +96,6 @@ def fill_packs(
     """Fill the room of packs with the first samples that fit, of the longest level first.
 
     Args:
-        packs: whose room is filled, one after another.
-        caps: of these packs, int64 [features].
         queues: samples of every shorter level, in the order in which they are tried.
         allowed: whether a sample may be taken, bool [samples]; None where all may.
 

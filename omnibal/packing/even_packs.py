@@ -41,8 +41,6 @@ def deal_level(
 
     Args:
         packs: at most as many as there are samples.
-        leading: what the samples are dealt by.
-        rng: decides between equals, and which samples are exchanged.
     """
     samples = sizes.shape[1]
     shares = sizes / caps[:, None]
@@ -113,7 +111,6 @@ def even_out(
     Args:
         packs: of indices into `kind` and `tokens`.
         kind: int64 [samples]; only samples of equal kind trade places.
-        rng: decides what is offered.
     """
     if not len(packs):
         return packs

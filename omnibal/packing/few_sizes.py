@@ -22,11 +22,7 @@ _ROUNDING = 1e-6
 def pack_few_sizes(
     sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
 ) -> Packs:
-    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones.
-
-    Args:
-        rng: decides which of equal samples go together.
-    """
+    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones."""
     distinct = SizeCounts.of(sizes)
     size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
     pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))

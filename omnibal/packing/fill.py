@@ -22,7 +22,6 @@ def fill_one_by_one(
     """Packs [samples] of indices into the arguments, each as valuable as what is left allows.
 
     Args:
-        values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
             Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
             Operations Research 29, 2002). Where it is None, no sample must be in a pack.
@@ -61,7 +60,6 @@ def fill_by_pairs(
     Where packs hold two or three samples, this is the best that can go with the first.
 
     Args:
-        values: float64 [samples], positive.
         first: float64 [samples]; the sample with the highest opens the next pack.
     """
     left = np.argsort(-first, kind="stable")

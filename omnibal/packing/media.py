@@ -18,11 +18,7 @@ def media_of(lengths: Lengths) -> np.ndarray:
 
 
 def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
-    """Pack the samples of every medium for themselves.
-
-    Args:
-        pack: makes packs of the samples that it is given.
-    """
+    """Pack the samples of every medium for themselves."""
     medium = media_of(lengths)
     parts = []
     for each in range(int(medium.max()) + 1):

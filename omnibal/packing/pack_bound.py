@@ -117,7 +117,6 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
         distinct: with a limit of tokens and at most one more.
         some: sizes of samples that knots are found on, all distinct ones among them, int64
             [features, samples].
-        types: number of sample types.
     """
     knots = _Knots.of(group_sizes(some, types), some)
     cover = knots.weights(distinct.amounts)

@@ -204,7 +204,6 @@ class Items:
         """Items that cover a row each, of sizes that others are like.
 
         Args:
-            grid: of their units.
             items: int64 [features - 1, items], rounded up to units.
             tokens: float64 or int64 [items], rounded to the nearest unit.
         """
@@ -245,12 +244,10 @@ def generate_mix(
     """Cover a demand by the least number of packs, by column generation.
 
     Args:
-        items: of which new columns are made.
         columns: float64 [columns, rows], which can already cover the demand.
         guesses: float64 [guesses, rows], values to start from.
         trim: makes new patterns [patterns, items] what packs can hold.
         max_rounds: of pricing, after the guesses.
-        max_new_columns: in each round.
         tolerance: relative distance between packs and bound at which to stop.
     """
     bound, best_values = 0.0, np.zeros(len(demand))
@@ -293,7 +290,6 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
     packs, by the sum over the kinds of squared deviation over mean (chi-squared).
 
     Args:
-        mix: of the fewest packs.
         random: float64 [columns, rows], more columns, as random packs have them.
         kind: int64 [rows], from 0 without gaps.
     """
@@ -324,9 +320,6 @@ def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
 def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, np.ndarray]:
     """The most that a pack can be worth, and for the rows where it is most the best patterns.
 
-    Args:
-        values: of the rows.
-
     Returns:
         The worth, and int64 [patterns, items].
     """
@@ -348,8 +341,6 @@ def best_patterns(
 
     Args:
         table: of `knapsack_table` for the same values and items.
-        values: float64 [items].
-        forced: int64, items.
     """
     counts = np.zeros((len(forced), len(values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
@@ -380,13 +371,6 @@ def _copies(
 
     One is known to be in a best pattern. As many are taken as lose no value, since a pack of
     thousands of small samples would take as many rounds of one.
-
-    Args:
-        best: the table, flattened.
-        values: float64 [items].
-        items: of the table.
-        item: int64 [rows].
-        room: int64 [features, rows], in units.
     """
     all_of_it = best[items.grid.places(room)]
     size = items.sizes[:, item]
