@@ -36,37 +36,6 @@ def open_lines(folder: Path, *lines: str, **meta) -> Annotations:
     return Annotations.open(folder / "meta.json")
 
 
-def test_messages_are_read_as_conversations_are(tmp_path):
-    """Prevents: a role that is taken for another, or a form of data that gives other samples."""
-    said = [
-        ("system", "Be brief."), ("gpt", "Hello."), ("human", "<image>a"), ("gpt", "b"),
-        ("human", "c"), ("gpt", "d"),
-    ]  # fmt: skip
-    roles = {"system": "system", "human": "user", "gpt": "assistant"}
-    extra = {"id": 1, "image": "x.png", "kinds": ["k", "l"]}
-    for begin in range(3):
-        share = [{"from": speaker, "value": text} for speaker, text in said[begin:]]
-        chat = [{"role": roles[speaker], "content": text} for speaker, text in said[begin:]]
-        one, other = open_lines(
-            tmp_path,
-            json.dumps({"conversations": share, **extra}),
-            json.dumps({"messages": chat, **extra}),
-        )
-        assert replace(one, where="") == replace(other, where="")
-        assert one.system == (None if begin else "Be brief.")
-        assert one.greeting == ("Hello." if begin < 2 else None)
-        assert [(turn.question, turn.answer) for turn in other.turns] == [
-            ("<image>a", "b"), ("c", "d"),
-        ]  # fmt: skip
-
-
-def test_texts_need_no_folder_of_images(tmp_path):
-    """Prevents: a folder that must be named where there is nothing in it."""
-    (tmp_path / "a.jsonl").write_text(line() + "\n")
-    (tmp_path / "meta.json").write_text('{"a": {"annotation": "a.jsonl"}}')
-    assert Annotations.open(tmp_path / "meta.json")[0].turns[0].answer == "7"
-
-
 def test_sample_as_written(tmp_path):
     """Prevents a field of the line from being lost or swapped."""
     image_names = ["x.png", "y.png"]
@@ -108,6 +77,9 @@ def test_single_image_without_placeholder_comes_first(tmp_path):
         open_lines(tmp_path, line("Which?", image="x.png"))[0].turns[0].question
         == "<image>\nWhich?"
     )
+    later = [HUMAN, GPT, {**HUMAN, "value": "What is <image> this?"}, GPT]
+    [sample] = open_lines(tmp_path, json.dumps({"image": "x.png", "conversations": later}))
+    assert [turn.question for turn in sample.turns] == ["q", "What is <image> this?"]
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n", " \r\n\t \n \n", "\n  "])

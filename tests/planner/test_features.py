@@ -123,27 +123,6 @@ def test_items_that_may_be_limited_need_not_be():
     check_limits(["tiles", "tokens"], [], "it", others=["clips", "tiles"])
 
 
-@pytest.mark.parametrize("column", ["id", "image_size", "Clips"])
-def test_columns_that_count_no_items_are_left(tmp_path, column):
-    """Prevents an index that somebody keeps beside the lengths from asking for a limit."""
-    write_lengths(lengths_of(tiles=[2, 0], tokens=[9, 8]), tmp_path / "own")
-    table = pq.read_table(tmp_path / "own").append_column(column, pa.array([7, 8]))
-    pq.write_table(table, tmp_path / "more")
-    more = read_lengths([tmp_path / "more"])
-    assert more.item_names == ("tiles",)
-    assert more.sha256 == read_lengths([tmp_path / "own"]).sha256
-
-
-@pytest.mark.parametrize("clips", [[1.0, 2.0], [True, False], ["1", "2"], [1, None]])
-def test_items_are_whole_numbers(tmp_path, clips):
-    """Prevents a column of another type from being planned as if there were no items."""
-    write_lengths(lengths_of(tiles=[2, 0], tokens=[9, 8]), tmp_path / "own")
-    table = pq.read_table(tmp_path / "own").append_column("clips", pa.array(clips))
-    pq.write_table(table, tmp_path / "more")
-    with pytest.raises(UserError, match=r"column clips holds .* must hold integers without nulls"):
-        read_lengths([tmp_path / "more"])
-
-
 def test_lengths_have_the_columns_that_there_are(tmp_path):
     """Prevents items of one file that are lost or misplaced beside those of another."""
     texts = lengths_of(tokens=[30, 5], loss_tokens=[7, 2])
@@ -303,25 +282,6 @@ def test_three_limits_need_no_more_packs_than_rounding_down(seed):
     assert len(packs) <= packs_by_rounding_down(sizes, counts, caps)
     if seed == -1:
         assert packs_lower_bound(lengths, limits) <= len(packs) == 251
-
-
-def test_bound_of_many_sizes_is_no_more_than_packs():
-    """Prevents a bound from fitted values that is above what a packing needs."""
-    rng = np.random.default_rng(4)
-    tiles = np.where(rng.random(200) < 0.5, rng.integers(1, 6, 200), 0)
-    clips = np.where(rng.random(200) < 0.5, rng.integers(1, 21, 200), 0)
-    tokens = 256 * tiles + 25 * clips + rng.integers(20, 900, 200)
-    for columns, caps in (
-        ({"tokens": tokens}, Caps.of(tokens=4096)),
-        (
-            {"tokens": tokens, "tiles": tiles, "clips": clips},
-            Caps.of(tokens=4096, tiles=9, clips=30),
-        ),
-    ):
-        lengths = lengths_of(**columns)
-        packs = pack_samples(lengths, caps, PackingMethod.BALANCED, 0)
-        bound = packs_lower_bound(lengths, caps)
-        assert naive_lower_bound(lengths, caps) <= bound <= len(packs) <= 1.03 * bound
 
 
 @pytest.mark.parametrize("samples", [10, 400])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -185,14 +184,6 @@ def test_columns_of_another_kind_are_refused(tmp_path, column, values, expected)
         read_lengths([tmp_path / "a.parquet"])
 
 
-def test_a_file_without_rows(tmp_path):
-    """Prevents a traceback, or an empty plan, from a table that has only its header."""
-    write_lengths(example_lengths(), tmp_path / "a.parquet")
-    pq.write_table(pq.read_table(tmp_path / "a.parquet").slice(0, 0), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match="holds no sample"):
-        read_lengths([tmp_path / "a.parquet"])
-
-
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.int16(), pa.int64(), pa.uint64()])
 @pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
 def test_integers_of_any_width_are_read(tmp_path, kind, text):
@@ -307,28 +298,6 @@ def test_packs_of_other_writers(tmp_path):
     pq.write_table(table, path, row_group_size=2)
     packs = read_packs(path).packs
     assert [packs[i].tolist() for i in range(4)] == [[5], [1, 2], [3], [0, 4]]
-
-
-@pytest.mark.parametrize("write", ["lengths", "packs"])
-def test_a_folder_is_no_target(tmp_path, write):
-    """Prevents a temporary file from staying behind where -o names a folder."""
-    (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match="is a directory"):
-        if write == "lengths":
-            write_lengths(example_lengths(), tmp_path / "out")
-        else:
-            write_packs(example_packs(), tmp_path / "out")
-    assert [path.name for path in tmp_path.rglob("*")] == ["out"]
-
-
-@pytest.mark.parametrize("content", [None, "hello"])
-def test_wrong_packs_file_is_named(tmp_path, content):
-    """Prevents a traceback for a missing or foreign packs file."""
-    path = Path(tmp_path / "packs.parquet")
-    if content:
-        path.write_text(content)
-    with pytest.raises(UserError, match=r"packs\.parquet"):
-        read_packs(path)
 
 
 def test_sums_and_take_follow_the_members():

@@ -1,6 +1,5 @@
 """Mixtures of sources: rows counted one by one, in the plan, its report and its check."""
 
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -264,20 +263,6 @@ def test_packs_of_a_mixture_are_of_its_samples(tmp_path, capsys):
     limits = ["--max-tiles", "40", "--max-tokens", "1000", "--dp", "2", "--json"]
     app(["pack", *given, *limits], standalone_mode=False)
     assert len(read_packs(tmp_path / "packs.parquet").packs.samples) == 225 + 150
-
-
-def test_plans_without_a_mixture_say_nothing_of_one(tmp_path):
-    """Prevents: other bytes of plans that are no mixture."""
-    write_lengths(example_lengths(origin_of(MODEL)), tmp_path / "lengths.parquet")
-    app(
-        [
-            "plan", "--model", "internvl-digits", "--cluster", "laptop-cpu", "--precision", "fp32",
-            "--max-tiles", "9", "--max-tokens", "400", "--lengths",
-            str(tmp_path / "lengths.parquet"), "-o", str(tmp_path / "plan"),
-        ],
-        standalone_mode=False,
-    )  # fmt: skip
-    assert "mixture" not in json.loads((tmp_path / "plan" / "plan.json").read_text())["data"]
 
 
 def test_a_limit_is_rounded_once():

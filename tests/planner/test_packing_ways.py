@@ -4,13 +4,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from length_cases import make_lengths
 from packing_cases import assert_valid
 
 from omnibal.model.limits import Caps
-from omnibal.packing.best_fit import pack_best_fit, pack_first_fit, pack_nearest
+from omnibal.packing.best_fit import pack_first_fit, pack_nearest
 from omnibal.packing.even_packs import Leading, deal_level
 from omnibal.packing.fill import fill_by_pairs, fill_one_by_one
 from omnibal.packing.isf import pack_isf
@@ -94,17 +92,6 @@ def test_partners_of_one_size_are_found(samples):
     assert len(balanced(lengths, Caps.of(tiles=9, tokens=4096))) == samples // 2
 
 
-@given(
-    sizes=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 900)), min_size=1, max_size=120),
-    seed=st.integers(0, 5),
-)
-def test_never_more_packs_than_isf(sizes, seed):
-    """Prevents a packing that a plainer rule beats."""
-    lengths, caps = make_lengths(sizes), Caps.of(tiles=40, tokens=900)
-    packs = balanced(lengths, caps, seed)
-    assert len(packs) <= len(pack_isf(lengths, caps, seed))
-
-
 def test_lengths_in_common_units_need_no_more_than_their_sums():
     """Prevents room below a multiple, which no sample can use, from loosening the bound."""
     rng = np.random.default_rng(10)
@@ -113,38 +100,6 @@ def test_lengths_in_common_units_need_no_more_than_their_sums():
     lengths = make_lengths([(1, count) for count in tokens.tolist()])
     needed = -(-int(tokens.sum()) // (32_700 // 256 * 256))
     assert naive_lower_bound(lengths, caps) == packs_lower_bound(lengths, caps) == needed
-
-
-def plain_best_fit(tiles, tokens, values, first, caps):
-    """Best fit decreasing, looking at every sample for every place."""
-    left, packs = sorted(range(len(tiles)), key=lambda i: -first[i]), []
-    while left:
-        pack = [left.pop(0)]
-        while True:
-            room = (caps["tiles"] - tiles[pack].sum(), caps["tokens"] - tokens[pack].sum())
-            fits = [i for i in left if tiles[i] <= room[0] and tokens[i] <= room[1]]
-            # Of every tile count only the sample of most tokens is offered.
-            offers = {v: max((tokens[i], values[i], i) for i in fits if tiles[i] == v)
-                      for v in {int(tiles[i]) for i in fits}}  # fmt: skip
-            if not offers:
-                break
-            _, _, chosen = max(offers.values(), key=lambda offer: offer[1])
-            pack.append(chosen)
-            left.remove(chosen)
-        packs.append(pack)
-    return packs
-
-
-def test_best_fit_equals_its_rule():
-    """Prevents samples that bisection or the jumping over of gone samples misses."""
-    rng = np.random.default_rng(2)
-    caps = Caps.of(tiles=9, tokens=500)
-    for _ in range(40):
-        count = int(rng.integers(1, 60))
-        tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
-        values, first = rng.random(count), rng.random(count)
-        expected = plain_best_fit(tiles, tokens, values, first, caps)
-        assert pack_best_fit(np.stack([tiles, tokens]), values, first, caps.values) == expected
 
 
 def test_first_fit_equals_its_rule():

@@ -31,7 +31,6 @@ from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.log_mel import log_mel
 from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
 from omnibal.data.scan import scan_key, scan_lengths
-from omnibal.data.scan_journal import ScanJournal
 from omnibal.data.stored_files import AudioFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.plan_data import model_of_lengths
@@ -355,14 +354,6 @@ def test_lengths_are_of_clips_of_one_size(meta, tokenizer, tmp_path):
     deaf = lengths.origin.model_copy(update={"clips": None})
     assert "clips" not in deaf.model_dump_json()
     assert type(deaf).model_validate_json(deaf.model_dump_json()) == deaf
-
-
-def test_a_journal_of_another_form_is_discarded(tmp_path, meta):
-    """Prevents the records of an earlier version from being read as other counts."""
-    path = tmp_path / "journal"
-    path.write_bytes(b"omnibal scan journal 1 key\n" + bytes(range(200)))
-    journal = ScanJournal.open(path, "key", Annotations.open(meta))
-    assert journal.discarded and not len(journal.finished)
 
 
 def test_shards_hold_recordings(tmp_path, meta, tokenizer):

@@ -180,12 +180,6 @@ def test_text_is_refused_by_its_own_template_alone(tmp_path, tokenizer):
             assert len(scan(annotations, tokenizer).lengths) == 1
 
 
-def test_missing_image_is_named(tmp_path, tokenizer):
-    """Prevents a run that fails hours in, on the first step that needs the image."""
-    with pytest.raises(UserError, match=r"a\.jsonl: line 1: image .*gone\.png does not exist"):
-        scan_one(tmp_path, "gone.png", tokenizer)
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 import sqlite3
 import struct
 import subprocess
@@ -11,7 +10,6 @@ import tarfile
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
@@ -157,16 +155,6 @@ def test_files_and_shards_are_scanned_alike(written, tokenizer):
         assert image_bytes(file) == image_bytes(shard)
         nothing = {"images": (), "videos": (), "where": ""}
         assert replace(file, **nothing) == replace(shard, **nothing)
-
-
-def test_samples_taken_are_read_elsewhere(written):
-    """Prevents another process from reading another shard than meant."""
-    annotations = open_shards(written[0], repeat_time=2)
-    indices = np.array([47, 11, 0, 25])
-    taken = pickle.loads(pickle.dumps(annotations.take(indices)))
-    assert list(taken) == [annotations[index] for index in indices]
-    assert [taken.where(k) for k in range(4)] == [sample.where for sample in taken]
-    assert taken.where(0) == f"{written[0] / 'train-002.tar'}: sample 4"
 
 
 def test_hash_follows_what_is_in_the_shards(tmp_path):

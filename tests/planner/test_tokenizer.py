@@ -19,6 +19,8 @@ from tokenizer_cases import (
     LlamaNotLegacy,
     fast_of,
     ids_by,
+    save_llama3,
+    save_qwen2,
     sentencepiece_model,
     slow_of,
     write_fast,
@@ -33,6 +35,7 @@ from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.model.config import load_model
 
 CONFIG = "tokenizer_config.json"
+ODD = ["caf\u00e9 \N{GRINNING FACE}", "x = 12345;\n\treturn x", "<box>[[1, 2]]</box>"]
 TEXTS = st.lists(
     st.sampled_from([*CONTROLS, *IMAGES, *UNUSED, *WORDS, "<s>", "<unk>", " ", "\n", SPACE, "7"])
     | st.text(max_size=5),
@@ -71,6 +74,15 @@ def test_ids_are_those_of_transformers(pair, text):
     assert pair.tokenizer.encode(text) == ids_by(pair.hugging_face)(text)
 
 
+@pytest.mark.parametrize("save", [save_qwen2, save_llama3])
+def test_ids_are_those_of_released_classes(tmp_path, save):
+    """Prevents words that a class cuts by rules of its own, or a begin token twice."""
+    ids, tokenizer = ids_by(save(tmp_path)), open_tokenizer(tmp_path)
+    for text in [*WORDS, *ODD]:
+        text = f"<|im_start|>user\n{text}<|im_end|><img>{text}\n"
+        assert tokenizer.encode(text) == ids(text)
+
+
 def test_pieces_and_size_are_those_of_transformers(pair):
     """Prevents image tokens that lie beyond the vocabulary that is counted."""
     tokenizer = pair.tokenizer
@@ -80,14 +92,6 @@ def test_pieces_and_size_are_those_of_transformers(pair):
     assert tokenizer.id_of("no piece") is None
     assert tokenizer.vocab_size == max(pair.hugging_face.get_vocab().values()) + 1
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
-
-
-@pytest.mark.parametrize("kind", [write_fast, write_sentencepiece])
-def test_text_reads_back(tmp_path, kind):
-    """Prevents answers from being compared in other words than the model gave."""
-    tokenizer = open_tokenizer(kind(tmp_path))
-    text = "What is the sum?\nThe sum is  twelve <box>\u4f60\u597d</box>"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_processes_get_the_same_tokenizer(pair):

@@ -304,13 +304,6 @@ def test_windows_need_a_sample_for_every_rank():
         PlanRequest(job=job(6), data=stream(window=4))
 
 
-def test_plans_without_windows_do_not_mention_them(capsys, tmp_path, lengths_file):
-    """Prevents other bytes, and other hashes, of plans that were made before."""
-    run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
-    assert json.loads(capsys.readouterr().out)["window"] is None
-    assert "window" not in json.loads((tmp_path / "plan/plan.json").read_text())["data"]
-
-
 def test_window_of_the_command_line(capsys, tmp_path, lengths_file):
     """Prevents a window that the plan, its steps for other ranks or its report lose."""
     given = ("--dp", 2, "--lengths", lengths_file, "--window", 40, "--json")

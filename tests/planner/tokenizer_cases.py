@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, SetMinLogLevel
-from transformers import AddedToken, PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 CONTROLS = "<|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|>".split()
@@ -136,6 +136,30 @@ def write_fast(folder: Path) -> Path:
     model.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
     return folder / "tokenizer.json"
+
+
+def save_qwen2(folder: Path) -> Qwen2Tokenizer:
+    """Save a tokenizer of a class of its own over bytes, without a begin token."""
+    model = json.loads(byte_level_bpe(WORDS).to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
+    tokenizer.add_tokens([*CONTROLS, *IMAGES], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_llama3(folder: Path) -> PreTrainedTokenizerFast:
+    """Save bytes cut into words as Llama 3 does, whose post-processor adds a begin token."""
+    words = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    rest = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    model, begin = byte_level_bpe(WORDS, words + rest), "<|begin_of_text|>"
+    model.add_special_tokens([begin, "<|endoftext|>", *CONTROLS, *IMAGES])
+    model.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, model.token_to_id(begin))]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=model, bos_token=begin)
+    fast.save_pretrained(folder)
+    return fast
 
 
 def fast_of(path: Path) -> PreTrainedTokenizerFast:
