@@ -173,18 +173,8 @@ def deal_in_turn(
     in_step = np.array([len(drawn) for drawn in steps])
     step = np.repeat(np.arange(len(steps)), in_step)
     place = np.arange(len(step)) - np.repeat(np.cumsum(in_step) - in_step, in_step)
-    order = np.lexsort((place // dp, place % dp, step))
-    packs = Packs.from_lists([pack for drawn in steps for pack in drawn]).take(order)
-    return ScheduledPacks(
-        packs=packs,
-        step=step[order],
-        dp_rank=(place % dp)[order].astype(np.int32),
-        slot=(place // dp)[order].astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(order), np.int32),
-    )
+    packs = Packs.from_lists([pack for drawn in steps for pack in drawn])
+    return ScheduledPacks.of(packs, lengths, step, place % dp, place // dp)
 
 
 def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:

@@ -50,7 +50,7 @@ from omnibal.data.scan import scan_lengths  # noqa: E402
 from omnibal.data.tokenizer import open_tokenizer  # noqa: E402
 from omnibal.families.named import named_model  # noqa: E402
 from omnibal.model.config import ModelConfig  # noqa: E402
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums  # noqa: E402
+from omnibal.packing.packs import Packs, ScheduledPacks  # noqa: E402
 from omnibal.pipeline.unit_runs import stages_from_cuts  # noqa: E402
 
 # In the manner of the released ones of both families.
@@ -427,18 +427,8 @@ def micro_batches(
     while order:
         count = rng.randint(1, 4)
         lists.append([order.pop() for _ in range(min(count, len(order)))])
-    packs, rows = Packs.from_lists(lists), np.arange(len(lists))
-    zeros = np.zeros(len(lists), np.int32)
-    scheduled = ScheduledPacks(
-        packs=packs,
-        step=rows,
-        dp_rank=zeros,
-        slot=zeros,
-        epoch=zeros,
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=zeros,
-    )
+    rows = np.arange(len(lists))
+    scheduled = ScheduledPacks.of(Packs.from_lists(lists), lengths, rows)
     [whole] = stages_from_cuts(reader.model, ())
     return lists, PackDataset(reader, scheduled, lengths, rows, whole)
 

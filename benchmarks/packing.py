@@ -97,18 +97,7 @@ def isf(lengths: Lengths, caps: Caps, micro_batches: int, seed: int) -> tuple[Sc
     place = np.arange(len(drawn) // per_step * per_step)
     step, rank = place // per_step, place % RANKS
     slot = place % per_step // RANKS
-    sort = np.lexsort((slot, rank, step))
-    packs = drawn.take(order[place][sort])
-    scheduled = ScheduledPacks(
-        packs=packs,
-        step=step[sort],
-        dp_rank=rank[sort].astype(np.int32),
-        slot=slot[sort].astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(sort), np.int32),
-    )
+    scheduled = ScheduledPacks.of(drawn.take(order[place]), lengths, step, rank, slot)
     return scheduled, len(drawn)
 
 

@@ -24,7 +24,7 @@ from omnibal.dispatch.balance import balance
 from omnibal.model.limits import Caps
 from omnibal.packing.best_fit import pack_first_fit
 from omnibal.packing.fit import check_samples_fit, in_common_units
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.deal import lightest_at_the_ends
 
 _Pack = list[int]
@@ -259,17 +259,7 @@ def _scheduled(dealt: list[_Ranks], lengths: Lengths, epochs: int) -> ScheduledP
         for rank, packs in enumerate(ranks)
         for slot, pack in enumerate(packs)
     ]
-    step, rank, slot = (np.array([row[column] for row in rows]) for column in range(3))
-    one = Packs.from_lists([row[3] for row in rows])
-    packs = Packs.join([one] * epochs)
-    epoch = np.repeat(np.arange(epochs), len(one))
-    return ScheduledPacks(
-        packs=packs,
-        step=(np.tile(step, epochs) + epoch * len(dealt)).astype(np.int64),
-        dp_rank=np.tile(rank, epochs).astype(np.int32),
-        slot=np.tile(slot, epochs).astype(np.int32),
-        epoch=epoch.astype(np.int32),
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    step, rank, slot = (np.array([row[column] for row in rows] * epochs) for column in range(3))
+    packs = Packs.from_lists([row[3] for row in rows] * epochs)
+    epoch = np.repeat(np.arange(epochs), len(rows))
+    return ScheduledPacks.of(packs, lengths, step + epoch * len(dealt), rank, slot, epoch)

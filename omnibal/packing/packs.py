@@ -94,6 +94,36 @@ class ScheduledPacks:
     def __len__(self) -> int:
         return len(self.packs)
 
+    @classmethod
+    def of(
+        cls,
+        packs: Packs,
+        lengths: Lengths,
+        step: np.ndarray,
+        dp_rank: np.ndarray | int = 0,
+        slot: np.ndarray | int = 0,
+        epoch: np.ndarray | int = 0,
+        level: np.ndarray | int = 0,
+    ) -> "ScheduledPacks":
+        """Sort packs of these samples by the places where they run, and count what they hold."""
+        of_packs = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
+        order = np.lexsort((of_packs[2], of_packs[1], of_packs[0]))
+        step, dp_rank, slot, epoch, level = (values[order] for values in of_packs)
+        packs = packs.take(order)
+        return cls(
+            packs=packs,
+            step=step.astype(np.int64, copy=False),
+            dp_rank=dp_rank.astype(np.int32, copy=False),
+            slot=slot.astype(np.int32, copy=False),
+            epoch=epoch.astype(np.int32, copy=False),
+            items={
+                name: packs.sums(lengths.items[name]).astype(np.int32)
+                for name in lengths.item_names
+            },
+            tokens=packs.sums(lengths.tokens).astype(np.int32),
+            level=level.astype(np.int32, copy=False),
+        )
+
     def column(self, name: str) -> np.ndarray:
         """`tokens`, or the items of this name in every pack, int32 [packs].
 
@@ -146,11 +176,6 @@ def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
 def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
     """Sum over a pack's samples of tokens squared: what block-diagonal attention costs. [packs]"""
     return packs.sums(lengths.tokens.astype(np.int64) ** 2)
-
-
-def item_sums(packs: Packs, lengths: Lengths) -> dict[str, np.ndarray]:
-    """Items of every pack, int32 [packs], by the items' name."""
-    return {name: packs.sums(lengths.items[name]).astype(np.int32) for name in lengths.item_names}
 
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import size_of_step
 
 _MOST_MERGING = 0.1
@@ -237,15 +237,4 @@ def _placed(
     place = np.arange(len(packs))
     step, in_step = np.divmod(place, packs_per_step)
     slot, rank = np.divmod(in_step, ranks)
-    order = np.lexsort((slot, rank, step))
-    packs = packs.take(order)
-    return ScheduledPacks(
-        packs=packs,
-        step=step[order],
-        dp_rank=rank[order].astype(np.int32),
-        slot=slot[order].astype(np.int32),
-        epoch=epoch[order],
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    return ScheduledPacks.of(packs, lengths, step, rank, slot, epoch)

@@ -120,16 +120,9 @@ def _curriculum_rows(
     return rng.permutation(rows)[:wanted]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Places:
-    """Where packs run: arrays have the shape of the packs that were dealt."""
-
-    dp_rank: np.ndarray
-    """First data-parallel rank of the block that shares the pack."""
-    slot: np.ndarray
-
-
-def deal_rows(context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int) -> Places:
+def deal_rows(
+    context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Deal the packs of steps of equal contexts out to data-parallel ranks.
 
     Packs of one context size are dealt in rows of most items and load first, each row's heaviest
@@ -142,6 +135,9 @@ def deal_rows(context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: i
         items: of every pack, int64 [steps, packs], as in `match_packs`.
         load: of every pack, as a rank of it has, float64 [steps, packs].
         ranks: a multiple of every context.
+
+    Returns:
+        First data-parallel rank of the block that shares every pack, and slot, [steps, packs].
     """
     rank, slot = np.empty_like(items), np.empty_like(items)
     rank_load = np.zeros((len(load), ranks))
@@ -163,7 +159,7 @@ def deal_rows(context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: i
     widest_first = [row for _, row in sorted(partial, key=lambda pair: pair[0])]
     for number, row in enumerate([*_lightest_at_the_ends(full), *widest_first]):
         np.put_along_axis(slot, row, number, axis=1)
-    return Places(rank, slot)
+    return rank, slot
 
 
 def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray]:

@@ -23,7 +23,7 @@ from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.media import pack_apart
 from omnibal.packing.packing import pack_samples
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, sha256_of_columns
+from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.steps.deal import deal_apart, deal_by_speed, deal_in_lockstep
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
@@ -294,8 +294,8 @@ def deal_steps(
     usual = int(np.median(np.bincount(steps.step)))
     if not are_plain(levels):
         for rows in _steps_of_equal_contexts(steps.step, context):
-            places = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
-            dp_rank[rows], slot[rows] = places.dp_rank, places.slot
+            dealt = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
+            dp_rank[rows], slot[rows] = dealt
     else:
         # Nearly all steps are of equal size.
         for rows in _steps_of_equal_size(steps.step):
@@ -308,18 +308,7 @@ def deal_steps(
             _, rank, position = np.nonzero(by_rank >= 0)
             dp_rank[by_rank[by_rank >= 0]] = rank
             slot[by_rank[by_rank >= 0]] = position
-    order = np.lexsort((slot, dp_rank, steps.step))
-    packs = steps.packs.take(order)
-    return ScheduledPacks(
-        packs=packs,
-        step=steps.step[order],
-        dp_rank=dp_rank[order],
-        slot=slot[order],
-        epoch=steps.epoch[order],
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=level[order],
-    )
+    return ScheduledPacks.of(steps.packs, lengths, steps.step, dp_rank, slot, steps.epoch, level)
 
 
 def most_slots(packs_per_step: int, dp: int) -> int:

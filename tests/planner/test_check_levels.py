@@ -21,7 +21,7 @@ from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums, read_packs, write_packs
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report.page import write_report
 from omnibal.report.plan_tables import stages_table
@@ -209,16 +209,7 @@ def test_a_gap_on_a_rank_that_only_shares_is_found(tmp_path: Path, missing: int 
         np.array(column, np.int32) for column in list(zip(*rows, strict=True))[:3]
     )
     packs = Packs.from_lists([row[3] for row in rows])
-    scheduled = ScheduledPacks(
-        packs=packs,
-        step=np.zeros(len(rows), np.int64),
-        dp_rank=dp_rank,
-        slot=slot,
-        epoch=np.zeros(len(rows), np.int32),
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=level,
-    )
+    scheduled = ScheduledPacks.of(packs, lengths, 0 * slot, dp_rank, slot, level=level)
     made = planned(scheduled, packs_per_step=len(ranks) + 6)
     roomy = tuple(
         level.model_copy(update={"caps": Caps.of(tiles=100, tokens=tokens)})

@@ -51,15 +51,11 @@ def test_lower_bound_takes_the_tighter_dimension():
 
 def test_figures_of_a_small_schedule():
     """Prevents figures taken over the wrong ranks, epochs or caps."""
-    scheduled = ScheduledPacks(
-        packs=Packs.from_lists([[0, 1], [2], [3]]),
-        step=np.array([0, 0, 1]),
-        dp_rank=np.array([0, 1, 1], np.int32),
-        slot=np.zeros(3, np.int32),
-        epoch=np.zeros(3, np.int32),
-        items={"tiles": np.array([3, 4, 0], np.int32)},
-        tokens=np.array([30, 30, 40], np.int32),
-        level=np.zeros(3, np.int32),
+    scheduled = ScheduledPacks.of(
+        Packs.from_lists([[0, 1], [2], [3]]),
+        four_samples(),
+        np.array([0, 0, 1]),
+        np.array([0, 1, 1]),
     )
     caps, load = Caps.of(tiles=4, tokens=50), np.array([1.0, 3.0, 5.0])
     metrics = measure_packs(scheduled, four_samples(), [Level(caps=caps)], 2, load, lower_bound=2)
@@ -86,15 +82,12 @@ def test_figures_of_a_small_schedule():
 
 def shared_schedule(cut: CutRule) -> tuple[ScheduledPacks, tuple[Level, ...]]:
     """Sample 3 alone on two ranks, beside packs of one rank each in another step."""
-    packs = ScheduledPacks(
-        packs=Packs.from_lists([[3], [0, 1], [2]]),
-        step=np.array([0, 1, 1]),
-        dp_rank=np.array([0, 0, 1], np.int32),
-        slot=np.zeros(3, np.int32),
-        epoch=np.zeros(3, np.int32),
-        items={"tiles": np.array([0, 3, 4], np.int32)},
-        tokens=np.array([40, 30, 30], np.int32),
-        level=np.array([1, 0, 0], np.int32),
+    packs = ScheduledPacks.of(
+        Packs.from_lists([[3], [0, 1], [2]]),
+        four_samples(),
+        np.array([0, 1, 1]),
+        np.array([0, 0, 1]),
+        level=np.array([1, 0, 0]),
     )
     short, long = Caps.of(tiles=4, tokens=30), Caps.of(tiles=4, tokens=40)
     return packs, (Level(caps=short), Level(caps=long, context=2, cut=cut))

@@ -112,16 +112,8 @@ def make_packs(lengths: Lengths) -> ScheduledPacks:
     packs = Packs(samples=np.arange(len(lengths)), offsets=3 * np.arange(count + 1))
     per_step = DP * MICRO_BATCHES
     index = np.arange(count)
-    return ScheduledPacks(
-        packs=packs,
-        step=index // per_step,
-        dp_rank=(index % per_step // MICRO_BATCHES).astype(np.int32),
-        slot=(index % MICRO_BATCHES).astype(np.int32),
-        epoch=np.zeros(count, np.int32),
-        items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(index), np.int32),
-    )
+    dp_rank = index % per_step // MICRO_BATCHES
+    return ScheduledPacks.of(packs, lengths, index // per_step, dp_rank, index % MICRO_BATCHES)
 
 
 STAGES = (

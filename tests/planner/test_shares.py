@@ -59,16 +59,7 @@ def random_schedule(
     tokens = (rng.pareto(1.0, samples) * 20).astype(np.int32).clip(0, 400) + 1
     tiles = rng.integers(0, 5, samples)
     lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=rng.integers(0, tokens + 1))
-    return ScheduledPacks(
-        packs=packs,
-        step=step,
-        dp_rank=dp_rank.astype(np.int32),
-        slot=slot.astype(np.int32),
-        epoch=np.zeros(len(step), np.int32),
-        items={},
-        tokens=packs.sums(tokens).astype(np.int32),
-        level=index.astype(np.int32),
-    ), lengths
+    return ScheduledPacks.of(packs, lengths, step, dp_rank, slot, level=index), lengths
 
 
 def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: int, window: int):

@@ -242,15 +242,9 @@ def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
     in_epoch = np.tile(np.arange(half), 2)
     epoch = np.repeat(np.arange(2), half)
     steps = -(-half // packs_per_step)
-    packs = ScheduledPacks(
-        packs=Packs(samples=numbers, offsets=offsets),
-        step=epoch * steps + in_epoch // packs_per_step,
-        dp_rank=np.zeros(len(tokens), np.int32),
-        slot=(in_epoch % packs_per_step).astype(np.int32),
-        epoch=epoch.astype(np.int32),
-        items={},
-        tokens=np.array([sum(pack) for pack in tokens], np.int32),
-        level=np.zeros(len(tokens), np.int32),
+    step, slot = epoch * steps + in_epoch // packs_per_step, in_epoch % packs_per_step
+    packs = ScheduledPacks.of(
+        Packs(samples=numbers, offsets=offsets), lengths, step, 0, slot, epoch
     )
     return as_formed(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
 

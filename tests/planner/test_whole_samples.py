@@ -181,15 +181,11 @@ def test_ranks_that_share_a_pack_have_their_images_of_it(context: int) -> None:
     lengths = replace(lengths_of(cells), image_sizes=sizes_of([[Segments(1, n) for n in own]
                                                                for own in images]))  # fmt: skip
     lists = np.split(np.arange(60), [20, 21, 45])
-    packs = ScheduledPacks(
-        packs=Packs.from_lists([part.tolist() for part in lists]),
-        step=np.array([0, 0, 1, 1]),
-        dp_rank=np.array([0, 4, 0, 4], np.int32),
-        slot=np.zeros(4, np.int32),
-        epoch=np.zeros(4, np.int32),
-        items={},
-        tokens=np.zeros(4, np.int32),
-        level=np.zeros(4, np.int32),
+    packs = ScheduledPacks.of(
+        Packs.from_lists([part.tolist() for part in lists]),
+        lengths,
+        np.array([0, 0, 1, 1]),
+        np.array([0, 4, 0, 4]),
     )
     levels = [Level(caps=Caps.of(tokens=10_000), context=context)]
     shares = shares_of(packs, levels)

@@ -19,7 +19,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 MICRO_BATCHES = 2
@@ -60,18 +60,7 @@ def scheduled(
     place = np.arange(len(packs))
     step, within = np.divmod(place, micro_batches * ranks)
     slot, rank = np.divmod(within, ranks)
-    order = np.lexsort((slot, rank, step))
-    taken = packs.take(order)
-    return ScheduledPacks(
-        packs=taken,
-        step=step[order],
-        dp_rank=rank[order].astype(np.int32),
-        slot=slot[order].astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items=item_sums(taken, lengths),
-        tokens=taken.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    return ScheduledPacks.of(packs, lengths, step, rank, slot)
 
 
 def plan_files(

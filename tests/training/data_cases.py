@@ -37,18 +37,8 @@ class Data:
 
     def dataset(self, packs, stage=WHOLE, options=DataOptions(), epoch=0) -> PackDataset:  # noqa: B008
         """These lists of samples as micro-batches of one rank."""
-        packs = Packs.from_lists(packs)
         rows = np.arange(len(packs))
-        scheduled = ScheduledPacks(
-            packs=packs,
-            step=rows,
-            dp_rank=np.zeros(len(rows), np.int32),
-            slot=np.zeros(len(rows), np.int32),
-            epoch=np.full(len(rows), epoch, np.int32),
-            items={"tiles": packs.sums(self.lengths.column("tiles")).astype(np.int32)},
-            tokens=packs.sums(self.lengths.tokens).astype(np.int32),
-            level=np.zeros(len(rows), np.int32),
-        )
+        scheduled = ScheduledPacks.of(Packs.from_lists(packs), self.lengths, rows, epoch=epoch)
         return PackDataset(self.reader, scheduled, self.lengths, rows, stage, options)
 
 

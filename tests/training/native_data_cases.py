@@ -17,7 +17,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import ModelConfig
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 TEMPLATE = """\
@@ -115,18 +115,8 @@ class NativeData:
         self, packs: Sequence[Sequence[int]], stage: Stage, options: DataOptions | None = None
     ) -> PackDataset:
         """These lists of samples as micro-batches of one rank."""
-        lists = Packs.from_lists(packs)
-        rows, zeros = np.arange(len(lists)), np.zeros(len(lists), np.int32)
-        scheduled = ScheduledPacks(
-            packs=lists,
-            step=rows,
-            dp_rank=zeros,
-            slot=zeros,
-            epoch=zeros,
-            items=item_sums(lists, self.lengths),
-            tokens=lists.sums(self.lengths.tokens).astype(np.int32),
-            level=zeros,
-        )
+        rows = np.arange(len(packs))
+        scheduled = ScheduledPacks.of(Packs.from_lists(packs), self.lengths, rows)
         given = options or DataOptions()
         return PackDataset(self.reader, scheduled, self.lengths, rows, stage, given)
 

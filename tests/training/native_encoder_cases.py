@@ -103,16 +103,7 @@ def scheduled(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[in
     )
     members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, np.cumsum(sizes)))
     place = np.array(order)
-    found = ScheduledPacks(
-        packs=members,
-        step=np.zeros(len(packs), np.int64),
-        dp_rank=(place % ranks).astype(np.int32),
-        slot=(place // ranks).astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items={"image_tokens": members.sums(lengths.items["image_tokens"]).astype(np.int32)},
-        tokens=np.full(len(packs), 100, np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    found = ScheduledPacks.of(members, lengths, 0 * place, place % ranks, place // ranks)
     return found, lengths, order
 
 

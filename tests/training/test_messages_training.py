@@ -67,18 +67,9 @@ def trained(links, plan, readers, lengths):
     results = []
     for reader in readers:
         trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+        rows = np.arange(len(PACKS))
         packs = Packs.from_lists(PACKS)
-        rows = np.arange(len(packs))
-        scheduled = ScheduledPacks(
-            packs=packs,
-            step=np.zeros(len(rows), np.int64),
-            dp_rank=(rows % 2).astype(np.int32),
-            slot=(rows // 2).astype(np.int32),
-            epoch=np.zeros(len(rows), np.int32),
-            items={"tiles": packs.sums(lengths.column("tiles")).astype(np.int32)},
-            tokens=packs.sums(lengths.tokens).astype(np.int32),
-            level=np.zeros(len(rows), np.int32),
-        )
+        scheduled = ScheduledPacks.of(packs, lengths, 0 * rows, rows % 2, rows // 2)
         own = rows[parallel_state.get_data_parallel_rank() :: 2]
         stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
         dataset = PackDataset(reader, scheduled, lengths, own, stage)

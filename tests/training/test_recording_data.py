@@ -25,7 +25,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.sample import Sample
 from omnibal.data.scan import scan_lengths
 from omnibal.model.limits import Caps
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 [WHOLE] = stages_of(OMNI)
@@ -46,14 +46,7 @@ class Data:
         ).lengths
 
     def scheduled(self, lists: list[list[int]]) -> ScheduledPacks:
-        packs = Packs.from_lists(lists)
-        rows = np.arange(len(packs))
-        zeros = np.zeros(len(rows), np.int32)
-        return ScheduledPacks(
-            packs=packs, step=rows, dp_rank=zeros, slot=zeros, epoch=zeros, level=zeros,
-            items=item_sums(packs, self.lengths),
-            tokens=packs.sums(self.lengths.tokens).astype(np.int32),
-        )  # fmt: skip
+        return ScheduledPacks.of(Packs.from_lists(lists), self.lengths, np.arange(len(lists)))
 
     def dataset(self, stage: Stage, options: DataOptions, *lists: list[int]) -> PackDataset:
         packs = self.scheduled(list(lists))

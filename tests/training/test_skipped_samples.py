@@ -19,16 +19,7 @@ MODEL = load_model("internvl-digits")
 def one_sample_packs(lengths) -> ScheduledPacks:
     """Every row of the lengths in a pack of its own, all on one rank."""
     rows = np.arange(len(lengths))
-    return ScheduledPacks(
-        packs=Packs.from_lists([[row] for row in rows]),
-        step=rows,
-        dp_rank=np.zeros(len(rows), np.int32),
-        slot=np.zeros(len(rows), np.int32),
-        epoch=np.zeros(len(rows), np.int32),
-        items={"tiles": lengths.column("tiles")},
-        tokens=lengths.tokens,
-        level=np.zeros(len(rows), np.int32),
-    )
+    return ScheduledPacks.of(Packs.from_lists([[row] for row in rows]), lengths, rows)
 
 
 def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):

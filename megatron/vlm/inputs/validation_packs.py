@@ -15,7 +15,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
-from omnibal.packing.packs import Packs, ScheduledPacks, item_sums
+from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 _SEED = 0
@@ -112,16 +112,5 @@ def _within(lengths: Lengths, caps: Caps) -> Lengths:
 
 def _dealt(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:
     """Deal packs in turn: every block of `context` ranks takes every `blocks`-th pack."""
-    numbers = np.arange(len(packs))
-    order = np.argsort(numbers % blocks, kind="stable")
-    packs = packs.take(order)
-    return ScheduledPacks(
-        packs=packs,
-        step=np.zeros(len(packs), np.int64),
-        dp_rank=(numbers[order] % blocks * context).astype(np.int32),
-        slot=(numbers[order] // blocks).astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items=item_sums(packs, lengths),
-        tokens=packs.sums(lengths.tokens).astype(np.int32),
-        level=np.zeros(len(packs), np.int32),
-    )
+    slot, block = np.divmod(np.arange(len(packs)), blocks)
+    return ScheduledPacks.of(packs, lengths, 0 * slot, block * context, slot)
