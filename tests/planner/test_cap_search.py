@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from length_cases import make_lengths
 from plan_cases import (
     JOB,
     MODEL,
@@ -45,18 +46,6 @@ from omnibal.steps.pack_settings import PackSettings
 
 CLUSTER = load_cluster("laptop-cpu")
 SAMPLES_PER_STEP = 50
-
-
-def lengths_of(sizes: list[tuple[int, int]]) -> Lengths:
-    tiles, tokens = np.array(sizes, np.int32).T
-    return Lengths(
-        items={"tiles": tiles},
-        tokens=tokens,
-        loss_tokens=tokens // 2,
-        source=np.zeros(len(sizes), np.int32),
-        source_names=("docs",),
-        origin=None,
-    )
 
 
 def profile_with_fixed_costs(fixed_ms: float) -> Profile:
@@ -225,14 +214,14 @@ def test_what_is_wrong_with_any_caps_is_said_as_it_is(changes, words):
 )
 def test_every_sample_fits(sizes, rule):
     """Prevents caps that `omnibal plan` then refuses, on data of any shape."""
-    found = search(lengths=lengths_of(sizes), rule=rule, samples=30, samples_per_step=8)
+    found = search(lengths=make_lengths(sizes), rule=rule, samples=30, samples_per_step=8)
     assert found.best["tiles"] >= max(tiles for tiles, _ in sizes)
     assert found.best["tokens"] >= max(tokens for _, tokens in sizes)
 
 
 def test_text_alone_has_caps_by_time_only():
     """Prevents a division by the tiles that text does not have."""
-    text = lengths_of([(0, 17), (0, 90)] * 20)
+    text = make_lengths([(0, 17), (0, 90)] * 20)
     assert search(lengths=text).best["tiles"] == 1
     with pytest.raises(UserError, match="none of 40 samples has a tile"):
         search(lengths=text, rule=CapRule.PAPER)
@@ -273,7 +262,7 @@ def documents(tokens_per_tile: int = 100) -> Lengths:
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 6, 800)
     tokens = tokens_per_tile * tiles + rng.integers(2, 9, 800) * tokens_per_tile
-    return lengths_of(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
+    return make_lengths(list(zip(tiles.tolist(), tokens.tolist(), strict=True)))
 
 
 def plain_dist_ratio(loads: list[list[int]]) -> float:
@@ -318,7 +307,7 @@ def test_papers_rule_ends_at_4_to_5_samples(size):
     """Prevents a walk that goes the wrong way, or stops before or beyond the range."""
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
-    lengths = lengths_of(sizes)
+    lengths = make_lengths(sizes)
     for caps in paper_caps(lengths, least_caps(lengths, ("tiles", "tokens")), 0):
         assert 4 <= len(lengths) / len(pack_isf(lengths, caps, 0)) <= 5
 
@@ -344,7 +333,7 @@ def test_papers_rule_skips_what_does_not_fit_into_memory():
     assert [each.caps for each in tight.candidates] == feasible
 
 
-LUMPY = lengths_of([(5, 1400)] * 600 + [(3, 900)] * 400)
+LUMPY = make_lengths([(5, 1400)] * 600 + [(3, 900)] * 400)
 
 
 def test_isf_is_warned_of_where_filtering_does_harm():

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from feature_exchange_cases import messages_ms, node_of, pass_ms
+from length_cases import lengths_of
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
@@ -71,15 +72,9 @@ def image_lengths(rng: np.random.Generator, count: int, *, audio: bool = False) 
     tokens = cells + rng.integers(5, 90, count).astype(np.int32)
     if audio:
         tokens = tokens + 16 * clips["clips"]
-    return Lengths(
-        items={"image_tokens": cells} | clips,
-        squares={"squared_image_tokens": np.array([int((own**2).sum()) for own in images])},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=np.full(count, 4, np.int32),
-        source=np.zeros(count, np.int32),
-        source_names=("some",),
-        origin=None,
-    )
+    squares = [int((own**2).sum()) for own in images]
+    sums = {"image_tokens": cells, "squared_image_tokens": squares} | clips
+    return lengths_of(tokens=tokens, loss_tokens=np.full(count, 4), **sums)
 
 
 def request(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from xml.etree import ElementTree
@@ -313,14 +313,7 @@ def test_names_are_text_whatever_they_hold(tmp_path) -> None:
 
 def without_tiles() -> Lengths:
     lengths = example_lengths(count=200)
-    return Lengths(
-        items={"tiles": np.zeros_like(lengths.column("tiles"))},
-        tokens=lengths.tokens,
-        loss_tokens=lengths.loss_tokens,
-        source=lengths.source,
-        source_names=lengths.source_names,
-        origin=None,
-    )
+    return replace(lengths, items={"tiles": 0 * lengths.column("tiles")})
 
 
 ODD: dict[str, Callable[[], Case]] = {

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from length_cases import lengths_of
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
@@ -34,14 +35,7 @@ LEVELS = (Level(caps=Caps.of(tiles=9, tokens=512)),)
 
 def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
     count = len(tokens)
-    lengths = Lengths(
-        items={"tiles": np.arange(count, dtype=np.int32) % 4},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=np.zeros(count, np.int32),
-        source=np.arange(count, dtype=np.int32) % 3,
-        source_names=("docs", "charts", "chat"),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=np.arange(count) % 4, tokens=tokens)
     return Packs.from_lists([[i] for i in range(count)]), lengths
 
 
@@ -182,14 +176,7 @@ def test_sources_are_spread_evenly_over_the_epoch():
     source = rng.choice(3, 6000, p=[0.6, 0.3, 0.1])
     # Each source has its own lengths, so that steps are of one source more than of others.
     tokens = rng.integers(40, 120, 6000) + 90 * source
-    lengths = Lengths(
-        items={"tiles": source.astype(np.int32)},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=np.zeros(6000, np.int32),
-        source=source.astype(np.int32),
-        source_names=("a", "b", "c"),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=source, tokens=tokens)
     packs = pack_samples(lengths, Caps.of(tiles=9, tokens=512), PackingMethod.BALANCED, 0)
     of_pack = np.stack([packs.sums(source == code) for code in range(3)], axis=1)
     tiles, load = packs.sums(lengths.column("tiles")), size_load(packs, lengths)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cost_cases import assumed_h100, random_cost, random_features, small_model
 from expert_cases import DIGITS
+from length_cases import lengths_of
 from plan_cases import (
     ISF,
     JOB,
@@ -687,14 +688,7 @@ def internvl_lengths() -> Lengths:
     rng = np.random.default_rng(0)
     tiles = rng.integers(1, 6, 1200).astype(np.int32)
     tokens = (256 * tiles + rng.integers(40, 400, 1200)).astype(np.int32)
-    return Lengths(
-        items={"tiles": tiles},
-        tokens=tokens,
-        loss_tokens=(tokens // 8).astype(np.int32),
-        source=np.zeros(1200, np.int32),
-        source_names=("documents",),
-        origin=None,
-    )
+    return lengths_of(tiles=tiles, tokens=tokens, loss_tokens=tokens // 8)
 
 
 def test_paper_sized_job_is_shared_as_in_the_paper():

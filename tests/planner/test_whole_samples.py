@@ -5,8 +5,8 @@ from itertools import product
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 
-from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.sample_items import SampleItems
@@ -152,18 +152,6 @@ def test_passes_are_those_of_a_walk_over_samples(seed: int) -> None:
         assert found.number[each] == numbers[rank, is_kept]
 
 
-def lengths_of(cells: np.ndarray) -> Lengths:
-    return Lengths(
-        items={"image_tokens": cells.astype(np.int32)},
-        squares={"squared_image_tokens": cells.astype(np.int64) ** 2},
-        tokens=(cells + 9).astype(np.int32),
-        loss_tokens=np.full(len(cells), 5, np.int32),
-        source=np.zeros(len(cells), np.int32),
-        source_names=("some",),
-        origin=None,
-    )
-
-
 def split(cells: int, rng: np.random.Generator) -> list[int]:
     """Images of so many cells together."""
     cuts = np.sort(rng.choice(cells - 1, min(3, cells - 1), replace=False)) + 1 if cells > 1 else []
@@ -178,8 +166,9 @@ def test_ranks_that_share_a_pack_have_their_images_of_it(context: int) -> None:
     rng = np.random.default_rng(context)
     cells = rng.integers(0, 200, 60) * (rng.random(60) < 0.7)
     images = [split(int(each), rng) for each in cells]
-    lengths = replace(lengths_of(cells), image_sizes=sizes_of([[Segments(1, n) for n in own]
-                                                               for own in images]))  # fmt: skip
+    sizes = sizes_of([[Segments(1, n) for n in own] for own in images])
+    lengths = lengths_of(image_tokens=cells, squared_image_tokens=cells**2, tokens=cells + 9)
+    lengths = replace(lengths, image_sizes=sizes)
     lists = np.split(np.arange(60), [20, 21, 45])
     packs = ScheduledPacks.of(
         Packs.from_lists([part.tolist() for part in lists]),

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from length_cases import lengths_of
 from PIL import Image
 
 from omnibal import cli
@@ -179,11 +180,4 @@ def drawn_lengths(seed: int) -> Lengths:
         rng.choice([64, 300, 900, 2_000], SAMPLES),
     ][seed % 3].astype(np.int32)
     shown = np.array([shows_picture(number) for number in range(SAMPLES)])
-    return Lengths(
-        items={"tiles": shown.astype(np.int32)},
-        tokens=tokens,
-        loss_tokens=(tokens // 2).astype(np.int32),
-        source=np.zeros(SAMPLES, np.int32),
-        source_names=("data",),
-        origin=None,
-    )
+    return lengths_of(tiles=shown, tokens=tokens, loss_tokens=tokens // 2)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from kept_cases import copies_keys, units_kept
+from length_cases import lengths_of
 from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
@@ -472,14 +473,11 @@ def images_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]
     number = rng.integers(0, 4, 96)
     size = rng.integers(4, 24, 96) ** 2
     cells = (number * size).astype(np.int32)
-    lengths = Lengths(
-        items={"image_tokens": cells},
-        squares={"squared_image_tokens": number * size**2},
-        tokens=cells + rng.integers(20, 90, 96).astype(np.int32),
-        loss_tokens=np.full(96, 1, np.int32),
-        source=np.zeros(96, np.int32),
-        source_names=("some",),
-        origin=None,
+    lengths = lengths_of(
+        image_tokens=cells,
+        squared_image_tokens=number * size**2,
+        tokens=cells + rng.integers(20, 90, 96),
+        loss_tokens=np.ones(96),
     )
     job = JobSpec(
         model=model,
@@ -562,14 +560,7 @@ def plan_of_answers(parallel: Parallel) -> tuple[Plan, tuple[ScheduledPacks, Len
     """A plan of a tied model on short texts, each in a pack of its own, with shorter answers."""
     model = load_model("internvl2.5-1b").with_layers(language=2, vision=1)
     count = 4 * parallel.data
-    lengths = Lengths(
-        items={"tiles": np.zeros(count, np.int32)},
-        tokens=np.full(count, 500, np.int32),
-        loss_tokens=np.full(count, 5, np.int32),
-        source=np.zeros(count, np.int32),
-        source_names=("texts",),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=[0] * count, tokens=[500] * count, loss_tokens=[5] * count)
     job = JobSpec(
         model=model.with_tower("language", tied_head=True),
         cluster=load_cluster("h100-80g"),
@@ -637,14 +628,8 @@ def levels() -> None:
 def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
     """Two stages; nine packs of a long sample, and nine of three short ones."""
     tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
-    lengths = Lengths(
-        items={"tiles": tiles},
-        tokens=tiles * 256 + np.repeat([1600, 250], [9, 27]).astype(np.int32),
-        loss_tokens=np.full(36, 200, np.int32),
-        source=np.zeros(36, np.int32),
-        source_names=("random",),
-        origin=None,
-    )
+    tokens = tiles * 256 + np.repeat([1600, 250], [9, 27])
+    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=[200] * 36)
     caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
     data = SampleData(
         lengths=lengths,

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from data_parallel_cases import shares_of
 from data_parallel_encoder_cases import encoder_gradients
+from length_cases import lengths_of
 from megatron.core import parallel_state
 from native_resolution_cases import pack_of, sample_of
 from tensor_parallel_cases import OPTIONS, gradients_of, whole_weights
@@ -92,14 +93,11 @@ def scheduled(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[in
         for grids, _ in samples
     ]
     sizes = [len(packs[place]) for place in order]
-    lengths = Lengths(
-        items={"image_tokens": np.array(cells, np.int32)},
-        squares={"squared_image_tokens": np.array(squares)},
-        tokens=np.full(len(cells), 100, np.int32),
-        loss_tokens=np.full(len(cells), 1, np.int32),
-        source=np.zeros(len(cells), np.int32),
-        source_names=("some",),
-        origin=None,
+    lengths = lengths_of(
+        image_tokens=cells,
+        squared_image_tokens=squares,
+        tokens=[100] * len(cells),
+        loss_tokens=[1] * len(cells),
     )
     members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, np.cumsum(sizes)))
     place = np.array(order)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from length_cases import lengths_of
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
@@ -37,14 +38,8 @@ def random_lengths(model: ModelConfig, samples: int) -> Lengths:
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 5, samples)
     text = rng.integers(3, 60, samples)
-    return Lengths(
-        items={"tiles": tiles.astype(np.int32)},
-        tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
-        loss_tokens=(text // 3).astype(np.int32),
-        source=np.zeros(samples, np.int32),
-        source_names=("random",),
-        origin=None,
-    )
+    tokens = tiles * model.vision.tokens_per_item + text
+    return lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 3)
 
 
 def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **sizes) -> AblationJob:

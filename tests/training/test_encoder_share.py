@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from length_cases import lengths_of
 from toy import toy_model
 
 from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks, pass_bounds
-from omnibal.data.lengths import Lengths
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
 from omnibal.model.levels import Level
@@ -54,14 +54,7 @@ def random_packs(random, data, steps):
     number = int(offsets[-1])
     cells = (random.integers(1, 9, number) * (random.random(number) < 0.6)).astype(np.int32)
     packs = Packs(samples=np.arange(number), offsets=offsets)
-    lengths = Lengths(
-        items={"image_tokens": cells},
-        tokens=cells + 5,
-        loss_tokens=cells,
-        source=np.zeros(number, np.int32),
-        source_names=("some",),
-        origin=None,
-    )
+    lengths = lengths_of(image_tokens=cells, tokens=cells + 5, loss_tokens=cells)
     items["image_tokens"] = packs.sums(cells).astype(np.int32)
     scheduled = ScheduledPacks(
         packs=packs,

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import launcher
+from length_cases import lengths_of
 from toy import toy_model
 
 from megatron.vlm.measure.fake_device import job
 from megatron.vlm.measure.replay_job import load_replay
 from omnibal.base.errors import UserError
-from omnibal.data.lengths import Lengths
 from omnibal.job.check import open_plan
 from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, read_fake_stages
 from omnibal.job.job import JobSpec
@@ -108,14 +108,7 @@ def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
         parallel=Parallel(pipeline=1, data=2, sharded=2),
         precision="bf16",
     )
-    lengths = Lengths(
-        items={"tiles": np.ones(13, np.int32)},
-        tokens=np.full(13, 100, np.int32),
-        loss_tokens=np.full(13, 20, np.int32),
-        source=np.zeros(13, np.int32),
-        source_names=("equal",),
-        origin=None,
-    )
+    lengths = lengths_of(tiles=[1] * 13, tokens=[100] * 13, loss_tokens=[20] * 13)
     levels = (Level(caps=Caps.of(tiles=3, tokens=100)),)
     data = SampleData(lengths=lengths, packs_per_step=4, levels=levels)
     save_plan(make_plan(PlanRequest(job=whole, data=data)), tmp_path / "plan")

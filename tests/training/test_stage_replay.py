@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from chunk_cases import CUTS, with_chunks
+from length_cases import lengths_of
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_model, toy_plan
 
@@ -24,7 +25,6 @@ from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
-from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan, write_plan
 from omnibal.job.plan_data import SampleData
@@ -201,14 +201,8 @@ def save_planned(directory, *contexts):
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 5, 60).astype(np.int32)
     text = rng.integers(4, 30, 60).astype(np.int32)
-    lengths = Lengths(
-        items={"tiles": tiles},
-        tokens=tiles * MODEL.vision.tokens_per_item + text,
-        loss_tokens=text // 2,
-        source=np.zeros(60, np.int32),
-        source_names=("random",),
-        origin=None,
-    )
+    tokens = tiles * MODEL.vision.tokens_per_item + text
+    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2)
     cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
     job = JobSpec(
         model=MODEL,

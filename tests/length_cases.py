@@ -7,16 +7,21 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 
 
-def lengths_of(**columns: Sequence[int] | np.ndarray) -> Lengths:
-    """Samples of one source, from their tokens, their items, and their loss tokens (none)."""
+def lengths_of(
+    *, source_names: tuple[str, ...] = ("docs",), **columns: Sequence[int] | np.ndarray
+) -> Lengths:
+    """Samples from their tokens, their items and squares of these, their loss tokens (none), and
+    their source (the first)."""
+    squares = {name: np.array(columns.pop(name)) for name in [*columns] if "squared" in name}
     counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
     tokens = counts.pop("tokens")
     return Lengths(
         loss_tokens=counts.pop("loss_tokens", 0 * tokens),
+        source=counts.pop("source", 0 * tokens),
         items=counts,
+        squares=squares,
         tokens=tokens,
-        source=0 * tokens,
-        source_names=("docs",),
+        source_names=source_names,
         origin=None,
     )
 
