@@ -1,7 +1,8 @@
 """What `import omnibal` gives: functions that do what the commands do, typed and silent.
 
 Each is a few lines over the module that does the work, so that a program, a notebook and the
-command line come to the same results (docs/python.md).
+command line come to the same results (docs/python.md). A mistake in an argument or a file is a
+`UserError`: what was given, what must hold, what to change.
 """
 
 from collections.abc import Collection, Mapping
@@ -43,11 +44,7 @@ from omnibal.search.goal import Free, Goal, Samples
 
 
 def read_lengths(*paths: Path | str) -> Lengths:
-    """Read and join length files, as `omnibal lengths` writes them.
-
-    Raises:
-        UserError: a file is missing or is none of lengths.
-    """
+    """Read and join length files, as `omnibal lengths` writes them."""
     return _read_lengths([Path(path) for path in paths])
 
 
@@ -59,9 +56,6 @@ def pack(
     Args:
         max_tokens: most tokens of a pack.
         limits: most of other features, such as `{"tiles": 12}`.
-
-    Raises:
-        UserError: a sample is larger than a limit, or no encoder takes a feature that is limited.
     """
     for name in limits or {}:
         _check_known("limit of", name, (*lengths.item_names, *ITEM_FEATURES))
@@ -90,9 +84,6 @@ def training_job(
         adapters: trained beside frozen matrices, of parts that `frozen` does not name.
         profile: measured costs, in place of counted ones.
         trainer: another trainer to plan for, such as "ms-swift"; None for this project's.
-
-    Raises:
-        UserError: one of them is not known, or they do not go together.
     """
     if trainer is not None:
         _check_known("trainer", trainer, list(TargetName))
@@ -118,39 +109,23 @@ def _check_known(what: str, given: str, known: Collection[str]) -> None:
 
 
 def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
-    """Write a plan directory.
-
-    Raises:
-        UserError: the directory holds something else than a plan.
-    """
+    """Write a plan directory."""
     result = planned.result if isinstance(planned, Planned) else planned
     _save_plan(result, Path(directory))
 
 
 def open_plan(directory: Path | str) -> PlanFiles:
-    """Open a plan directory: the plan, its job, its packs and its lengths.
-
-    Raises:
-        UserError: it is no plan, or its files do not belong together.
-    """
+    """Open a plan directory: the plan, its job, its packs and its lengths."""
     return _open_plan(Path(directory))
 
 
 def check(directory: Path | str) -> list[str]:
-    """Prove that training can follow a plan; a sentence for everything that holds.
-
-    Raises:
-        UserError: training cannot follow it, with the reason.
-    """
+    """Prove that training can follow a plan; a sentence for everything that holds."""
     return check_plan(Path(directory))
 
 
 def simulate(directory: Path | str) -> StepTimes:
-    """Simulate all steps of a plan on its own packs.
-
-    Raises:
-        UserError: it is no plan.
-    """
+    """Simulate all steps of a plan on its own packs."""
     files = open_plan(directory)
     packs, lengths = files.steps
     workload = files.job.workload(packs, lengths, files.plan.pack_levels)
@@ -174,9 +149,6 @@ def export_plan(
         trainer: to write for; None for the one that the plan was made for.
         data: annotation file, or meta JSON, that the lengths were scanned from.
         workers: loader processes of every rank, where files depend on them.
-
-    Raises:
-        UserError: the trainer cannot be told the plan, or the folder is there already.
     """
     folder, files = Path(to), open_plan(directory)
     check_new_folder(folder)
@@ -212,9 +184,6 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
         line: a command, or the text of a script.
         model: as of `training_job`.
         variables: values of the line's variables.
-
-    Raises:
-        UserError: the line cannot be read.
     """
     launch = read_launch(line, dict(variables or {}), None, None, None)
     return Linted(launch, findings_of(launch, named_model(model)))
@@ -223,11 +192,7 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
 def report_plan(
     directory: Path | str, output: Path | str, *, run: Path | str | None = None
 ) -> Path:
-    """Write the page of a plan, and of the run that was trained from it.
-
-    Raises:
-        UserError: a file is missing, or the output would replace an input.
-    """
+    """Write the page of a plan, and of the run that was trained from it."""
     from omnibal.report.page import write_report  # it draws, for which others need not wait
 
     page = Path(output)

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from omnibal.base.frozen import MAX_COUNT
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import (
     MOST_PROCESSES,
@@ -17,9 +16,11 @@ from omnibal.cli.options import (
     PackingRuleOption,
     SeedOption,
     SizeOptions,
+    count_option,
     limits_given,
 )
 from omnibal.data.lengths import read_lengths
+from omnibal.families.named import model_notes
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, SEARCH_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.report import command_tables
@@ -32,11 +33,9 @@ class SearchOptions:
 
     samples_per_step: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_COUNT,
-            help="of all ranks, at which caps are compared "
-            f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)",
+        count_option(
+            "of all ranks, at which caps are compared "
+            f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)"
         ),
     ] = None
     limit: LimitOption = None
@@ -47,17 +46,12 @@ class SearchOptions:
             "pack and least imbalance"
         ),
     ] = "time"
-    samples: Annotated[
-        int,
-        typer.Option(min=1, max=MAX_COUNT, help="drawn to try caps on; more where steps are large"),
-    ] = SEARCH_SAMPLES
+    samples: Annotated[int, count_option("drawn to try caps on; more where steps are large")] = (
+        SEARCH_SAMPLES
+    )
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MOST_PROCESSES,
-            help="that try caps at the same time (default: all cores)",
-        ),
+        count_option("that try caps at the same time (default: all cores)", most=MOST_PROCESSES),
     ] = None
 
 
@@ -76,7 +70,7 @@ def caps(
 
     start = time.perf_counter()
     job = given.job(sizes.parallel())
-    print_notes(given.notes())
+    print_notes(model_notes(given.model))
     usual = cap_search.usual_samples_per_step(job.parallel.data, DEFAULT_MICRO_BATCHES)
     request = cap_search.CapSearchRequest(
         job=job,

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from rich import progress as bars
@@ -92,14 +92,9 @@ def status(what: str) -> Iterator[None]:
 class ConsoleListener:
     """Notes and progress of a search on stderr."""
 
+    progress = staticmethod(progress)
+    status = staticmethod(status)
+
     def note(self, text: str) -> None:
         """Print a note."""
         print_notes([text])
-
-    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show progress; yields what to call with what is newly done."""
-        return progress(title, total)
-
-    def status(self, what: str) -> AbstractContextManager[None]:
-        """Show a spinner."""
-        return status(what)

@@ -9,8 +9,8 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import print_notes, print_result, status
-from omnibal.cli.options import DirectoryArgument, JsonOption
-from omnibal.job.plan import Plan, plan_files
+from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
+from omnibal.job.plan import plan_files
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.report.table import Facts
 
@@ -35,10 +35,10 @@ def export(
     ] = None,
     workers: Annotated[
         int,
-        typer.Option(
-            min=0,
-            max=_MOST_WORKERS,
-            help="loader processes of every rank, where the trainer's files depend on them",
+        count_option(
+            "loader processes of every rank, where the trainer's files depend on them",
+            most=_MOST_WORKERS,
+            least=0,
         ),
     ] = 0,
     as_json: JsonOption = False,
@@ -55,7 +55,12 @@ def export(
         _check_data(data, is_counted=cached_folder(data) is not None)
     files = open_plan(directory)
     check_outside("--to", to, [directory])
-    name = _trainer_name(files.plan, target)
+    name = target or files.plan.made_for
+    if name is None:
+        raise UserError(
+            "the plan was not made for another trainer; name one with --for, one of "
+            f"{', '.join(TargetName)}"
+        )
     with status("reading the data"):
         made = export_of(files, name, data, to, workers)
     with status("writing"):
@@ -105,13 +110,3 @@ def _is_parquet(path: Path) -> bool:
             return file.read(len(_PARQUET)) == _PARQUET
     except OSError:  # of which the reader of the data tells
         return False
-
-
-def _trainer_name(plan: Plan, given: TargetName | None) -> TargetName:
-    name = given or plan.made_for
-    if name is None:
-        raise UserError(
-            "the plan was not made for another trainer; name one with --for, one of "
-            f"{', '.join(TargetName)}"
-        )
-    return name

@@ -8,19 +8,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import typer
 from pydantic import ValidationError
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, is_stream
-from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_files
 from omnibal.base.remote_path import location
 from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
 from omnibal.cli.console import print_notes, print_result, progress
-from omnibal.cli.options import MOST_PROCESSES, JsonOption, ModelOption, TokenizerOption
+from omnibal.cli.options import (
+    MOST_PROCESSES,
+    JsonOption,
+    ModelOption,
+    TokenizerOption,
+    count_option,
+)
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.families.named import model_notes, named_model, named_model_file
 from omnibal.model.config import ModelConfig
@@ -36,27 +41,30 @@ class ImageSizeOptions:
 
     max_dynamic_patch: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=MAX_TILES_OF_IMAGE, help="tiles of one image, in place of the model's"
-        ),
+        count_option("tiles of one image, in place of the model's", most=MAX_TILES_OF_IMAGE),
     ] = None
     min_pixels: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_COUNT, help="of a native-resolution image, in place of the model's"
-        ),
+        int | None, count_option("of a native-resolution image, in place of the model's")
     ] = None
     max_pixels: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_COUNT, help="of a native-resolution image, in place of the model's"
-        ),
+        int | None, count_option("of a native-resolution image, in place of the model's")
     ] = None
 
     def applied(self, model: ModelConfig) -> ModelConfig:
         """The model with these sizes."""
-        changed = _with_max_dynamic_patch(model, self.max_dynamic_patch)
-        return _with_pixels(changed, self.min_pixels, self.max_pixels)
+        most_tiles = self.max_dynamic_patch
+        if most_tiles is not None:
+            tiling = model.vision.tiling
+            if most_tiles < tiling.min_dynamic_patch:
+                raise UserError(
+                    f"--max-dynamic-patch {most_tiles} is below the model's min_dynamic_patch "
+                    f"{tiling.min_dynamic_patch}; give at least that many"
+                )
+            tiling = tiling.model_copy(update={"max_dynamic_patch": most_tiles})
+            model = model.with_tower("vision", tiling=tiling)
+        limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
+        pixels = {name: limit for name, limit in limits.items() if limit is not None}
+        return _with_pixels(model, pixels) if pixels else model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,11 +73,7 @@ class PoolOptions:
 
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MOST_PROCESSES,
-            help="that scan at the same time (default: usable cores)",
-        ),
+        count_option("that scan at the same time (default: usable cores)", most=MOST_PROCESSES),
     ] = None
     engine: Annotated[
         Literal["local", "ray"],
@@ -156,8 +160,7 @@ def lengths(
             "the model's tokenizer.json, tokenizer.model, or a folder with one"
         )
     else:
-        asked = _Scan(meta, model, tokenizer_model, output, pool, scan)
-        found, skipped, listed = _scanned(asked, config)
+        found, skipped, listed = _scanned(meta, model, config, tokenizer_model, output, pool, scan)
     result = {
         "samples": len(found),
         "seconds": time.perf_counter() - start,
@@ -183,18 +186,15 @@ def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengt
     return found
 
 
-class _Scan(NamedTuple):
-    """What is to be scanned, and how."""
-
-    meta: Path
-    model: str
-    tokenizer: Path
-    output: Path
-    pool: PoolOptions
-    options: ScanOptions
-
-
-def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | None]:
+def _scanned(
+    meta: Path,
+    model: str,
+    config: ModelConfig,
+    tokenizer_path: Path,
+    output: Path,
+    pool_options: PoolOptions,
+    options: ScanOptions,
+) -> tuple[Lengths, int, Path | None]:
     """Scan and write the lengths; how many samples were skipped, and the list of these."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.data_index import DataIndex
@@ -202,22 +202,21 @@ def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | No
     from omnibal.data.scan_journal import ScanJournal
     from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
-    output = asked.output
     keeps_files = not is_stream(output)
     skipped_list = output.with_name(f"{output.name}.skipped.txt")
     partial = output.with_name(f"{output.name}.partial")
-    outputs: dict[str, Path | None] = {"-o": output, "--data-index": asked.options.data_index}
+    outputs: dict[str, Path | None] = {"-o": output, "--data-index": options.data_index}
     if keeps_files:
         outputs |= {"the list beside -o": skipped_list, "the journal beside -o": partial}
-    read = asked.meta, named_model_file(asked.model), *tokenizer_files(asked.tokenizer)
+    read = meta, named_model_file(model), *tokenizer_files(tokenizer_path)
     check_files(outputs, read)
-    print_notes(model_notes(asked.model))
-    tokenizer = open_tokenizer(asked.tokenizer)
-    with _resumable(), asked.pool.opened() as pool:
+    print_notes(model_notes(model))
+    tokenizer = open_tokenizer(tokenizer_path)
+    with _resumable(), pool_options.opened() as pool:
         index = DataIndex(pool=pool, progress=progress)
-        if asked.options.data_index is not None:
-            index = DataIndex.resumed(asked.options.data_index, pool, progress)
-        annotations = Annotations.open(asked.meta, index)
+        if options.data_index is not None:
+            index = DataIndex.resumed(options.data_index, pool, progress)
+        annotations = Annotations.open(meta, index)
         check_files(outputs, annotations.files)
         output.parent.mkdir(parents=True, exist_ok=True)
         key = scan_key(config, tokenizer)
@@ -226,7 +225,7 @@ def _scanned(asked: _Scan, config: ModelConfig) -> tuple[Lengths, int, Path | No
         with progress("scanning", len(annotations)) as advance:
             scan = scan_lengths(
                 annotations, config, tokenizer, advance,
-                pool=pool, on_error=asked.options.on_error, journal=journal,
+                pool=pool, on_error=options.on_error, journal=journal,
             )  # fmt: skip
     if keeps_files:
         write_skipped(scan.skipped, skipped_list)
@@ -261,27 +260,7 @@ def _check_earlier_lengths(output: Path) -> None:
         )
 
 
-def _with_max_dynamic_patch(model: ModelConfig, max_dynamic_patch: int | None) -> ModelConfig:
-    if max_dynamic_patch is None:
-        return model
-    tiling = model.vision.tiling
-    if max_dynamic_patch < tiling.min_dynamic_patch:
-        raise UserError(
-            f"--max-dynamic-patch {max_dynamic_patch} is below the model's min_dynamic_patch "
-            f"{tiling.min_dynamic_patch}; give at least that many"
-        )
-    tiling = tiling.model_copy(update={"max_dynamic_patch": max_dynamic_patch})
-    return model.with_tower("vision", tiling=tiling)
-
-
-def _with_pixels(model: ModelConfig, min_pixels: int | None, max_pixels: int | None) -> ModelConfig:
-    given = {
-        name: pixels
-        for name, pixels in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
-        if pixels is not None
-    }
-    if not given:
-        return model
+def _with_pixels(model: ModelConfig, given: dict[str, int]) -> ModelConfig:
     options = words([f"--{name.replace('_', '-')}" for name in given])
     tower = model.images
     if tower is None:

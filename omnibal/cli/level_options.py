@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import MAX_COUNT
+from omnibal.cli.options import count_option
 from omnibal.job.plan import Plan
 from omnibal.report.table import Column, Table
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.packing.packs import ScheduledPacks
     from omnibal.search.level_estimates import LevelRule
 
-_AUTO, _HBP = "auto", "hbp"
 _FEW_STEPS = 4
 """Steps of an epoch below which one that takes what is over stands out."""
 _UNEVEN = 2.0
@@ -34,10 +33,9 @@ class LevelOptions:
             help="sizes of packs, each shared by ranks of its own number: of least predicted time, "
             "by the rule of the HBP paper, or so many (1: every pack is one rank's)",
         ),
-    ] = _AUTO
+    ] = "auto"
     curriculum_steps: Annotated[
-        int,
-        typer.Option(min=0, max=MAX_COUNT, help="first steps, of packs of the smallest size alone"),
+        int, count_option("first steps, of packs of the smallest size alone", least=0)
     ] = 0
 
     @property
@@ -45,9 +43,9 @@ class LevelOptions:
         """Rule by which sets of levels are looked at."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
-        if self.levels == _AUTO:
+        if self.levels == "auto":
             return LevelRule()
-        if self.levels == _HBP:
+        if self.levels == "hbp":
             return LevelRule(is_hbp=True)
         if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
             raise UserError(

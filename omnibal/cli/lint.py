@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
-from omnibal.cli.options import JsonOption, ModelOption
+from omnibal.cli.options import JsonOption, ModelOption, count_option
 from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.model.parallel import MAX_DEVICES
@@ -29,8 +29,7 @@ LauncherOption = Annotated[
     typer.Option(help="trainer that it starts (default: told by its program and flags)"),
 ]
 GpusOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=MAX_DEVICES, help="GPUs of the job (default: those of the line)"),
+    int | None, count_option("GPUs of the job (default: those of the line)", most=MAX_DEVICES)
 ]
 LineNumberOption = Annotated[
     int | None,
@@ -84,12 +83,16 @@ def lint(
     parts += [f"DP {checked.data}"] if checked.data is not None else []
     parts += [f"{checked.virtual} chunks a stage"] if checked.virtual else []
     parts += [f"EP {launch.expert}", f"ETP {checked.expert_tensor}"] if launch.expert > 1 else []
+    layers_shown = []
+    if layers is not None and len(layers) > 1:
+        stages = ", ".join("+".join(map(str, chunks)) for chunks in layers)
+        layers_shown = [f"layers by stage: {stages}"]
     print_result(
         as_json,
         result,
         f"{'starts' if starts else 'cannot start'}: {launch.launcher.value}, "
         f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
-        *_shown_layers(layers),
+        *layers_shown,
         *_shown(findings),
         *costed.shown,
     )
@@ -102,12 +105,6 @@ def lint(
     print_notes([*model_notes(model), *near, *costed.notes, *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _shown_layers(layers: Sequence[Sequence[int]] | None) -> Iterator[str]:
-    if layers is not None and len(layers) > 1:
-        stages = ", ".join("+".join(map(str, chunks)) for chunks in layers)
-        yield f"layers by stage: {stages}"
 
 
 def _shown(findings: Sequence[Finding]) -> Iterator[str]:

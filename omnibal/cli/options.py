@@ -5,13 +5,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
-from omnibal.families.named import model_notes, named_model, named_model_file
+from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
 from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapters_of
 from omnibal.model.config import (
@@ -50,6 +50,11 @@ def preset_help(kind: str) -> str:
     return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
+def count_option(help_text: str, *names: str, least: int = 1, most: int = MAX_COUNT) -> Any:
+    """An option of a whole number, of these names or the parameter's own."""
+    return typer.Option(*names, min=least, max=most, help=help_text)
+
+
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -83,9 +88,7 @@ PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
 LengthsArgument = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
-MaxTokensOption = Annotated[
-    int, typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold")
-]
+MaxTokensOption = Annotated[int, count_option("language tokens that a pack may hold")]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -94,37 +97,24 @@ LimitOption = Annotated[
     ),
 ]
 NeededMaxTilesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=MAX_COUNT, help="image tiles that a pack may hold, if samples have any"
-    ),
+    int | None, count_option("image tiles that a pack may hold, if samples have any")
 ]
-NeededMaxTokensOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=MAX_COUNT, help="language tokens that a pack may hold"),
-]
+NeededMaxTokensOption = Annotated[int | None, count_option("language tokens that a pack may hold")]
 ChosenMaxTilesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=MAX_COUNT, help="image tiles that a pack may hold (default: searched for)"
-    ),
+    int | None, count_option("image tiles that a pack may hold (default: searched for)")
 ]
 ChosenMaxTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=MAX_COUNT, help="language tokens that a pack may hold (default: searched for)"
-    ),
+    int | None, count_option("language tokens that a pack may hold (default: searched for)")
 ]
 MicroBatchesOption = Annotated[
-    int, typer.Option(min=1, max=MAX_PACKS_PER_STEP, help="packs of one rank in a step")
+    int, count_option("packs of one rank in a step", most=MAX_PACKS_PER_STEP)
 ]
 ChosenMicroBatchesOption = Annotated[
     int | None,
-    typer.Option(
-        min=1,
-        max=MAX_PACKS_PER_STEP,
-        help="packs of one rank in a step, were all full ones of the longest size "
+    count_option(
+        "packs of one rank in a step, were all full ones of the longest size "
         f"(default: {DEFAULT_MICRO_BATCHES})",
+        most=MAX_PACKS_PER_STEP,
     ),
 ]
 PrecisionOption = Annotated[
@@ -134,29 +124,24 @@ PrecisionOption = Annotated[
 ProviderOption = Annotated[
     Provider, typer.Option(help="of the layers' linears and attention, as of pretrain_vlm.py")
 ]
-SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="of packs and order")]
+SeedOption = Annotated[int, count_option("of packs and order", most=MAX_SEED, least=0)]
 TensorOption = Annotated[
-    int | None,
-    typer.Option("--tp", min=1, max=MAX_DEVICES, help="tensor-parallel size (default: 1)"),
+    int | None, count_option("tensor-parallel size (default: 1)", "--tp", most=MAX_DEVICES)
 ]
 PipelineOption = Annotated[
     int | None,
-    typer.Option(
-        "--pp", min=1, max=MAX_DEVICES, help="pipeline-parallel size, stages (default: 1)"
-    ),
+    count_option("pipeline-parallel size, stages (default: 1)", "--pp", most=MAX_DEVICES),
 ]
 DataOption = Annotated[
-    int | None,
-    typer.Option("--dp", min=1, max=MAX_DEVICES, help="data-parallel size (default: 1)"),
+    int | None, count_option("data-parallel size (default: 1)", "--dp", most=MAX_DEVICES)
 ]
 ExpertOption = Annotated[
     int | None,
-    typer.Option(
-        "--ep",
-        min=1,
-        max=MAX_DEVICES,
-        help="expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
+    count_option(
+        "expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
         "layer, a divisor of --tp x --dp (default: 1)",
+        "--ep",
+        most=MAX_DEVICES,
     ),
 ]
 SequenceOption = Annotated[
@@ -175,12 +160,12 @@ FreezeOption = Annotated[
 ]
 RankOption = Annotated[
     int | None,
-    typer.Option(
-        min=1, max=2**16,
-        help="train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze "
-        "says what is: then all else is trained whole",
+    count_option(
+        "train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze says "
+        "what is: then all else is trained whole",
+        most=2**16,
     ),
-]  # fmt: skip
+]
 AlphaOption = Annotated[
     float | None,
     typer.Option(help="with --lora-rank: scale of adapters times their rank (default: 2 x rank)"),
@@ -259,10 +244,6 @@ class JobOptions:
         own = [] if self.profile is None else [self.profile]
         return [named_model_file(self.model), cluster_file(self.cluster), *own]
 
-    def notes(self) -> list[str]:
-        """What to tell the user of how the model is planned."""
-        return model_notes(self.model)
-
     def job(
         self,
         parallel: Parallel | None = None,
@@ -324,16 +305,15 @@ class JobOptions:
 
     def _adapters(self) -> AdapterConfig | None:
         """The adapters given, if any."""
-        more = {
-            "--lora-alpha": self.lora_alpha,
-            "--lora-targets": self.lora_targets,
-            "--lora-part": self.lora_part,
-            "--lora-rslora": self.lora_rslora or None,
-        }
-        given = [option for option, value in more.items() if value is not None]
         if self.lora_rank is None:
-            if given:
-                raise UserError(f"{given[0]} is of adapters, which --lora-rank asks for: give it")
+            more = {
+                "--lora-alpha": self.lora_alpha,
+                "--lora-targets": self.lora_targets,
+                "--lora-part": self.lora_part,
+                "--lora-rslora": self.lora_rslora or None,
+            }
+            for option in (option for option, value in more.items() if value is not None):
+                raise UserError(f"{option} is of adapters, which --lora-rank asks for: give it")
             return None
         return adapters_of(
             rank=self.lora_rank,

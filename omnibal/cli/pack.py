@@ -21,6 +21,7 @@ from omnibal.cli.options import (
     NeededMaxTilesOption,
     NeededMaxTokensOption,
     SeedOption,
+    count_option,
     limits_given,
     preset_help,
 )
@@ -57,7 +58,7 @@ class LimitOptions:
 class StepOptions:
     """Options by which samples become packs, and packs become steps of all ranks."""
 
-    dp: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="data-parallel ranks")]
+    dp: Annotated[int, count_option("data-parallel ranks", most=MAX_DEVICES)]
     micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES
     packing: Annotated[
         PackingMethod, typer.Option("--packing", "--method", help="packing rule")
@@ -110,7 +111,8 @@ def pack(
         cluster_file(load.cluster),
     ]
     check_files({"-o": output, "--picture": picture}, inputs)
-    _check_picture(picture)
+    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
+        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")
     check_packs_per_step(steps.dp, steps.micro_batches)
     job = JobSpec(
         model=named_model(load.model),
@@ -169,8 +171,3 @@ def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:
         f"{ranks:,} ranks: {idle:,} of them without any; --micro-batches 2 avoids that"
     )
     return [said]
-
-
-def _check_picture(picture: Path | None) -> None:
-    if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):
-        raise UserError(f"{picture}: the picture is SVG; --picture must name a file ending in .svg")

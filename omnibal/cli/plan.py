@@ -1,6 +1,5 @@
 """`omnibal plan`: make a plan directory."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -8,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.level_options import (
@@ -29,11 +27,13 @@ from omnibal.cli.options import (
     PackingRuleOption,
     SeedOption,
     SizeOptions,
+    count_option,
     limits_given,
 )
 from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
+from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -51,10 +51,8 @@ from omnibal.steps.pack_settings import PORTION_SAMPLES
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
     from omnibal.planning import Planned
-    from omnibal.search.encoder_placement import PlacementChoice
     from omnibal.search.goal import Goal, GoalData
     from omnibal.search.parallel_sizes import StrategySearch
-    from omnibal.search.strategy import Strategy
 
 DEFAULT_IMAGE_SHARE = 0.5
 """Image share of the tokens of a pack of shapes."""
@@ -106,28 +104,22 @@ class DataOptions(LevelOptions):
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
     ] = None
     micro_batches: ChosenMicroBatchesOption = None
-    epochs: Annotated[
-        int, typer.Option(min=1, max=MAX_EPOCHS, help="times that every sample is trained")
-    ] = 1
+    epochs: Annotated[int, count_option("times that every sample is trained", most=MAX_EPOCHS)] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
     mixture: MixtureOption = None
     portion_samples: Annotated[
         int,
-        typer.Option(
-            min=1,
-            max=MAX_COUNT,
-            help="samples that are packed together, stored in files of their own and trained one "
-            "portion after the other, where there are more",
+        count_option(
+            "samples that are packed together, stored in files of their own and trained one "
+            "portion after the other, where there are more"
         ),
     ] = PORTION_SAMPLES
     window: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_COUNT,
-            help="consecutive samples of a step, for a stream that may not be reordered; packs are "
-            "balanced inside each (default: samples are shuffled)",
+        count_option(
+            "consecutive samples of a step, for a stream that may not be reordered; packs are "
+            "balanced inside each (default: samples are shuffled)"
         ),
     ] = None
     dispatch: Annotated[
@@ -151,21 +143,10 @@ class DataOptions(LevelOptions):
         mixture = [] if self.mixture is None else [self.mixture]
         return [*earlier, *mixture, *length_files(self.lengths or [])]
 
-    def samples(self) -> tuple[Lengths | None, tuple[int, ...]]:
-        """Read the lengths, and draw the mixture of them that is asked for.
-
-        Returns:
-            Lengths, None for a plan of shapes only; and samples that each source has of a mixture.
-        """
-        if not self.lengths:
-            return None, ()
-        return mixed(read_lengths(self.lengths), self.mixture, self.seed)
-
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
-        """Return the caps of a pack for a model; None where they are to be searched for.
+        """Return the caps of a pack for a model; None if they are to be searched for.
 
         Args:
-            model: whose items are limited.
             packed_by_tokens: samples whose packs a trainer limits by their tokens alone.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
@@ -175,7 +156,12 @@ class DataOptions(LevelOptions):
             return None
         needed = limited_features(model)
         if packed_by_tokens is not None:
-            _refuse_other_limits(given)
+            others = [option_of(name) for name in given if name != "tokens"]
+            if others:
+                raise UserError(
+                    f"{words(others)} cannot be given with --for: the trainer packs by tokens "
+                    "alone, and would not keep packs below it; leave it out, or lower --max-tokens"
+                )
             return caps_of_tokens(packed_by_tokens, needed, given["tokens"])
         if not self.lengths and self.steps_of is None and "tokens" in given:
             is_full = set(given).issuperset(needed)
@@ -188,7 +174,14 @@ class DataOptions(LevelOptions):
             given = shape_caps(model, given, share)
         check_limits([*given, *needed], model.item_features, model.name)
         if not set(given).issuperset(needed):
-            raise UserError(_caps_needed(needed))
+            options = [option_of(name) for name in needed]
+            all_of, none = {1: ("", "no limit"), 2: ("both ", "neither")}.get(
+                len(options), ("all of ", "none")
+            )
+            raise UserError(
+                f"{words(needed)} of a pack must be limited: give {all_of}{words(options)}, or "
+                f"{none}, with --lengths, to have them searched for"
+            )
         return Caps.of(**given)
 
     def of_goal(
@@ -201,7 +194,10 @@ class DataOptions(LevelOptions):
         if self.steps_of is not None:
             earlier, _ = check_and_open(self.steps_of)
             return Earlier(plan=earlier.plan, data=earlier.data, directory=self.steps_of)
-        samples, available = self.samples()
+        samples: Lengths | None = None
+        available: tuple[int, ...] = ()
+        if self.lengths:
+            samples, available = mixed(read_lengths(self.lengths), self.mixture, self.seed)
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:
             assert caps is not None
@@ -236,27 +232,24 @@ class StrategyOptions(TrainerOptions):
 
     gpus: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_DEVICES,
-            help="devices to choose parallel sizes for; any of --tp, --pp, --dp and --ep that is "
+        count_option(
+            "devices to choose parallel sizes for; any of --tp, --pp, --dp and --ep that is "
             "given stays as it is",
+            most=MAX_DEVICES,
         ),
     ] = None
     samples_per_step: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=MAX_COUNT,
-            help="of all ranks: the size of a step, whatever its packs (default: with --gpus 36 "
-            "for every node, or a pack a device without --lengths)",
+        count_option(
+            "of all ranks: the size of a step, whatever its packs (default: with --gpus 36 "
+            "for every node, or a pack a device without --lengths)"
         ),
     ] = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionOptions:
-    """Options for the pipeline split and activation recomputation."""
+class PlacementOptions:
+    """Options for where units run: encoders, weights, the split and recomputation."""
 
     method: Annotated[PartitionMethod, typer.Option(help="how the model is split over stages")] = (
         PartitionMethod.OMNIBAL
@@ -267,17 +260,6 @@ class PartitionOptions:
             help="which layers are recomputed [default: cheapest with omnibal, front with others]"
         ),
     ] = None
-
-    def split_rule(self) -> SplitRule:
-        """Return the method, and the recompute rule that was given or goes with it."""
-        is_joint = self.method is PartitionMethod.OMNIBAL
-        usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
-        return SplitRule(method=self.method, recompute=self.recompute or usual)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacementOptions(PartitionOptions):
-    """Options for where units run: encoders, weights, the split and recomputation."""
 
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
@@ -310,6 +292,12 @@ class PlacementOptions(PartitionOptions):
     def schedule_name(self) -> ScheduleName | None:
         """The schedule that is asked for; None for the fastest."""
         return None if self.schedule == "auto" else self.schedule
+
+    def split_rule(self) -> SplitRule:
+        """Return the method, and the recompute rule that was given or goes with it."""
+        is_joint = self.method is PartitionMethod.OMNIBAL
+        usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
+        return SplitRule(method=self.method, recompute=self.recompute or usual)
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
         """Ways to hold weights to choose from, where sizes are free or given; None for the job's
@@ -349,7 +337,11 @@ def plan(
     planned = replace(planned, result=replace(planned.result, plan=written))
     slow = slow_reading(planned.prediction)
     print_notes(
-        [*given.notes(), *([slow] if slow else []), *notes_for(strategy.target, planned.result)]
+        [
+            *model_notes(given.model),
+            *([slow] if slow else []),
+            *notes_for(strategy.target, planned.result),
+        ]
     )
     _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
 
@@ -361,7 +353,11 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
     for name, feature in _FEATURES.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            text = _option_text(options[name], context.params[name])
+            text, value = options[name], context.params[name]
+            if value is False:  # the other name of the two that such an option has
+                text = text.replace("--", "--no-", 1)
+            elif value is not True and not isinstance(value, list):
+                text = f"{text} {value}"
             given[feature] = f"{given[feature]}, {text}" if feature in given else text
     if data.levels in ("auto", "1"):
         given.pop(Feature.LEVELS, None)
@@ -372,13 +368,6 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
     check_together(given)
     has_samples = {Feature.SAMPLES: ""} if Feature.EARLIER in given else {}
     check_complete({**given, **has_samples})
-
-
-def _option_text(option: str, value: object) -> str:
-    """An option as it was given."""
-    if value is False:  # the other name of the two that such an option has
-        return option.replace("--", "--no-", 1)
-    return option if value is True or isinstance(value, list) else f"{option} {value}"
 
 
 def _goal(
@@ -398,9 +387,8 @@ def _goal(
     placements = partition.placements(is_free=free_sizes is not None)
     if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)
-    of_goal = data.of_goal(
-        job.model, strategy.samples_per_step, packed_by_tokens=strategy.packs_by_tokens
-    )
+    is_by_tokens = strategy.target is not None and strategy.target.packs.tokens_alone
+    of_goal = data.of_goal(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
     free = Free(
         sizes=free_sizes,
         levels=data.level_rule,
@@ -431,35 +419,6 @@ def _compared(
     return summary_of(strategy, cost, has_samples=result.data is not None)
 
 
-def _refuse_other_limits(given: Mapping[str, int]) -> None:
-    others = [option_of(name) for name in given if name != "tokens"]
-    if others:
-        raise UserError(
-            f"{words(others)} cannot be given with --for: the trainer packs by tokens alone, and "
-            "would not keep packs below it; leave it out, or lower --max-tokens"
-        )
-
-
-def _caps_needed(names: Sequence[str]) -> str:
-    options = [option_of(name) for name in names]
-    all_of, none = {1: ("", "no limit"), 2: ("both ", "neither")}.get(
-        len(options), ("all of ", "none")
-    )
-    return (
-        f"{words(names)} of a pack must be limited: give {all_of}{words(options)}, or {none}, with "
-        "--lengths, to have them searched for"
-    )
-
-
-def _models_dumped(strategy: "Strategy") -> dict[str, Any]:
-    """Fields of a strategy that are pydantic models, as plain values."""
-    models = {"parallel": strategy.parallel, "caps": strategy.caps, "lost": strategy.lost}
-    levels = [level.model_dump(mode="json") for level in strategy.levels]
-    return {name: model.model_dump(mode="json") for name, model in models.items()} | {
-        "levels": levels
-    }
-
-
 def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> None:
     from omnibal.job.check import training_obstacles
     from omnibal.report import plan_tables
@@ -484,17 +443,30 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         print_notes([_note_on_choices(found)])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
-    summary["window"] = None if windows is None else windows.as_dict()
+    summary["window"] = None if windows is None else asdict(windows)
     summary |= {"levels": levels_of_plan(plan, packs)} | balance_of(plan, result.data)
     if plan.model.encoders:
-        summary["encoder"] = _encoder_summary(plan, choice)
+        summary["encoder"] = {
+            "placement": choice.chosen.value,
+            "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
+            "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
+            "reason": choice.reason,
+            **({} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}),
+        }
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
     strategies = []
     if found is not None:
         summary["strategies"] = [
-            {**asdict(strategy), **_models_dumped(strategy)} for strategy in found.ranking
+            {
+                **asdict(strategy),
+                "parallel": strategy.parallel.model_dump(mode="json"),
+                "caps": strategy.caps.model_dump(mode="json"),
+                "lost": strategy.lost.model_dump(mode="json"),
+                "levels": [level.model_dump(mode="json") for level in strategy.levels],
+            }
+            for strategy in found.ranking
         ]
         summary["strategies_gap"] = found.gap
         strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
@@ -526,19 +498,6 @@ def _note_on_choices(found: "StrategySearch") -> str:
         f"of {found.choices:,} choices of sizes and caps the {found.planned:,} of the least "
         f"estimated times were planned: {proven}"
     )
-
-
-def _encoder_summary(plan: Plan, choice: "PlacementChoice") -> dict[str, Any]:
-    """The placement of encoders, and both predicted steps; None of what was not planned. Of
-    data-parallel ones how many ranks divide their weights, too."""
-    sharded = {} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}
-    return {
-        "placement": choice.chosen.value,
-        "pipeline_step_ms": choice.step_ms(EncoderPlacement.PIPELINE),
-        "beside_step_ms": choice.step_ms(EncoderPlacement.DATA_PARALLEL),
-        "reason": choice.reason,
-        **sharded,
-    }
 
 
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
-from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
+from omnibal.base.frozen import MAX_LAYERS
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
 from omnibal.cli.options import (
@@ -24,6 +24,7 @@ from omnibal.cli.options import (
     NeededMaxTilesOption,
     ProviderOption,
     TokenizerOption,
+    count_option,
     limits_given,
     preset_help,
 )
@@ -31,7 +32,6 @@ from omnibal.data.lengths import length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import (
     ClusterConfig,
-    ModelConfig,
     PlainPrecision,
     cluster_file,
     cluster_toml,
@@ -51,10 +51,7 @@ class MeasureOptions:
     """Options for the micro-batches to measure, layers, repetitions and processes."""
 
     tokens_per_sample: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=MAX_COUNT, help="of a typical sample [default: the mean of --lengths]"
-        ),
+        int | None, count_option("of a typical sample [default: the mean of --lengths]")
     ] = None
     lengths: Annotated[list[Path] | None, typer.Option(help="lengths (may be repeated)")] = None
     data: Annotated[
@@ -66,16 +63,14 @@ class MeasureOptions:
     ] = None
     tokenizer_model: TokenizerOption = None
     layers: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_LAYERS, help="layers of each tower to build [default: few]"),
+        int | None, count_option("layers of each tower to build [default: few]", most=MAX_LAYERS)
     ] = None
     repetitions: Annotated[
-        int | None,
-        typer.Option(min=1, max=_MOST_REPETITIONS, help="timed runs of each pack [default: few]"),
+        int | None, count_option("timed runs of each pack [default: few]", most=_MOST_REPETITIONS)
     ] = None
     provider: ProviderOption = "local"
     processes: Annotated[
-        int, typer.Option(min=1, max=MOST_PROCESSES, help="that measure at the same time")
+        int, count_option("that measure at the same time", most=MOST_PROCESSES)
     ] = 1
 
     def typical_tokens(self) -> int:
@@ -124,10 +119,6 @@ class MeasuredCaps:
     max_tiles: NeededMaxTilesOption = None
     limit: LimitOption = None
 
-    def given(self) -> dict[str, int]:
-        """Caps by feature."""
-        return limits_given(self.limit, self.max_tiles, self.max_tokens)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredClusterOptions:
@@ -154,10 +145,6 @@ class MeasuredClusterOptions:
         """List the file that is written, if any, by its option."""
         return {} if self.cluster_output is None else {"--cluster-output": self.cluster_output}
 
-    def files(self) -> list[Path]:
-        """List the file that is read, if any."""
-        return [] if self.cluster is None else [cluster_file(self.cluster)]
-
     def write(self, base: ClusterConfig | None, measured: "Profile") -> None:
         """Write the cluster with the rates of a profile, where it was asked for."""
         from omnibal.cost.profile import with_measured_rates
@@ -180,6 +167,7 @@ def profile(
 ) -> None:
     """Measure the model's layers on this device, and show how well the costs fit."""
     from omnibal.cost.profile import fit_residuals, read_profile
+    from omnibal.job.check import model_obstacle
 
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
         if not _is_installed(module):
@@ -189,12 +177,16 @@ def profile(
             )
     # A mistake is found here, before several processes start and each reports it.
     lengths = length_files(measured.lengths or [])
-    read = [named_model_file(model), *lengths, *measured.check_data(), *preset.files()]
+    presets = [] if preset.cluster is None else [cluster_file(preset.cluster)]
+    read = [named_model_file(model), *lengths, *measured.check_data(), *presets]
     check_files({"-o": output, **preset.outputs()}, read)
     base = preset.base()
     profiled_model = named_model(model)
-    caps = limits.given()
-    _check_model(profiled_model, caps)
+    caps = limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
+    obstacle = model_obstacle(profiled_model)
+    if obstacle is not None:
+        raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")
+    check_limits(caps, profiled_model.item_features, profiled_model.name)
     tokens_per_sample = measured.typical_tokens()
     for path in (output, *preset.outputs().values()):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,13 +204,8 @@ def profile(
         "--data": measured.data,
         "--tokenizer-model": measured.tokenizer_model,
     }
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={measured.processes}",
-    ]
-    command = [sys.executable, *launcher, "-m", "megatron.vlm.measure.profiler"]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={measured.processes}"]
+    command = [sys.executable, "-m", *launcher, "-m", "megatron.vlm.measure.profiler"]
     for name, value in options.items():
         command += [] if value is None else [name, str(value)]
     with atomic(output) as written:
@@ -239,16 +226,6 @@ def profile(
         },
         command_tables.residuals_table(residuals, result.provider),
     )
-
-
-def _check_model(model: ModelConfig, limits: Collection[str]) -> None:
-    """Refuse a model that the trainer cannot build, and caps of other features than it has."""
-    from omnibal.job.check import model_obstacle
-
-    obstacle = model_obstacle(model)
-    if obstacle is not None:
-        raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")
-    check_limits(limits, model.item_features, model.name)
 
 
 def _is_installed(module: str) -> bool:

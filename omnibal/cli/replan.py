@@ -6,10 +6,9 @@ from typing import Annotated
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import ConsoleListener, print_result
-from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
 from omnibal.model.parallel import MAX_DEVICES
 from omnibal.report.replan_tables import misprediction_table, replan_facts, replan_summary
 
@@ -21,15 +20,13 @@ def replan(
         Path | None, typer.Option(help="directory of the run trained from it (its --save)")
     ] = None,
     gpus: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_DEVICES, help="devices to go on with (default: the plan's)"),
+        int | None, count_option("devices to go on with (default: the plan's)", most=MAX_DEVICES)
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, max=MAX_DEVICES, help="nodes to go on with, all of each")
+        int | None, count_option("nodes to go on with, all of each", most=MAX_DEVICES)
     ] = None,
     after: Annotated[
-        int | None,
-        typer.Option(min=0, max=MAX_COUNT, help="steps trained (default: those of the run's log)"),
+        int | None, count_option("steps trained (default: those of the run's log)", least=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -46,7 +43,13 @@ def replan(
     if gpus is not None and nodes is not None:
         raise UserError("--gpus and --nodes were given, which say the same: leave one out")
     if nodes is not None:
-        gpus = _gpus_of(nodes, files.plan.cluster.gpus_per_node)
+        gpus_per_node = files.plan.cluster.gpus_per_node
+        gpus = nodes * gpus_per_node
+        if gpus > MAX_DEVICES:
+            raise UserError(
+                f"--nodes {nodes:,} of {gpus_per_node} GPUs each are {gpus:,} devices, and a job "
+                f"has {MAX_DEVICES:,} at most: give fewer nodes"
+            )
     if run is None and gpus is None:
         raise UserError(
             "neither a run nor a number of devices was given, so nothing is new: give --run, "
@@ -60,14 +63,3 @@ def replan(
     tables = [] if planned.fit is None else [misprediction_table(planned.fit)]
     summary = replan_summary(planned) | {"plan": str(output)}
     print_result(as_json, summary, *tables, replan_facts(planned), f"plan: {output}")
-
-
-def _gpus_of(nodes: int, gpus_per_node: int) -> int:
-    """Devices of so many nodes."""
-    gpus = nodes * gpus_per_node
-    if gpus > MAX_DEVICES:
-        raise UserError(
-            f"--nodes {nodes:,} of {gpus_per_node} GPUs each are {gpus:,} devices, and a job has "
-            f"{MAX_DEVICES:,} at most: give fewer nodes"
-        )
-    return gpus

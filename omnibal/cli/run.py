@@ -13,7 +13,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.cli.console import print_notes
-from omnibal.cli.options import ClusterOption, ModelOption, TokenizerOption
+from omnibal.cli.options import ClusterOption, ModelOption, TokenizerOption, count_option
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.model.parallel import MAX_DEVICES
@@ -47,8 +47,7 @@ class RunOptions:
         Path, typer.Option("--output", "-o", help="folder of all that is made, and of the run")
     ]
     gpus: Annotated[
-        int | None,
-        typer.Option(min=1, max=MAX_DEVICES, help="devices of the job (default: those here)"),
+        int | None, count_option("devices of the job (default: those here)", most=MAX_DEVICES)
     ] = None
     tokenizer_model: TokenizerOption = None
     made_for: Annotated[
@@ -114,7 +113,11 @@ def run(
     if asked.made_for is not None:
         print_notes([f"what to run: {asked.output / 'export' / 'RUN.md'}"], prefix="")
         return
-    script = _write_script(asked.launch(cluster, gpus, context.args), asked.output)
+    script = asked.output / "train.sh"
+    with atomic(script) as temporary:
+        launch = asked.launch(cluster, gpus, context.args)
+        temporary.write_text(f"#!/usr/bin/env bash\n{launch}\n")
+    script.chmod(0o755)
     here = cluster.gpus_per_node if cluster.is_cpu else _devices_here()
     if start and gpus <= min(here, cluster.gpus_per_node):
         print_notes([f"bash {script}"], prefix="$ ")
@@ -146,15 +149,6 @@ def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
             raise typer.Exit(status)
         earlier = list(lines)
         done.write_text("".join(f"{line}\n" for line in earlier))
-
-
-def _write_script(launch: str, output: Path) -> Path:
-    """Write the script that trains the plan."""
-    script = output / "train.sh"
-    with atomic(script) as temporary:
-        temporary.write_text(f"#!/usr/bin/env bash\n{launch}\n")
-    script.chmod(0o755)
-    return script
 
 
 def _root() -> Path:

@@ -8,10 +8,9 @@ import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.frozen import MAX_COUNT
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result, status
-from omnibal.cli.options import DirectoryArgument, JsonOption
+from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
 from omnibal.job.plan import plan_files
 from omnibal.report import command_tables
 from omnibal.report.formatting import write_ascii
@@ -23,8 +22,7 @@ def simulate(
         Path | None, typer.Option(help="Chrome trace of a step to write, for Perfetto")
     ] = None,
     step: Annotated[
-        int | None,
-        typer.Option(min=0, max=MAX_COUNT, help="that the trace shows (default: the slowest)"),
+        int | None, count_option("that the trace shows (default: the slowest)", least=0)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

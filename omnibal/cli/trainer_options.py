@@ -47,11 +47,6 @@ class TrainerOptions:
         """The trainer; None for this project's."""
         return None if self.made_for is None else TARGETS[self.made_for]
 
-    @property
-    def packs_by_tokens(self) -> bool:
-        """Whether the trainer limits packs by their tokens alone."""
-        return self.target is not None and self.target.packs.tokens_alone
-
 
 def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
     """What a user must know of a plan for a trainer before training it."""
@@ -87,9 +82,6 @@ def cost_of_limits(
     """Compare a plan with those without its limits; None where there is none without them.
 
     Args:
-        trainer: whose limits the plan keeps to.
-        result: the plan.
-        packing: rule that it was packed by.
         plan_freely: makes the plan without limits, with the gap of its search.
     """
     from omnibal.search.limit_costs import CostOfLimits, rate_of, rates_lifted, requests_lifted
@@ -112,11 +104,8 @@ def summary_of(
 ) -> dict[str, Any]:
     """Values for JSON: the trainer, and what its limits cost."""
     made_for = None if options.made_for is None else options.made_for.value
-    if cost is None:
-        return {"made_for": made_for}
-    free_rate = cost.free_rate if has_samples else None
-    return {
-        "made_for": made_for,
-        "free_samples_per_second_per_gpu": free_rate,
-        **cost.as_dict(),
-    }
+    summary: dict[str, Any] = {"made_for": made_for}
+    if cost is not None:
+        summary["free_samples_per_second_per_gpu"] = cost.free_rate if has_samples else None
+        summary |= cost.as_dict()
+    return summary

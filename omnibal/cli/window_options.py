@@ -1,6 +1,6 @@
 """Options and results of `omnibal plan` about windows: samples that are trained in their order."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -34,10 +34,6 @@ class WindowFacts:
             f"windows of {self.samples:,} samples: the busiest rank takes {self.imbalance:.3f} "
             f"times as long as the mean{as_read if self.dispatch is Dispatch.ON else ''}"
         )
-
-    def as_dict(self) -> dict[str, object]:
-        """Values for JSON."""
-        return asdict(self)
 
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:

@@ -207,76 +207,45 @@ def training_obstacles(plan: Plan) -> list[str]:
 
     What another trainer than this project's may have does not stand in the way of a plan for it.
     """
-    obstacles = []
-    if plan.data is None:
-        obstacles.append("the plan is of shapes only, without data: it cannot be trained")
+    only_shapes = "the plan is of shapes only, without data: it cannot be trained"
     if plan.made_for is not None:
-        return obstacles
-    if plan.data is not None and plan.data.origin is None:
-        obstacles.append(
-            "the lengths do not say which data they are of: the plan can be studied but not "
-            "trained; to train, plan with one file of `omnibal lengths`"
-        )
-    if plan.schedule.name not in OWN.schedules:
-        obstacles.append(
-            f"the plan's schedule is {plan.schedule.name}, and the trainer runs "
-            f"{words(sorted(OWN.schedules))}: the plan can be studied but not trained"
-        )
-    foreign = model_obstacle(plan.model)
-    if foreign is not None:
-        obstacles.append(f"{foreign}: the plan can be studied but not trained")
-    unquantised = precision_obstacle(plan)
-    if unquantised is not None:
-        obstacles.append(f"{unquantised}: the plan can be studied but not trained")
-    obstacles += _adapter_obstacles(plan) + _schedule_obstacles(plan)
-    if plan.has_shared_packs and plan.model.takes_audio:
-        obstacles.append(
-            f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose "
-            "features the trainer does not exchange among them: plan with levels of context 1"
-        )
-    if plan.has_shared_packs and plan.model.images is not None and plan.beside is not None:
-        obstacles.append(
-            f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of "
-            "images at their native resolution, whose features are not exchanged among them: plan "
-            "with --encoder pipeline, or levels of context 1"
-        )
-    return obstacles
-
-
-def _adapter_obstacles(plan: Plan) -> list[str]:
-    """Reasons why a plan's adapters cannot be trained, a sentence each."""
-    if plan.adapters is None:
-        return []
-    obstacles = []
-    if plan.adapters.experts:
-        obstacles.append(
-            "adapters are of experts' matrices too, beside which the trainer has none: set "
-            "experts of adapters to false"
-        )
-    if plan.precision == "fp8":
-        obstacles.append(
-            "adapters are planned beside products in FP8, which the trainer has none beside: plan "
-            "with --precision bf16"
-        )
-    return obstacles
-
-
-def _schedule_obstacles(plan: Plan) -> list[str]:
-    """Reasons why a plan's schedule cannot be trained, a sentence each."""
-    schedule, stages = plan.schedule, plan.parallel.pipeline
-    obstacles = []
-    if schedule.chunks > 1 and stages == 1:
-        obstacles.append(
-            f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which "
-            "holds the model whole: leave schedule out"
-        )
-    if plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed:
-        obstacles.append(
-            f"ranks share packs of a level, and with schedule {schedule.name} ranks with other "
-            "numbers of micro-batches run the shared ones in other orders: plan with levels of "
-            "context 1, or with --schedule interleaved"
-        )
-    return obstacles
+        return [] if plan.data is not None else [only_shapes]
+    schedule, stages, adapters = plan.schedule, plan.parallel.pipeline, plan.adapters
+    foreign, unquantised = model_obstacle(plan.model), precision_obstacle(plan)
+    obstacles = {
+        only_shapes: plan.data is None,
+        "the lengths do not say which data they are of: the plan can be studied but not trained; "
+        "to train, plan with one file of `omnibal lengths`": (
+            plan.data is not None and plan.data.origin is None
+        ),
+        f"the plan's schedule is {schedule.name}, and the trainer runs "
+        f"{words(sorted(OWN.schedules))}: the plan can be studied but not trained": (
+            schedule.name not in OWN.schedules
+        ),
+        f"{foreign}: the plan can be studied but not trained": foreign is not None,
+        f"{unquantised}: the plan can be studied but not trained": unquantised is not None,
+        "adapters are of experts' matrices too, beside which the trainer has none: set experts of "
+        "adapters to false": adapters is not None and adapters.experts,
+        "adapters are planned beside products in FP8, which the trainer has none beside: plan with "
+        "--precision bf16": adapters is not None and plan.precision == "fp8",
+        f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which holds "
+        "the model whole: leave schedule out": schedule.chunks > 1 and stages == 1,
+        f"ranks share packs of a level, and with schedule {schedule.name} ranks with other numbers "
+        "of micro-batches run the shared ones in other orders: plan with levels of context 1, or "
+        "with --schedule interleaved": (
+            plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed
+        ),
+        f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose features "
+        "the trainer does not exchange among them: plan with levels of context 1": (
+            plan.has_shared_packs and plan.model.takes_audio
+        ),
+        f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of images "
+        "at their native resolution, whose features are not exchanged among them: plan with "
+        "--encoder pipeline, or levels of context 1": (
+            plan.has_shared_packs and plan.model.images is not None and plan.beside is not None
+        ),
+    }
+    return [what for what, is_so in obstacles.items() if is_so]
 
 
 def precision_obstacle(plan: Plan) -> str | None:
@@ -298,19 +267,18 @@ def precision_obstacle(plan: Plan) -> str | None:
 
 def model_obstacle(model: ModelConfig) -> str | None:
     """Reason why the trainer cannot build a model, in words; None if it can."""
-    encoders = [
+    foreign = [
         f"an encoder {name} of {tower.kind}"
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
-    encoders += _foreign_towers(model)
+    foreign += _foreign_towers(model) + _foreign_layers(model)
     language = model.language
     parts = {
         "gates of attention's output": language.output_gate,
         "norms after blocks": language.post_norms,
         "layers of multi-token prediction": bool(language.prediction_layers),
     }
-    foreign = encoders + _foreign_layers(model)
     foreign += [part for part, has in parts.items() if has]
     if not foreign:
         return None
@@ -382,7 +350,10 @@ def _check_partition(plan: Plan) -> str:
             f"or schedule, or {_ANEW}"
         )
     for level in range(len(plan.levels)):
-        _check_recomputed(plan, level)
+        try:
+            check_stages(plan.pipeline_model, plan.stages_at(level))
+        except UserError as error:
+            raise UserError(f"levels[{level}]: {error}") from error
     _check_recomputed_in_lockstep(plan)
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
@@ -407,13 +378,6 @@ def _check_settings(plan: Plan) -> list[str]:
             )
     what = "the model's settings are" if plan.data is None else "settings of model and data are"
     return [f"{what} those that the plan was made with"]
-
-
-def _check_recomputed(plan: Plan, level: int) -> None:
-    try:
-        check_stages(plan.pipeline_model, plan.stages_at(level))
-    except UserError as error:
-        raise UserError(f"levels[{level}]: {error}") from error
 
 
 def _check_recomputed_in_lockstep(plan: Plan) -> None:
@@ -455,16 +419,17 @@ def _check_costs(
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     """Refuse any figure that is not what the plan's own costs and packs give."""
     given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
-    # A part of a step may be next to nothing: what it differs by is measured at the step.
-    slack = {
-        name: _SAME * (anew.step_ms if name.endswith("_ms") else _size(value))
-        for name, value in found.items()
-    }
     for name, value in found.items():
-        if not _is_same(given.get(name), value, slack[name]):
+        stored_value = given.get(name)
+        is_same = stored_value == value
+        if isinstance(stored_value, float) and isinstance(value, float):
+            # A part of a step may be next to nothing: its difference is measured at the step.
+            size = anew.step_ms if name.endswith("_ms") else max(abs(value), 1e-6)
+            is_same = abs(stored_value - value) <= _SAME * size
+        if not is_same:
             raise UserError(
                 "the stored prediction is of another plan, or by another version of the costs: "
-                f"{name} is {_shown(given.get(name))}, and by costs from {anew.cost_source} it is "
+                f"{name} is {_shown(stored_value)}, and by costs from {anew.cost_source} it is "
                 f"{_shown(value)}; remove `prediction` from plan.json, or {_ANEW}"
             )
 
@@ -484,17 +449,6 @@ def _figures(
             yield from _figures(f"{name}[{index}]", inner)
     else:
         yield name, value
-
-
-def _size(value: Figure) -> float:
-    """Magnitude of a number, at least a millionth, for relative comparison; 0 for text."""
-    return max(abs(value), 1e-6) if isinstance(value, float) else 0.0
-
-
-def _is_same(given: Figure, found: Figure, slack: float) -> bool:
-    if isinstance(given, float) and isinstance(found, float):
-        return abs(given - found) <= slack
-    return given == found
 
 
 def _shown(value: Figure) -> str:

@@ -97,22 +97,17 @@ class JobSpec:
             has_one_loss = not self.model.language.prediction_layers
             shares = exchange.shares() if self.parallel.pipeline > 1 else None
             cost = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss, shares=shares)
-        encoders = self._costs_of_encoders()
-        if encoders:
+        encoders: dict[int, EncodersCost] = {}
+        if self.has_data_parallel_encoders:
+            sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
+            encoders = {
+                n: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=n)
+                for n in self._encoder_shards()
+            }
             cost = pipeline_cost(cost, min(each.update_ms for each in encoders.values()))
         object.__setattr__(self, "cost", cost)
         object.__setattr__(self, "encoders_costs", encoders)
         object.__setattr__(self, "exchange", exchange)
-
-    def _costs_of_encoders(self) -> dict[int, EncodersCost]:
-        """Costs of data-parallel encoders in every way to hold weights; none without them."""
-        if not self.has_data_parallel_encoders:
-            return {}
-        sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen
-        return {
-            ranks: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=ranks)
-            for ranks in self._encoder_shards()
-        }
 
     def _encoder_shards(self) -> list[int]:
         """Numbers of ranks that may divide the weights of data-parallel encoders."""
@@ -175,18 +170,13 @@ class JobSpec:
         self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
-        if parallel.sharded > 1:
-            self._check_sharded()
-        if self.precision == "fp8":
-            layer_products(self.model, self.cluster, parallel, self.precision)
-
-    def _check_sharded(self) -> None:
-        """Refuse what does not go with weights that data-parallel ranks divide."""
-        if self.precision == "fp8":
+        if parallel.sharded > 1 and self.precision == "fp8":
             raise UserError(
                 "--precision fp8 was given with weights that data-parallel ranks divide, which "
                 "is planned without: leave it out, or give --sharding replicated"
             )
+        if self.precision == "fp8":
+            layer_products(self.model, self.cluster, parallel, self.precision)
 
     @property
     def encoders_cost(self) -> EncodersCost | None:

@@ -6,7 +6,7 @@ All kinds have the same methods, so that no caller needs to know which of them a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -206,7 +206,7 @@ class SampleData:
         """Describe the packs for plan.json."""
         settings = self.settings
         by_rule: PackedBy = "next_fit" if self.rules.next_fit else settings.packing.value
-        described = describe_data(
+        return describe_data(
             packs,
             self.lengths,
             caps=self.caps,
@@ -215,8 +215,8 @@ class SampleData:
             epochs=settings.epochs,
             packs_per_step=self.packs_per_step,
             micro_batches_per_step=self.micro_batches(job),
+            curriculum_steps=settings.curriculum_steps,
         )
-        return described.model_copy(update={"curriculum_steps": settings.curriculum_steps})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -275,17 +275,14 @@ class MockData(_UnderCaps):
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
         """Schedule the only step: packs at the caps, equally many on every rank."""
-        return data_at_caps(self._shapes(), job.parallel.data)
+        return data_at_caps(self.described(), job.parallel.data)
 
     def least_caps(self) -> Caps:
         """Return the smallest caps there are, as mock samples fit any."""
         return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
-    def described(self, packs: ScheduledPacks, job: JobSpec) -> Shapes:
-        """Describe the micro-batches for plan.json."""
-        return self._shapes()
-
-    def _shapes(self) -> Shapes:
+    def described(self, packs: object = None, job: object = None) -> Shapes:
+        """Describe the micro-batches for plan.json, whatever packs they are."""
         return Shapes(
             caps=self.caps,
             micro_batches_per_step=self.micro_batches_per_step,
@@ -363,20 +360,18 @@ class StreamData(_UnderCaps):
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
         """Describe the packs for plan.json."""
-        described = describe_data(
+        return describe_data(
             packs,
             self.lengths,
             caps=self.caps,
-            method="balanced",
+            method="balanced" if self.is_dispatched else "next_fit",
             seed=0,
             epochs=self.epochs,
             packs_per_step=int(np.bincount(packs.step).max()),
             micro_batches_per_step=int(packs.slot.max()) + 1,
+            window=self.window,
+            steps_sha256=steps_of(packs).window_sha256,
         )
-        changes = {"window": self.window, "steps_sha256": steps_of(packs).window_sha256}
-        if not self.is_dispatched:
-            changes["method"] = "next_fit"
-        return described.model_copy(update=changes)
 
 
 PlanData = SampleData | StreamData | MockData
@@ -564,31 +559,20 @@ def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
     return "no images" if pixels is None else f"tiles of {pixels} pixels and {tokens} tokens"
 
 
-def describe_data(
-    packs: ScheduledPacks,
-    lengths: Lengths,
-    *,
-    caps: Caps,
-    method: PackedBy,
-    seed: int,
-    epochs: int,
-    packs_per_step: int,
-    micro_batches_per_step: int,
-) -> DataPlan:
-    """Describe packs for plan.json, by which a run knows them again."""
-    return DataPlan(
-        caps=caps,
-        method=method,
-        seed=seed,
-        epochs=epochs,
-        packs_per_step=packs_per_step,
-        micro_batches_per_step=micro_batches_per_step,
-        samples=len(lengths),
-        left_out=epochs * len(lengths) - len(packs.packs.samples),
-        packs=len(packs),
-        steps=packs.steps,
-        lengths_sha256=lengths.sha256,
-        packs_sha256=packs.sha256,
-        steps_sha256=steps_of(packs).sha256,
-        origin=lengths.origin,
-    )
+def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:
+    """Describe packs for plan.json, by which a run knows them again.
+
+    Args:
+        settings: fields of the description that packs and lengths do not tell, `epochs` among them.
+    """
+    told = {
+        "samples": len(lengths),
+        "left_out": settings["epochs"] * len(lengths) - len(packs.packs.samples),
+        "packs": len(packs),
+        "steps": packs.steps,
+        "lengths_sha256": lengths.sha256,
+        "packs_sha256": packs.sha256,
+        "steps_sha256": steps_of(packs).sha256,
+        "origin": lengths.origin,
+    }
+    return DataPlan(**told | settings)

@@ -5,7 +5,7 @@
 epochs count from 0; `in_run` counts them through the run, as the trainer does.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,36 +206,27 @@ def _joined_packs(parts: Sequence[ScheduledPacks], rows: Sequence[np.ndarray]) -
             for part, row in zip(parts, rows, strict=True)
         ]
     )
+    columns = {
+        name: np.concatenate([np.asarray(getattr(part, name)) for part in parts])
+        for name in ("step", "dp_rank", "slot", "epoch", "tokens", "level")
+    }
+    return ScheduledPacks(packs=packs, items=_joined([part.items for part in parts]), **columns)
 
-    def column(name: str) -> np.ndarray:
-        return np.concatenate([np.asarray(getattr(part, name)) for part in parts])
 
-    return ScheduledPacks(
-        packs=packs,
-        step=column("step"),
-        dp_rank=column("dp_rank"),
-        slot=column("slot"),
-        epoch=column("epoch"),
-        items={
-            name: np.concatenate([part.items[name] for part in parts]) for name in parts[0].items
-        },
-        tokens=column("tokens"),
-        level=column("level"),
-    )
+def _joined(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Columns of tables one after another."""
+    return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
 def _joined_lengths(parts: Sequence[Lengths]) -> Lengths:
     sizes = [part.image_sizes for part in parts if part.image_sizes is not None]
-    first = parts[0]
     return replace(
-        first,
-        items={name: np.concatenate([part.items[name] for part in parts]) for name in first.items},
+        parts[0],
+        items=_joined([part.items for part in parts]),
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
         source=np.concatenate([part.source for part in parts]),
-        squares={
-            name: np.concatenate([part.squares[name] for part in parts]) for name in first.squares
-        },
+        squares=_joined([part.squares for part in parts]),
         sample=np.concatenate([part.annotation_indices(np.arange(len(part))) for part in parts]),
         image_sizes=ImageSizes.joined(sizes) if sizes else None,
     )

@@ -269,7 +269,12 @@ def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -
     """The keys of a plan that say what its stages hold and recompute."""
     if are_plain(levels):
         return {"stages": tuple(stages_at[0]), "levels": ()}
-    return {"stages": _without_recompute(stages_at[0]), "levels": _planned(levels, stages_at)}
+    planned = (
+        PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
+        for level, stages in zip(levels, stages_at, strict=True)
+    )
+    stages = (stage.model_copy(update={"recompute": ()}) for stage in stages_at[0])
+    return {"stages": tuple(stages), "levels": tuple(planned)}
 
 
 def prediction_of(
@@ -345,20 +350,6 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
         has_data_parallel_encoders=plan.beside is not None,
         ranks=min(plan.parallel.world_size, plan.cluster.gpus_per_node),
     )
-
-
-def _planned(
-    levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]
-) -> tuple[PlannedLevel, ...]:
-    """Levels with the layers that each stage recomputes at them."""
-    return tuple(
-        PlannedLevel(**dict(level), recompute=tuple(stage.recompute for stage in stages))
-        for level, stages in zip(levels, stages_at, strict=True)
-    )
-
-
-def _without_recompute(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    return tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
 
 
 def placement_problem(

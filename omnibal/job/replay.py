@@ -150,14 +150,11 @@ def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     """
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
-    usual = np.flatnonzero(max((_is_most_frequent(counts) for counts in in_step), key=np.sum))
+    usual = np.flatnonzero(
+        max((counts == np.bincount(counts).argmax() for counts in in_step), key=np.sum)
+    )
     count = min(most, len(usual))
     return tuple(usual[(2 * np.arange(count) + 1) * len(usual) // (2 * count)].tolist())
-
-
-def _is_most_frequent(counts: np.ndarray) -> np.ndarray:
-    """Mask of the entries that equal the most frequent count."""
-    return counts == np.bincount(counts).argmax()
 
 
 def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
@@ -261,7 +258,10 @@ def measured_causes(
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
     measured = {name: _of_parts(replays, name, schedule) for name in _MEASURED}
     exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED}
-    shares = {name: _share(getattr(needed, name), getattr(silent, name)) for name in _MEASURED}
+    shares = {}
+    for name in _MEASURED:
+        part, of_all = getattr(needed, name), getattr(silent, name)
+        shares[name] = np.divide(part, of_all, out=np.ones_like(of_all), where=of_all > 0)
     whole = replace(all_, **{name: ms + exchanged[name] for name, ms in measured.items()})
     return CauseTimes(
         all=whole,
@@ -283,8 +283,3 @@ def _of_parts(replays: Sequence[StageReplay], name: str, schedule: PipelineSched
         each_ms = getattr(replay, name) or np.zeros(packs * schedule.chunks)
         found[:, held] = np.reshape(each_ms, (packs, schedule.chunks))
     return found
-
-
-def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Element-wise `part` / `whole`; 1 where `whole` is 0."""
-    return np.divide(part, whole, out=np.ones_like(whole), where=whole > 0)
