@@ -8,7 +8,6 @@ Whether a cap is fitted is often known before.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
@@ -21,9 +20,9 @@ from omnibal.pipeline.recompute import every_layer, least_peak_bytes, least_peak
 from omnibal.pipeline.stage_memory import (
     MemoryTable,
     RunningPasses,
+    bytes_in_passes,
     encoder_memory_of,
     fits_cap,
-    heaviest_pass,
     memory_table,
     memory_tables,
     most_of_stages,
@@ -61,7 +60,14 @@ def peak_vs_budget(
 ) -> float:
     """Bytes that say whether any split and recomputed sets fit a cap, in less time than the least:
     where some do, what one of them needs at most; where none do, what all of them need at least."""
-    return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, cap_bytes)
+    runs = possible_runs(cost, model, rules)
+    if cost.levels == 1:
+        # In a pass that has as much of everything as any has.
+        most = most_of_stages(cost, workload, pipeline_size)
+        enough_bytes = least_peak_of_tables(runs, _tables(cost, workload, most))
+        if fits_cap(enough_bytes, cap_bytes):
+            return enough_bytes
+    return _least_peak(cost, runs, workload, pipeline_size, cap_bytes)
 
 
 def _least_peak(
@@ -73,17 +79,52 @@ def _least_peak(
 ) -> float:
     if cost.levels > 1:
         return least_peak_of_tables(runs, memory_tables(cost, workload, pipeline_size))
-    search = _Narrowing(cost, workload, runs, pipeline_size)
-    if cap_bytes is not None:
-        enough_bytes = search.surely_enough_bytes()
-        if fits_cap(enough_bytes, cap_bytes):
-            return enough_bytes
-    while not search.is_done(cap_bytes):
-        path = search.best_by_passes()
-        if not search.is_done(cap_bytes):
-            search.narrow(path)
-    fits = cap_bytes is None or fits_cap(search.upper_bytes, cap_bytes)
-    return search.upper_bytes if fits else search.lower_bytes
+    edges = [(runs.start, runs.end)] * pipeline_size
+    counts, row = np.unique(runs.counts, axis=0, return_inverse=True)
+    peaks, seen = np.full((pipeline_size, len(counts)), -np.inf), np.zeros(0, np.int64)
+    lower_bytes, upper_bytes = 0.0, np.inf
+
+    def look_at(passes: np.ndarray) -> np.ndarray:
+        """Count every run that may be best in more passes, by their indices; all looked at."""
+        new = np.setdiff1d(passes, seen)
+        if len(new):
+            best = np.flatnonzero(peaks.min(axis=0) <= upper_bytes)
+            chosen = passes_of_stages(cost, workload, pipeline_size, new)
+            found = least_peaks_of_stages(_tables(cost, workload, chosen), counts[best])
+            peaks[:, best] = np.maximum(peaks[:, best], found)
+        return np.append(seen, new)
+
+    def is_done() -> bool:
+        """Whether the bounds are equal, or it is known whether some split fits the cap."""
+        if cap_bytes is not None:
+            fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
+            if fits_upper or not fits_lower:
+                return True
+        return lower_bytes >= upper_bytes * (1 - _TOLERANCE)
+
+    every_pass: list[RunningPasses] = []
+    features = features_of(workload, cost)
+    seen = look_at(_with_most(running_passes(features, workload.slot, pipeline_size, 0)))
+    while not is_done():
+        lower_bytes, path = least_largest_path(edges, list(peaks[:, row]), runs.units)
+        if is_done():
+            break
+        every_pass = every_pass or passes_of_stages(cost, workload, pipeline_size)
+        needed = [
+            bytes_in_passes(cost, passes, held, every_layer(cost.kinds, held))[0]
+            for passes, held in zip(every_pass, counts[row[path]], strict=True)
+        ]
+        seen = look_at(np.array([each.argmax() for each in needed]))
+        upper_bytes = min(upper_bytes, float(peaks[np.arange(pipeline_size), row[path]].max()))
+    fits = cap_bytes is None or fits_cap(upper_bytes, cap_bytes)
+    return upper_bytes if fits else lower_bytes
+
+
+def _tables(
+    cost: CostModel, workload: Workload, passes: Sequence[RunningPasses]
+) -> list[MemoryTable]:
+    """Memory tables of some passes of each stage."""
+    return [memory_table(cost, each, encoder_memory_of(workload)) for each in passes]
 
 
 def least_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
@@ -91,83 +132,6 @@ def least_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
     peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
     return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
-
-
-class _Narrowing:
-    """Bounds on the least peak of all splits, of one level, and the passes that they are by."""
-
-    def __init__(self, cost: CostModel, workload: Workload, runs: Runs, pipeline_size: int) -> None:
-        self.cost, self.workload, self.runs = cost, workload, runs
-        self.counts, self.row = np.unique(runs.counts, axis=0, return_inverse=True)
-        self.peaks = np.full((pipeline_size, len(self.counts)), -np.inf)
-        """Peaks in the passes looked at, [stages, distinct runs]."""
-        self.seen = np.zeros(0, np.int64)
-        self.lower_bytes, self.upper_bytes = 0.0, np.inf
-
-    def is_done(self, cap_bytes: float | None) -> bool:
-        """Whether the bounds are equal, or it is known whether some split fits a cap."""
-        if cap_bytes is not None:
-            bounds = np.array([self.lower_bytes, self.upper_bytes])
-            fits_lower, fits_upper = fits_cap(bounds, cap_bytes)
-            if fits_upper or not fits_lower:
-                return True
-        return self.lower_bytes >= self.upper_bytes * (1 - _TOLERANCE)
-
-    def surely_enough_bytes(self) -> float:
-        """Least peak of all splits in a pass that has as much of everything as any has."""
-        peaks = self._peaks(most_of_stages(self.cost, self.workload, self.stages), self.counts)
-        return least_largest(self._edges, list(peaks[:, self.row]), self.runs.units)
-
-    def best_by_passes(self) -> list[int]:
-        """Runs [stages] of the split that is best by the passes looked at, which raises the lower
-        bound; the first are the passes with most of all features."""
-        if not len(self.seen):
-            features = features_of(self.workload, self.cost)
-            self._look_at(_with_most(running_passes(features, self.workload.slot, self.stages, 0)))
-        sizes = list(self.peaks[:, self.row])
-        self.lower_bytes, path = least_largest_path(self._edges, sizes, self.runs.units)
-        return path
-
-    def narrow(self, path: Sequence[int]) -> None:
-        """Count a split in all passes, and every run in those in which it needs most."""
-        rows = self.row[path]
-        heaviest = [
-            heaviest_pass(self.cost, passes, counts, every_layer(self.cost.kinds, counts))
-            for passes, counts in zip(self._every_pass, self.counts[rows], strict=True)
-        ]
-        self._look_at(np.array(heaviest))
-        upper_bytes = float(self.peaks[np.arange(len(rows)), rows].max())
-        self.upper_bytes = min(self.upper_bytes, upper_bytes)
-
-    def _look_at(self, passes: np.ndarray) -> None:
-        """Count every run in more passes, by their indices."""
-        new = np.setdiff1d(passes, self.seen)
-        self.seen = np.append(self.seen, new)
-        if not len(new):
-            return
-        may_be_best = np.flatnonzero(self.peaks.min(axis=0) <= self.upper_bytes)
-        chosen = passes_of_stages(self.cost, self.workload, self.stages, new)
-        peaks = self._peaks(chosen, self.counts[may_be_best])
-        self.peaks[:, may_be_best] = np.maximum(self.peaks[:, may_be_best], peaks)
-
-    def _peaks(self, passes: Sequence[RunningPasses], counts: np.ndarray) -> np.ndarray:
-        """Least peak of every run in some passes of each stage. [stages, runs]"""
-        encoder_memory = encoder_memory_of(self.workload)
-        tables = [memory_table(self.cost, of_stage, encoder_memory) for of_stage in passes]
-        return least_peaks_of_stages(tables, counts)
-
-    @cached_property
-    def _every_pass(self) -> list[RunningPasses]:
-        return passes_of_stages(self.cost, self.workload, self.stages)
-
-    @property
-    def stages(self) -> int:
-        """Pipeline size."""
-        return len(self.peaks)
-
-    @property
-    def _edges(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        return [(self.runs.start, self.runs.end)] * self.stages
 
 
 def _with_most(passes: RunningPasses) -> np.ndarray:

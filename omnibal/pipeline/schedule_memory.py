@@ -369,8 +369,9 @@ def bytes_of_passes(
     size = len(stages_at[0]) // schedule.chunks
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         passes = running_passes(features, workload.slot, size, stage)
-        of_stage = [stages[stage] for stages in stages_at]
-        needed, held = bytes_in_passes(cost, passes, of_stage)
+        runs = unit_runs(cost.kinds, [stages[stage] for stages in stages_at])
+        held_units = counts_of_runs(len(cost.kinds), runs)
+        needed, held = bytes_in_passes(cost, passes, *held_units, runs)
         kind, row = np.divmod(np.arange(len(needed)), len(features))  # forwards, then backwards
         others = micro_batches_in(cost, passes.others)
         return PassBytes(row=row, kind=kind, chunk=0 * row, needed=needed, held=held, others=others)

@@ -97,54 +97,20 @@ LINKS = ("next input", "last input's gradient", "last output", "next gradient", 
 in a backward the gradient that it began with."""
 
 
-_Measure = Callable[["MemoryTable"], tuple[np.ndarray, np.ndarray]]
-"""Bytes that a stage needs and keeps in every pass of a table."""
-
-
-def running_passes(
-    features: np.ndarray, slot: np.ndarray, pipeline_size: int, stage: int
-) -> RunningPasses:
-    """Every forward of a stage in a run, in the packs' order, and then every backward.
-
-    Args:
-        features: [packs, features]; packs are sorted by step, rank and slot.
-        slot: [packs]; slots count from 0 without gaps.
-    """
-    held = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
-    return _passes(features, running_sums(features), slot, held)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _OtherInFlight:
-    """Number of other micro-batches that a stage of the planned schedule holds in each pass; both
-    [m], by the micro-batch that runs."""
-
-    earlier_in_forward: np.ndarray
-    later_in_backward: np.ndarray
-
-    @property
-    def key(self) -> bytes:
-        """What distinguishes it from that of other stages."""
-        return self.earlier_in_forward.tobytes() + self.later_in_backward.tobytes()
-
-
 @lru_cache(maxsize=_KEPT_COUNTS)
-def _others_in_flight(pipeline_size: int, micro_batches: int) -> tuple[_OtherInFlight, ...]:
+def _others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
+    """Number of other micro-batches that each stage of the planned schedule holds in each forward,
+    which are earlier, and in each backward, which are later. [p, 2, m]"""
     graph = planned_graph(pipeline_size, micro_batches)
     require_in_order(graph)
     require_prefix_closed(graph.schedule)
-    held = []
-    for stage in range(pipeline_size):
+    held = np.empty((pipeline_size, 2, micro_batches), np.int64)
+    for stage, of_stage in enumerate(held):
         passes = held_in_passes(graph, stage)
         own, forward = passes.micro_batch, passes.is_forward
         first, stop = passes.held[:, 0].T
-        held.append(
-            _OtherInFlight(
-                earlier_in_forward=(own - first)[forward],
-                later_in_backward=(stop - 1 - own)[~forward],
-            )
-        )
-    return tuple(held)
+        of_stage[:] = (own - first)[forward], (stop - 1 - own)[~forward]
+    return held
 
 
 def running_sums(features: np.ndarray) -> np.ndarray:
@@ -154,25 +120,32 @@ def running_sums(features: np.ndarray) -> np.ndarray:
     return total
 
 
-def _passes(
+def running_passes(
     features: np.ndarray,
-    total: np.ndarray,
     slot: np.ndarray,
-    held: _OtherInFlight,
+    pipeline_size: int,
+    stage: int,
     chosen: np.ndarray | None = None,
 ) -> RunningPasses:
-    """Passes of a stage, or those of them that are chosen by their rising indices."""
-    packs = len(slot)
+    """Every forward of a stage in a run, in the packs' order, and then every backward; or those of
+    them that are chosen by their rising indices.
+
+    Args:
+        features: [packs, features]; packs are sorted by step, rank and slot.
+        slot: [packs]; slots count from 0 without gaps.
+    """
+    earlier, later = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
+    packs, total = len(slot), running_sums(features)
     every = np.arange(2 * packs) if chosen is None else chosen
     forward, backward = every[every < packs], every[every >= packs] - packs
     # A step may have fewer micro-batches than others: what comes after its last is not held.
     ends = np.append(np.flatnonzero(slot == 0)[1:], packs)
     end = ends[np.cumsum(slot == 0) - 1]
-    before = total[forward] - total[forward - held.earlier_in_forward[slot[forward]]]
-    last = np.minimum(backward + 1 + held.later_in_backward[slot[backward]], end[backward])
+    before = total[forward] - total[forward - earlier[slot[forward]]]
+    last = np.minimum(backward + 1 + later[slot[backward]], end[backward])
     after = total[last] - total[backward + 1]
     begun, not_last = slot > 0, np.arange(packs) + 1 < end
-    ended = (slot > held.earlier_in_forward[slot])[forward]
+    ended = (slot > earlier[slot])[forward]
     # A step's first forward and its first backward are begun without the next one's tensor.
     both = begun & not_last
     in_forward = [both[forward], ended, begun[forward], ended, 0 * forward]
@@ -516,20 +489,17 @@ def passes_of_stages(
     Those of two stages at one index are the same pass of the same micro-batch.
     """
     features, slot = features_of(workload, cost), workload.slot
-    others = _others_in_flight(pipeline_size, int(slot.max()) + 1)
-    total = running_sums(features)
-    distinct = {held.key: held for held in others}
-    passes = {key: _passes(features, total, slot, held, chosen) for key, held in distinct.items()}
-    return [passes[held.key] for held in others]
+    others = _others_in_flight(pipeline_size, int(slot.max()) + 1).reshape(pipeline_size, -1)
+    _, first, same = np.unique(others, axis=0, return_index=True, return_inverse=True)
+    passes = [running_passes(features, slot, pipeline_size, each, chosen) for each in first]
+    return [passes[each] for each in same]
 
 
 def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
     """For every stage of a pipeline one pass that needs at least as much as any: bytes never fall
     where features grow."""
-    features, slot = features_of(workload, cost), workload.slot
-    largest = features.max(axis=0)
-    others = _others_in_flight(pipeline_size, int(slot.max()) + 1)
-    most = [max(h.earlier_in_forward.max(), h.later_in_backward.max()) for h in others]
+    largest = features_of(workload, cost).max(axis=0)
+    most = _others_in_flight(pipeline_size, int(workload.slot.max()) + 1).max(axis=(1, 2))
     links = np.ones((1, len(LINKS)))
     return [
         RunningPasses(
@@ -539,88 +509,50 @@ def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> l
     ]
 
 
-def heaviest_pass(
-    cost: CostModel, passes: RunningPasses, counts: np.ndarray, recomputed: np.ndarray
-) -> int:
-    """Index of the pass in which a stage of these units needs most.
-
-    Args:
-        counts: [kinds].
-        recomputed: [levels * kinds].
-    """
-    needed, _ = _measured(cost, passes, _needed_and_kept(counts, recomputed))
-    return int(needed.argmax())
-
-
 def heaviest_passes(
-    cost: CostModel, workload: Workload, counts: np.ndarray, recomputed: np.ndarray
+    cost: CostModel,
+    workload: Workload,
+    counts: np.ndarray,
+    recomputed: np.ndarray,
+    runs_of: Sequence[Sequence[UnitRun]] | None = None,
 ) -> list[MemoryTable]:
     """The pass of every stage that needs the most memory of all, and that which keeps the most, as
     a table of these two.
 
     Args:
+        counts: [stages, kinds].
         recomputed: [stages, levels * kinds].
+        runs_of: of every stage's units; None for the earliest of every kind recomputed.
     """
-    features, slot = features_of(workload, cost), workload.slot
-    others = _others_in_flight(len(counts), int(slot.max()) + 1)
-    total = running_sums(features)
-    return [
-        memory_table(
-            cost,
-            _heaviest(cost, _passes(features, total, slot, held), _needed_and_kept(*stage)),
-            encoder_memory_of(workload),
-        )
-        for held, *stage in zip(others, counts, recomputed, strict=True)
-    ]
-
-
-def _needed_and_kept(counts: np.ndarray, recomputed: np.ndarray) -> _Measure:
-    """Bytes that a stage needs and keeps, with the earliest of every kind recomputed."""
-    return lambda table: (
-        table.pass_bytes(counts, recomputed),
-        table.activation_bytes(counts, recomputed),
-    )
-
-
-def _of_stage(runs: Sequence[UnitRun]) -> _Measure:
-    """Bytes that a stage needs and keeps."""
-    return lambda table: (
-        table.stage_bytes(runs),
-        table.activation_bytes(*counts_of_runs(len(table.kinds), runs)),
-    )
-
-
-def _heaviest(cost: CostModel, passes: RunningPasses, measure: _Measure) -> RunningPasses:
-    """The pass in which a stage needs most and the one in which it keeps most.
-
-    Args:
-        measure: both of a table's passes, [passes] each.
-    """
-    in_passes = _measured(cost, passes, measure)
-    return passes.take(np.array([each_bytes.argmax() for each_bytes in in_passes]))
+    features, tables = features_of(workload, cost), []
+    for stage, of_stage in enumerate(zip(counts, recomputed, strict=True)):
+        passes = running_passes(features, workload.slot, len(counts), stage)
+        both = bytes_in_passes(cost, passes, *of_stage, runs_of[stage] if runs_of else ())
+        heaviest = passes.take(np.array([each.argmax() for each in both]))
+        tables.append(memory_table(cost, heaviest, encoder_memory_of(workload)))
+    return tables
 
 
 def bytes_in_passes(
-    cost: CostModel, passes: RunningPasses, stage_at: Sequence[Stage]
+    cost: CostModel,
+    passes: RunningPasses,
+    counts: np.ndarray,
+    recomputed: np.ndarray,
+    runs: Sequence[UnitRun] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a stage needs besides its state in every pass, and what it keeps in it. [passes] each
+    """What a stage needs besides its state in every pass, and what it keeps in it, of a table of
+    some of them at a time. [passes] each
 
     Args:
-        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+        counts: [kinds].
+        recomputed: [levels * kinds].
+        runs: of the stage's units; none for the earliest of every kind recomputed.
     """
-    return _measured(cost, passes, _of_stage(unit_runs(cost.kinds, stage_at)))
-
-
-def _measured(
-    cost: CostModel, passes: RunningPasses, measure: _Measure
-) -> tuple[np.ndarray, np.ndarray]:
-    """Both bytes of all passes, a table of some of them at a time."""
     needed, kept = [], []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
         table = memory_table(cost, passes.take(slice(first, first + _PASSES_AT_ONCE)))
-        some_needed, some_kept = measure(table)
-        needed.append(some_needed)
-        kept.append(some_kept)
+        needed.append(table.stage_bytes(runs) if runs else table.pass_bytes(counts, recomputed))
+        kept.append(table.activation_bytes(counts, recomputed))
     return np.concatenate(needed), np.concatenate(kept)
 
 
@@ -855,16 +787,10 @@ def stage_memories(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
     """Peak memory of one device of every stage, over all passes of a run."""
-    kinds, features = cost.kinds, features_of(workload, cost)
-    others = _others_in_flight(len(stages_at[0]), int(workload.slot.max()) + 1)
-    total, memories = running_sums(features), []
-    for held, *at_levels in zip(others, *stages_at, strict=True):
-        runs = unit_runs(kinds, at_levels)
-        passes = _passes(features, total, workload.slot, held)
-        heaviest = _heaviest(cost, passes, _of_stage(runs))
-        table = memory_table(cost, heaviest, encoder_memory_of(workload))
-        memories.append(stage_memory(cost, runs, table))
-    return memories
+    runs_of = [unit_runs(cost.kinds, at_levels) for at_levels in zip(*stages_at, strict=True)]
+    held = zip(*(counts_of_runs(len(cost.kinds), runs) for runs in runs_of), strict=True)
+    tables = heaviest_passes(cost, workload, *map(np.stack, held), runs_of)
+    return [stage_memory(cost, runs, table) for runs, table in zip(runs_of, tables, strict=True)]
 
 
 def recomputed_at_levels(
