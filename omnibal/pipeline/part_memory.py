@@ -20,6 +20,7 @@ from omnibal.cost.model import CostModel
 from omnibal.model.units import UnitKind
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.part_recompute import Contents, LayerNumbers, LayerOrders, RecomputeWays
+from omnibal.pipeline.recompute import fewest_that_fit
 from omnibal.pipeline.schedule_memory import (
     ChunkPasses,
     link_bytes,
@@ -152,16 +153,10 @@ class PartMemory:
             again = self.ways.recomputed(some, order[rows], number)
             return fits_cap(self.peak_bytes(some.counts, again), self.cap_bytes)
 
-        low, high = np.zeros(len(contents), np.int64), self.ways.most(contents)
-        every = np.arange(len(contents))
-        high = np.where(fit(every, low), 0, high)
-        fits = (high == 0) | fit(every, high)
-        while (rows := np.flatnonzero(fits & (low < high))).size:
-            middle = (low[rows] + high[rows]) // 2
-            enough = fit(rows, middle)
-            low[rows] = np.where(enough, low[rows], middle + 1)
-            high[rows] = np.where(enough, middle, high[rows])
-        return high, fits
+        every, most = np.arange(len(contents)), self.ways.most(contents)
+        most = np.where(fit(every, 0 * most), 0, most)
+        fits = (most == 0) | fit(every, most)
+        return fewest_that_fit(fit, np.where(fits, 0, most), most), fits
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
-from omnibal.pipeline.recompute_numbers import TowerLayers
+from omnibal.pipeline.recompute_numbers import LOOKED_FOR, TowerLayers
 from omnibal.pipeline.unit_runs import layer_kinds
 
 _MOST_KINDS = 3
@@ -119,7 +119,7 @@ class LayerNumbers:
     kinds: np.ndarray
     """Indices of the kinds that are layers, [L]."""
     fixed: np.ndarray
-    """Numbers of the towers in every order; -1 for the number looked for, [orders, towers]."""
+    """Numbers of the towers in every order, or `LOOKED_FOR`, [orders, towers]."""
     is_shared: bool
     """Whether all stages have the same number, and the same of the encoders."""
 
@@ -129,9 +129,9 @@ class LayerNumbers:
         assert freedom is not RecomputeFreedom.ALL  # of trainers without a pipeline alone
         layers = TowerLayers.of(cost, model)
         is_shared = freedom is not RecomputeFreedom.STAGES
-        fixed = [(-1,) * len(layers.towers)]
+        fixed = [(LOOKED_FOR,) * len(layers.towers)]
         if is_shared:
-            fixed = [(*encoders, -1) for encoders in product(*layers.encoder_numbers)]
+            fixed = [(*encoders, LOOKED_FOR) for encoders in product(*layers.encoder_numbers)]
         return cls(
             layers=layers,
             kinds=np.array(layer_kinds(cost.kinds)),
@@ -147,16 +147,17 @@ class LayerNumbers:
     def most(self, contents: Contents) -> np.ndarray:
         """Layers of the chunk that holds most of a tower whose number is looked for. [n]"""
         held = self.layers.held(contents.start.ravel(), contents.end.ravel())
-        free = held[:, (self.fixed < 0).any(axis=0)].max(axis=1)
+        free = held[:, (self.fixed == LOOKED_FOR).any(axis=0)].max(axis=1)
         return free.reshape(contents.start.shape).max(axis=1)
 
     def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
         """The first so many layers of every chunk. [n, c, K]"""
-        fixed = self.fixed[order]
-        numbers = np.where(fixed < 0, number[:, None], fixed)
         chunks = contents.start.shape[1]
         of_chunks = self.layers.recomputed(
-            contents.start.ravel(), contents.end.ravel(), np.repeat(numbers, chunks, axis=0)
+            contents.start.ravel(),
+            contents.end.ravel(),
+            np.repeat(self.fixed[order], chunks, axis=0),
+            np.repeat(number, chunks),
         )
         found = np.zeros(contents.counts.shape, np.int64)
         found[..., self.kinds] = of_chunks.reshape(*contents.start.shape, len(self.kinds))

@@ -44,7 +44,7 @@ from omnibal.pipeline.least_peak import (
     peak_vs_budget,
 )
 from omnibal.pipeline.operation_graph import planned_graph
-from omnibal.pipeline.recompute_numbers import LeastNumbers, StageNumbers
+from omnibal.pipeline.recompute_numbers import LOOKED_FOR, LeastNumbers, StageNumbers
 from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
 from omnibal.pipeline.split_search import (
     MAX_DESCENT_WORK,
@@ -274,7 +274,7 @@ def _problem(
         if cost.levels > 1:
             raise ValueError("numbers of recomputed layers are of one level, and costs of several")
         least = LeastNumbers.of(cost, model, structure.runs, tables, memory_cap_bytes)
-        numbers = StageNumbers(least=least, fixed=(None,) * len(least.layers.towers))
+        numbers = StageNumbers(least=least, fixed=(LOOKED_FOR,) * len(least.layers.towers))
     return SearchProblem(
         model=model,
         rules=rules,

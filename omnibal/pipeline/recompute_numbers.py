@@ -19,10 +19,12 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Runs
-from omnibal.pipeline.recompute import Cap
+from omnibal.pipeline.recompute import Cap, fewest_that_fit
 from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
+LOOKED_FOR = -1
+"""Number of a tower that has the number looked for, among those that are fixed."""
 NONE_FITS = 2**31
 """Number of layers where none is enough."""
 _UNKNOWN = -1  # no number of layers is negative
@@ -76,11 +78,13 @@ class TowerLayers:
         low, high = self._ends(start, end)
         return high - low
 
-    def recomputed(self, start: np.ndarray, end: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """Layers of every kind that runs [n] recompute, told numbers [n, towers].
-        [n, layer kinds]"""
+    def recomputed(
+        self, start: np.ndarray, end: np.ndarray, fixed: np.ndarray, number: np.ndarray
+    ) -> np.ndarray:
+        """Layers of every kind that runs [n] recompute, told `fixed` numbers [n, towers], or [1,
+        towers] for all, and `number` [n] where one is looked for. [n, layer kinds]"""
         low, high = self._ends(start, end)
-        stop = np.minimum(low + numbers, high)
+        stop = np.minimum(low + np.where(fixed == LOOKED_FOR, number[:, None], fixed), high)
         return (self.before[stop] - self.before[low]).sum(axis=1)
 
     def _ends(self, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -100,7 +104,7 @@ class LeastNumbers:
     memory_cap_bytes: float
     sequence: np.ndarray
     """First run that is the same units in the same order, for every run, [runs]."""
-    known: dict[tuple, np.ndarray] = field(default_factory=dict)
+    known: dict[tuple[int, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
     """What was found, of a table and the numbers that are fixed. [runs]"""
 
     @classmethod
@@ -133,58 +137,34 @@ class LeastNumbers:
         """Numbers to be found anew, for tables of more passes."""
         return replace(self, tables=tables, known={})
 
-    def find(self, stage: int, chosen: np.ndarray, fixed: Sequence[int | None]) -> np.ndarray:
+    def find(self, stage: int, chosen: np.ndarray, fixed: tuple[int, ...]) -> np.ndarray:
         """The least number, of towers whose number is not fixed, with which each of the chosen runs
         fits; `NONE_FITS` where none does. [chosen]
 
         Args:
-            fixed: numbers of the towers; None for those that all have the number looked for.
+            fixed: numbers of the towers; `LOOKED_FOR` for all that have the number looked for.
         """
-        none = tuple(None if number is None else 0 for number in fixed)
-        if none != tuple(fixed):
-            # What is fixed is nothing to runs without such layers.
-            is_fixed = [number is not None for number in fixed]
-            held = self.layers.held(self.runs.start[chosen], self.runs.end[chosen])[:, is_fixed]
-            has_some, found = held.any(axis=1), np.empty(len(chosen), np.int64)
-            found[~has_some] = self.find(stage, chosen[~has_some], none)
-            found[has_some] = self._find(stage, chosen[has_some], fixed)
-            return found
-        return self._find(stage, chosen, fixed)
-
-    def _find(self, stage: int, chosen: np.ndarray, fixed: Sequence[int | None]) -> np.ndarray:
-        key = id(self.tables[stage]), tuple(fixed)
-        known = self.known.setdefault(key, np.full(len(self.sequence), _UNKNOWN))
+        table = self.tables[stage]
+        known = self.known.setdefault((id(table), fixed), np.full(len(self.sequence), _UNKNOWN))
         first = self.sequence[chosen]
         missing = np.unique(first[known[first] == _UNKNOWN])
         if len(missing):
-            known[missing] = self._bisected(self.tables[stage], missing, fixed)
+            known[missing] = self._bisected(table, missing, np.array([fixed]))
         return known[first]
 
-    def _bisected(
-        self, table: MemoryTable, runs: np.ndarray, fixed: Sequence[int | None]
-    ) -> np.ndarray:
+    def _bisected(self, table: MemoryTable, runs: np.ndarray, fixed: np.ndarray) -> np.ndarray:
         cap, kinds = Cap.of(table, self.memory_cap_bytes), np.array(layer_kinds(table.kinds))
         start, end, counts = self.runs.start[runs], self.runs.end[runs], self.runs.counts[runs]
-        is_free = np.array([number is None for number in fixed])
-        given = np.array([number or 0 for number in fixed])
 
-        def fits(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
-            numbers = np.where(is_free, number[:, None], given)
+        def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
             recomputed = np.zeros_like(counts[rows])
-            recomputed[:, kinds] = self.layers.recomputed(start[rows], end[rows], numbers)
+            recomputed[:, kinds] = self.layers.recomputed(start[rows], end[rows], fixed, number)
             return cap.holds(counts[rows], recomputed)
 
-        high = np.where(is_free, self.layers.held(start, end), 0).max(axis=1, initial=0)
-        low, everyone = np.zeros_like(high), np.arange(len(runs))
-        found = np.where(fits(everyone, high), high, NONE_FITS)
-        rows = np.flatnonzero(found < NONE_FITS)
-        # Most stages fit with nothing recomputed, or need much.
-        while len(rows := rows[low[rows] < high[rows]]):
-            middle = (low[rows] + high[rows]) // 2
-            enough = fits(rows, middle)
-            high[rows] = np.where(enough, middle, high[rows])
-            low[rows] = np.where(enough, low[rows], middle + 1)
-        return np.where(found < NONE_FITS, high, NONE_FITS)
+        held = self.layers.held(start, end)
+        most = np.where(fixed == LOOKED_FOR, held, 0).max(axis=1, initial=0)
+        fits = fit(np.arange(len(runs)), most)
+        return np.where(fits, fewest_that_fit(fit, np.where(fits, 0, most), most), NONE_FITS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -192,8 +172,8 @@ class StageNumbers:
     """Numbers of recomputed layers that a stage may have."""
 
     least: LeastNumbers
-    fixed: tuple[int | None, ...]
-    """Numbers of the towers; None for those that have the number looked for."""
+    fixed: tuple[int, ...]
+    """Numbers of the towers; `LOOKED_FOR` for those that have the number looked for."""
     shared: int | None = None
     """The number looked for, where all stages have the same; else each has the least that fits."""
 
@@ -208,8 +188,5 @@ class StageNumbers:
 
     def recomputed(self, chosen: np.ndarray, number: np.ndarray) -> np.ndarray:
         """Layers of every kind that runs recompute with these numbers. [chosen, layer kinds]"""
-        runs = self.least.runs
-        is_free = np.array([each is None for each in self.fixed])
-        given = np.array([each or 0 for each in self.fixed])
-        numbers = np.where(is_free, number[:, None], given)
-        return self.least.layers.recomputed(runs.start[chosen], runs.end[chosen], numbers)
+        start, end = self.least.runs.start[chosen], self.least.runs.end[chosen]
+        return self.least.layers.recomputed(start, end, np.array([self.fixed]), number)

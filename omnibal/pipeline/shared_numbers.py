@@ -16,7 +16,7 @@ import numpy as np
 
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.pipeline.bounds import least_largest, least_largest_with
-from omnibal.pipeline.recompute_numbers import NONE_FITS, LeastNumbers, StageNumbers
+from omnibal.pipeline.recompute_numbers import LOOKED_FOR, NONE_FITS, LeastNumbers, StageNumbers
 from omnibal.pipeline.split_search import TOLERANCE, SplitSearch
 from omnibal.pipeline.stage_options import (
     Choices,
@@ -53,16 +53,14 @@ class NumberChoices:
     def larger_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
         """Numbers with the next larger one of an encoder, and none of the language model."""
         for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
-            later = choices.index(number) + 1
-            if later < len(choices):
-                yield (*numbers[:place], choices[later], *numbers[place + 1 : -1], 0)
+            for later in choices[choices.index(number) + 1 :][:1]:
+                yield (*numbers[:place], later, *numbers[place + 1 : -1], 0)
 
     def smaller_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
         """Numbers with the next smaller one of an encoder."""
         for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
-            earlier = choices.index(number) - 1
-            if earlier >= 0:
-                yield (*numbers[:place], choices[earlier], *numbers[place + 1 :])
+            for earlier in choices[: choices.index(number)][-1:]:
+                yield (*numbers[:place], earlier, *numbers[place + 1 :])
 
     def larger_language(self, numbers: Numbers, worth: np.ndarray) -> Numbers | None:
         """Numbers with the next larger one of the language model of those worth looking at, which
@@ -116,14 +114,26 @@ class NumberSearch:
                 break
             anything = [np.zeros(len(runs)) for runs in usable]
             if np.isfinite(self._largest_of_new(numbers, usable, anything)):
-                options = self._unlimited(numbers, usable)
+                given, shared = self._numbers(numbers), numbers[-1]
+                # Of every stage an option a run, in their order, whether they fit or not.
+                options = [
+                    recomputing(
+                        self.problem, stage, r, given.recomputed(r, np.full(len(r), shared))
+                    )
+                    for stage, r in enumerate(usable)
+                ]
                 # Larger numbers take no less time.
-                bound_ms = max(bound_ms, _least_ms(self.problem, options))
+                edges = [(option.start, option.end) for option in options]
+                bounds_ms = [option.bound_ms for option in options]
+                least_ms = least_largest(edges, bounds_ms, self.problem.units)
+                bound_ms = max(bound_ms, least_ms)
                 if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
                     continue
                 most_work -= self._look_at(numbers, usable, options, most_work)
-            for larger in self._larger(numbers, usable):
-                if larger not in seen:
+            worth = np.concatenate(self._least(numbers, usable))
+            more = self.choices_of_numbers.larger_language(numbers, worth)
+            for larger in (*self.choices_of_numbers.larger_encoders(numbers), more):
+                if larger is not None and larger not in seen:
                     seen.add(larger)
                     heappush(waiting, (bound_ms, larger))
         return self.best is not None
@@ -185,7 +195,7 @@ class NumberSearch:
 
     def _numbers(self, numbers: Numbers) -> StageNumbers:
         assert self.problem.numbers is not None
-        return replace(self.problem.numbers, fixed=(*numbers[:-1], None), shared=numbers[-1])
+        return replace(self.problem.numbers, fixed=(*numbers[:-1], LOOKED_FOR), shared=numbers[-1])
 
     def _least(self, numbers: Numbers, usable: list[np.ndarray]) -> list[np.ndarray]:
         """The least number of the language model with which each run of every stage fits, beside
@@ -196,24 +206,6 @@ class NumberSearch:
             found = [given.least.find(*each, given.fixed) for each in enumerate(usable)]
             self.least[encoders] = found
         return self.least[encoders]
-
-    def _unlimited(self, numbers: Numbers, usable: list[np.ndarray]) -> list[StageOptions]:
-        """Options of every stage, an option a run and in their order, whether they fit or not."""
-        given = self._numbers(numbers)
-        return [
-            recomputing(
-                self.problem, stage, runs, given.recomputed(runs, np.full(len(runs), numbers[-1]))
-            )
-            for stage, runs in enumerate(usable)
-        ]
-
-    def _larger(self, numbers: Numbers, usable: list[np.ndarray]) -> Iterator[Numbers]:
-        """The next larger numbers of a tower each that are worth looking at."""
-        yield from self.choices_of_numbers.larger_encoders(numbers)
-        worth = np.concatenate(self._least(numbers, usable))
-        more = self.choices_of_numbers.larger_language(numbers, worth)
-        if more is not None:
-            yield more
 
     def _look_at(
         self,
@@ -258,9 +250,3 @@ class NumberSearch:
             larger_than.append([each > smaller_number for each in least])
         with_new = [least_largest_with(edges, of_fitting, new, units) for new in larger_than]
         return max([least_largest(edges, of_fitting, units), *with_new])
-
-
-def _least_ms(problem: SearchProblem, options: list[StageOptions]) -> float:
-    """Lower bound on every split of these options, by its slowest stage."""
-    edges = [(option.start, option.end) for option in options]
-    return least_largest(edges, [option.bound_ms for option in options], problem.units)

@@ -3,7 +3,7 @@
 Of one level all sets of layers that fit and may be the best are options; where a trainer is told
 numbers, those that they make (`omnibal.pipeline.recompute_numbers`). Of several levels, all too,
 where there are few; else those of a grid, beside optimistic ones by which all are bounded
-(`omnibal.pipeline.level_recompute`).
+(`omnibal.pipeline.recompute`).
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,13 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
 from omnibal.pipeline.bounds import Structure
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.level_recompute import LevelFit, recomputes_of_levels, sets_near
-from omnibal.pipeline.recompute import Recomputes, useful_recomputes
+from omnibal.pipeline.recompute import (
+    LevelFit,
+    Recomputes,
+    recomputes_of_levels,
+    sets_near,
+    useful_recomputes,
+)
 from omnibal.pipeline.recompute_numbers import StageNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 

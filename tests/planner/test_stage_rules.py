@@ -36,6 +36,7 @@ from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
+from omnibal.pipeline.recompute_numbers import TowerLayers
 from omnibal.pipeline.shared_numbers import NumberChoices
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
@@ -251,8 +252,12 @@ def test_what_does_not_go_with_limited_stages_is_refused():
 @pytest.mark.parametrize("freedom", [RecomputeFreedom.LANGUAGE, RecomputeFreedom.ALL])
 def test_shared_numbers_are_walked_one_step_at_a_time(freedom: RecomputeFreedom):
     """Prevents: numbers of layers that a tower does not have, or one that no step leads to."""
-    towers = SimpleNamespace(
-        first=np.array([1, 5, 8]), stop=np.array([4, 7, 12]), has_backward=[True, False, True]
+    towers = TowerLayers(
+        towers=("vision", "audio", "language"),
+        has_backward=(True, False, True),
+        first=np.array([1, 5, 8]),
+        stop=np.array([4, 7, 12]),
+        before=np.zeros((13, 3)),
     )
     choices = NumberChoices.of(freedom, SimpleNamespace(layers=towers))
     every_number, vision = freedom is RecomputeFreedom.LANGUAGE, [0, 3]
