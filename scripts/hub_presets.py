@@ -15,7 +15,7 @@ import typer
 from omnibal.base.files import atomic, read_json_model
 from omnibal.base.program import run_app
 from omnibal.families.hub import read_hub_config
-from omnibal.model.config import model_toml
+from omnibal.model.config import config_toml
 
 SOURCES_FILE = "sources.json"
 
@@ -32,7 +32,7 @@ def preset_texts(folder: Path) -> dict[str, str]:
     sources = read_json_model(dict[str, str], folder / SOURCES_FILE, remedy)
     return {
         name: f"# {source}, by scripts/hub_presets.py of its config.json.\n"
-        + model_toml(read_hub_config(folder / name))
+        + config_toml(read_hub_config(folder / name))
         for name, source in sources.items()
     }
 

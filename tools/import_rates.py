@@ -34,7 +34,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, complaint, read_text
 from omnibal.base.outputs import check_files
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
-from omnibal.model.config import cluster_file, load_cluster, precision_rates_toml
+from omnibal.model.config import config_file, load_cluster, precision_rates_toml
 from omnibal.model.rates import (
     AttentionTime,
     CollectiveKind,
@@ -237,8 +237,8 @@ def _run(arguments: list[str]) -> None:
         help="leave out copies and collectives, where memory and links are not the base's",
     )
     options = parser.parse_args(arguments)
-    given = [options.tables, cluster_file(options.base)]
-    check_files({"--output": options.output}, given)
+    base_file = config_file("clusters", options.base)
+    check_files({"--output": options.output}, [options.tables, base_file])
     base, tables = load_cluster(options.base), _read(options.tables)
     try:
         rates = imported(tables, base.intra_node_gb_per_s, kernels_only=options.kernels_only)
@@ -252,9 +252,7 @@ def _run(arguments: list[str]) -> None:
         raise UserError(
             f"{options.tables}: {message}; compare with SimuMax's system files"
         ) from error
-    text = cluster_text(
-        cluster_file(options.base).read_text(encoding="utf-8"), rates, str(tables["source"])
-    )
+    text = cluster_text(base_file.read_text(encoding="utf-8"), rates, str(tables["source"]))
     with atomic(options.output) as written:
         written.write_text(text, encoding="utf-8")
     print(

@@ -19,7 +19,7 @@ from omnibal.model.config import (
     ModelConfig,
     Precision,
     Provider,
-    cluster_file,
+    config_file,
     load_cluster,
     with_imbalance,
 )
@@ -242,7 +242,7 @@ class JobOptions:
     def files(self) -> list[Path]:
         """List the files that the job is read from."""
         own = [] if self.profile is None else [self.profile]
-        return [named_model_file(self.model), cluster_file(self.cluster), *own]
+        return [named_model_file(self.model), config_file("clusters", self.cluster), *own]
 
     def job(
         self,

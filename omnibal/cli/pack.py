@@ -27,7 +27,7 @@ from omnibal.cli.options import (
 )
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
-from omnibal.model.config import cluster_file, load_cluster
+from omnibal.model.config import config_file, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.levels import Level
 from omnibal.model.limits import DEFAULT_MICRO_BATCHES, Caps, check_limits, check_packs_per_step
@@ -108,7 +108,7 @@ def pack(
         *length_files(lengths),
         *mixtures,
         named_model_file(load.model),
-        cluster_file(load.cluster),
+        config_file("clusters", load.cluster),
     ]
     check_files({"-o": output, "--picture": picture}, inputs)
     if picture is not None and picture.suffix.lower() != ".svg" and not is_stream(picture):

@@ -33,8 +33,8 @@ from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import (
     ClusterConfig,
     PlainPrecision,
-    cluster_file,
-    cluster_toml,
+    config_file,
+    config_toml,
     load_cluster,
 )
 from omnibal.model.limits import check_limits
@@ -151,7 +151,7 @@ class MeasuredClusterOptions:
 
         if base is not None and self.cluster_output is not None:
             with atomic(self.cluster_output) as written:
-                written.write_text(cluster_toml(with_measured_rates(base, measured)))
+                written.write_text(config_toml(with_measured_rates(base, measured)))
 
 
 def profile(
@@ -177,7 +177,7 @@ def profile(
             )
     # A mistake is found here, before several processes start and each reports it.
     lengths = length_files(measured.lengths or [])
-    presets = [] if preset.cluster is None else [cluster_file(preset.cluster)]
+    presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]
     read = [named_model_file(model), *lengths, *measured.check_data(), *presets]
     check_files({"-o": output, **preset.outputs()}, read)
     base = preset.base()

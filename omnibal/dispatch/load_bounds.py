@@ -20,19 +20,9 @@ def load_bound(weight: np.ndarray, ranks: int) -> float:
     """
     if not len(weight):
         return 0.0
-    sums = _sums_of_heaviest(weight)
+    sums = np.concatenate([[0.0], np.cumsum(np.sort(weight.astype(np.float64))[::-1])])
     per_rank = np.arange(1, (len(weight) - 1) // ranks + 1)
     last = per_rank * ranks + 1
     crowded = sums[last] - sums[last - per_rank - 1]
-    return _proven(max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)), weight)
-
-
-def _proven(least: float, weight: np.ndarray) -> float:
-    """A bound without what rounding may have added, and whole where all weights are."""
-    rounded_down = least * (1 - _ROUNDING)
-    return float(np.ceil(rounded_down) if (weight == np.floor(weight)).all() else rounded_down)
-
-
-def _sums_of_heaviest(weight: np.ndarray) -> np.ndarray:
-    """Sum of the k heaviest items, float64 [items + 1]."""
-    return np.concatenate([[0.0], np.cumsum(np.sort(weight.astype(np.float64))[::-1])])
+    bound = max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)) * (1 - _ROUNDING)
+    return float(np.ceil(bound) if (weight == np.floor(weight)).all() else bound)

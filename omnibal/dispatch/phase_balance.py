@@ -56,13 +56,7 @@ def encoder_balances(
     """
     if beside is None:
         return [
-            PhaseBalance(
-                phase=name,
-                imbalance_before=_imbalance(items),
-                imbalance_after=None,
-                bound=_over_mean(float(_fewest(items).sum()), items),
-            )
-            for name, items in held.items()
+            _balance(name, items, None, float(_fewest(items).sum())) for name, items in held.items()
         ]
     loads = _Loads.of(held, ranks_of_pipeline, beside, whole, pipeline)
     found = [loads.balance_of(name) for name in held]
@@ -129,12 +123,8 @@ class _Loads:
 
     def balance_of(self, name: str) -> PhaseBalance:
         """Balance of one encoder."""
-        return PhaseBalance(
-            phase=name,
-            imbalance_before=_imbalance(self.before[name]),
-            imbalance_after=_imbalance(self.after[name]),
-            bound=_over_mean(float(self.least[name].sum()), self.before[name]),
-        )
+        least = float(self.least[name].sum())
+        return _balance(name, self.before[name], self.after[name], least)
 
     def together(self) -> PhaseBalance:
         """Balance of all encoders, in time."""
@@ -143,12 +133,8 @@ class _Loads:
             for loads in (self.before, self.after)
         )
         least = np.max([self.ms[name] * each for name, each in self.least.items()], axis=0)
-        return PhaseBalance(
-            phase=ALL_ENCODERS,
-            imbalance_before=_imbalance(before),
-            imbalance_after=_imbalance(after),
-            bound=_over_mean(float(np.maximum(before.mean(axis=1), least).sum()), before),
-        )
+        least = np.maximum(before.mean(axis=1), least)
+        return _balance(ALL_ENCODERS, before, after, float(least.sum()))
 
 
 def language_balance(
@@ -165,12 +151,7 @@ def language_balance(
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))
-    return PhaseBalance(
-        phase=LANGUAGE_PHASE,
-        imbalance_before=_imbalance(loads),
-        imbalance_after=None,
-        bound=_over_mean(least_ms, loads),
-    )
+    return _balance(LANGUAGE_PHASE, loads, None, least_ms)
 
 
 def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
@@ -178,6 +159,19 @@ def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
     each, more = np.divmod(held[..., None], ranks_of_pipeline)
     shares = each + (np.arange(ranks_of_pipeline) < more)
     return shares.reshape(len(held), -1)
+
+
+def _balance(
+    phase: str, before: np.ndarray, after: np.ndarray | None, least: float
+) -> PhaseBalance:
+    """Balance of loads [S, ranks] before and after, of which no assignment has less than `least`
+    on its busiest ranks, summed over steps."""
+    return PhaseBalance(
+        phase=phase,
+        imbalance_before=_imbalance(before),
+        imbalance_after=None if after is None else _imbalance(after),
+        bound=_over_mean(least, before),
+    )
 
 
 def _imbalance(loads: np.ndarray) -> float:

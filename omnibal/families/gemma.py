@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from omnibal.families.hub_table import HubTable, NoDropout
+from omnibal.families.hub_table import NoDropout
+from omnibal.families.processor import read_processor
 from omnibal.families.text import LayeredText, TextTable, runs_of
-from omnibal.families.vision import Square, processor_of, square
+from omnibal.families.vision import LayersTable, Square, square
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ImagesEncoder, ImageText
@@ -69,13 +70,9 @@ class GemmaText(LayeredText):
         )
 
 
-class SiglipVision(HubTable):
+class SiglipVision(LayersTable):
     """SigLIP, with its pooling head unless a file says that there is none, as its class has it."""
 
-    hidden_size: PositiveInt = 768
-    intermediate_size: PositiveInt = 3072
-    num_hidden_layers: PositiveInt = 12
-    num_attention_heads: PositiveInt = 12
     num_channels: Literal[3] = 3
     image_size: Square = 224
     patch_size: Square = 16
@@ -103,14 +100,11 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
             f"divides the {side} patches of an image's"
         )
     sizes = {
-        "layers": table.num_hidden_layers,
-        "hidden_size": table.hidden_size,
-        "heads": table.num_attention_heads,
-        "ffn_hidden_size": table.intermediate_size,
+        **table.layer_sizes,
         "patch_size": patch,
         "merge_size": side // tokens_per_side,
     }
-    given_side = processor_of(path, sizes).side
+    given_side = read_processor(path, sizes).side
     if given_side not in (None, image):
         raise ValueError(f"images become squares of side {given_side}; it must be {image}")
     encoder = ImagesEncoder(

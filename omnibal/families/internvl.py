@@ -15,10 +15,10 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.families.folder import stored_tensors
 from omnibal.families.hub_table import HubTable, as_table
-from omnibal.families.text import LANGUAGES, SCALES_LATER, GroupedText, LanguageType, language_type
-from omnibal.families.vision import Square, square
+from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
+from omnibal.families.vision import LayersTable, Square, square
 from omnibal.families.whole import WholeTable
-from omnibal.model.config import ChatTemplate, LanguageConfig, ModelConfig
+from omnibal.model.config import ChatTemplate, ModelConfig
 from omnibal.model.encoders import TilesEncoder, TilingConfig
 
 NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
@@ -47,12 +47,8 @@ _HEADS = ("lm_head.weight", "language_model.output.weight")
 """Ends of the names that a head's tensor has."""
 
 
-class _Vision(HubTable):
+class _Vision(LayersTable):
     num_channels: Literal[3] = 3
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
     patch_size: Square = 14
     image_size: Square
     norm_type: Literal["layer_norm", "rms_norm"]
@@ -65,10 +61,7 @@ class _Vision(HubTable):
     def tower(self, downsample_ratio: float, tiling: TilingConfig) -> TilesEncoder:
         """The tower that the table describes."""
         return TilesEncoder(
-            layers=self.num_hidden_layers,
-            hidden_size=self.hidden_size,
-            heads=self.num_attention_heads,
-            ffn_hidden_size=self.intermediate_size,
+            **self.layer_sizes,
             image_size=square(self.image_size, "image_size"),
             patch_size=square(self.patch_size, "patch_size"),
             normalization=NORMS[self.norm_type],
@@ -202,21 +195,18 @@ def internvl_model(
         has_head=has_head,
     )
     tiling = whole.tiling(square(vision.image_size, "image_size"))
-    return ModelConfig(
-        name=name,
-        encoders={"vision": vision.tower(whole.downsample_ratio, tiling)},
-        language=_language(text, tied),
-        **whole.conversations,
-    )
-
-
-def _language(text: GroupedText, tied: bool) -> LanguageConfig:
+    tower = vision.tower(whole.downsample_ratio, tiling)
     text.check_trained()
     language = text.language(tied_head=tied)
-    if text.rope.kind == SCALES_LATER:
-        return language
-    # Where RoPE is not scaled from there on, serving tools alone take it for the longest text.
-    return language.model_copy(update={"max_positions": None})
+    if text.rope.kind != SCALES_LATER:
+        # Where RoPE is not scaled from there on, serving tools alone take it for the longest text.
+        language = language.model_copy(update={"max_positions": None})
+    return ModelConfig(
+        name=name,
+        encoders={"vision": tower},
+        language=language,
+        **whole.conversations,
+    )
 
 
 def is_internvl(given: Mapping[str, Any]) -> bool:

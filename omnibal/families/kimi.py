@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import PositiveFloat, PositiveInt
 
 from omnibal.families.deepseek import DeepseekV3Text
-from omnibal.families.hub_table import HubTable
-from omnibal.families.vision import processor_of
+from omnibal.families.processor import read_processor
+from omnibal.families.vision import LayersTable
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder, ImageText
@@ -53,9 +53,7 @@ class _Whole(WholeTable):
     projection_layer_norm_eps: PositiveFloat = 1e-5
 
 
-class MoonVit(HubTable):
-    """MoonViT."""
-
+class MoonVit(LayersTable):
     older_names: ClassVar[Mapping[str, str]] = {
         "init_pos_emb_height": "pos_emb_height",
         "init_pos_emb_width": "pos_emb_width",
@@ -67,10 +65,6 @@ class MoonVit(HubTable):
         "projector_ln_eps": "projection_layer_norm_eps",
     }
 
-    hidden_size: PositiveInt = 1152
-    intermediate_size: PositiveInt = 4304
-    num_attention_heads: PositiveInt = 16
-    num_hidden_layers: PositiveInt = 27
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     patch_size: PositiveInt = 14
     merge_kernel_size: tuple[PositiveInt, PositiveInt] = (2, 2)
@@ -102,14 +96,11 @@ def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> M
                 f"the projector takes width {width}; it must be the tower's {table.hidden_size}"
             )
     sizes = {
-        "layers": table.num_hidden_layers,
-        "hidden_size": table.hidden_size,
-        "heads": table.num_attention_heads,
-        "ffn_hidden_size": table.intermediate_size,
+        **table.layer_sizes,
         "patch_size": table.patch_size,
         "merge_size": table.merge_kernel_size[0],
     }
-    patches = processor_of(path, sizes).most_patches or images.patches
+    patches = read_processor(path, sizes).most_patches or images.patches
     encoder = ImagesEncoder(
         **sizes,
         normalization="LayerNorm",

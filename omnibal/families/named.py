@@ -8,7 +8,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import read_toml_model
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.families.hub import config_notes, read_hub_config
-from omnibal.model.config import ModelConfig, load_model, model_file, preset_names
+from omnibal.model.config import ModelConfig, config_file, load_model, preset_names
 
 _IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
@@ -25,7 +25,7 @@ def named_model(name_or_path: str) -> ModelConfig:
 def named_model_file(name_or_path: str) -> Path:
     """File that `named_model` reads."""
     name = _preset_or_path(name_or_path)
-    return _hub_file(name) or model_file(name)
+    return _hub_file(name) or config_file("models", name)
 
 
 def model_notes(name_or_path: str) -> list[str]:

@@ -106,11 +106,10 @@ class _Nested(BaseModel):
     video_processor: dict[str, Any] | None = None
 
 
-def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Processor:
+def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
     """Read the image processor's file beside a `config.json`, or its defaults where there is none.
 
-    Args:
-        patch_size, merge_size: of the vision tower, which the file must agree with.
+    It must agree with the vision tower's `patch_size` and `merge_size`.
     """
     for name in _FILES:
         path = config.with_name(name)
@@ -121,7 +120,7 @@ def read_processor(config: Path, *, patch_size: int, merge_size: int) -> Process
         if nested is not None:
             text = json.dumps(nested)
         processor = parse_json_model(Processor, text, str(path), _REMEDY)
-        _agrees(processor, path, {"patch_size": patch_size, "merge_size": merge_size})
+        _agrees(processor, path, sizes)
         return processor
     return Processor()
 
@@ -144,12 +143,12 @@ def read_video_processor(config: Path) -> VideoProcessor:
     return VideoProcessor()
 
 
-def _agrees(processor: Processor, path: Path, tower: dict[str, int]) -> None:
-    for name, must_be in tower.items():
+def _agrees(processor: Processor, path: Path, sizes: dict[str, Any]) -> None:
+    for name in ("patch_size", "merge_size"):
         given = processor.model_dump()[name]
-        if isinstance(given, int) and given != must_be:
+        if isinstance(given, int) and given != sizes[name]:
             raise UserError(
-                f"{path}: has {name} {given}; it must be {must_be}, as the vision tower of "
+                f"{path}: has {name} {given}; it must be {sizes[name]}, as the vision tower of "
                 f"config.json has it; {_REMEDY}"
             )
     if not processor.do_resize:

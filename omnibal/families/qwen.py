@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from omnibal.families.hub_table import HubTable
 from omnibal.families.text import (
     LayeredText,
     Qwen2Text,
@@ -23,11 +22,10 @@ from omnibal.families.text import (
 from omnibal.families.vision import (
     CLIP_MEAN,
     CLIP_STD,
+    DepthTable,
     Pixels,
-    Square,
     VisionTable,
     pixels,
-    square,
     video_of,
 )
 from omnibal.families.whole import WholeTable, read_whole, vision_language
@@ -80,24 +78,16 @@ class Qwen25VLText(Qwen2Text, Sectioned):
     inner_ties_too: ClassVar[bool] = True
 
 
-class Qwen2VLVision(HubTable):
+class Qwen2VLVision(DepthTable):
     """Tower of Qwen2-VL: all layers attend fully, and feed-forwards have no gate."""
 
     older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
     without_effect: ClassVar[frozenset[str]] = frozenset({"spatial_patch_size"})
 
-    depth: PositiveInt = 32
     embed_dim: PositiveInt = 1280
-    hidden_size: PositiveInt = 3584
-    """Width that the projector makes."""
+    """Width of the layers; `hidden_size` is that of what the projector makes."""
     hidden_act: Literal["quick_gelu"] = "quick_gelu"
     mlp_ratio: PositiveFloat = 4
-    num_heads: PositiveInt = 16
-    in_channels: Literal[3] = 3
-    patch_size: Square = 14
-    spatial_merge_size: PositiveInt = 2
-    temporal_patch_size: PositiveInt = 2
-    rope_parameters: dict[str, Any] | None = None
 
 
 class Qwen25VLVision(VisionTable):
@@ -239,20 +229,11 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen2VLVision, Qwen25VLText, given, path)
     text.check_rope()
-    sizes = {
-        "layers": table.depth,
-        "hidden_size": table.embed_dim,
-        "heads": table.num_heads,
-        "ffn_hidden_size": int(table.embed_dim * table.mlp_ratio),
-        "patch_size": square(table.patch_size, "patch_size"),
-        "merge_size": table.spatial_merge_size,
-        "frames_per_patch": table.temporal_patch_size,
-    }
+    sizes = table.sizes_of(table.embed_dim, int(table.embed_dim * table.mlp_ratio))
     encoder = ImagesEncoder(
         **sizes,
         normalization="LayerNorm",
         qkv_bias=True,
-        qk_norm=False,
         activation="quick_gelu",
         patch_bias=False,
         **pixels(path, sizes, _OLDER_PIXELS),

@@ -6,24 +6,37 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, PositiveInt
 
 from omnibal.families.hub_table import HubTable
-from omnibal.families.processor import (
-    Colour,
-    Processor,
-    read_processor,
-    read_video_processor,
-)
+from omnibal.families.processor import Colour, read_processor, read_video_processor
 from omnibal.model.encoders import VideoConfig
 
 Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A side, or both sides of a rectangle."""
 
 
-class VisionTable(HubTable):
+class LayersTable(HubTable):
+    """Keys of a tower's layers, named as those of language models are."""
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+
+    @property
+    def layer_sizes(self) -> dict[str, Any]:
+        """Fields of an encoder about its layers."""
+        return {
+            "layers": self.num_hidden_layers,
+            "hidden_size": self.hidden_size,
+            "heads": self.num_attention_heads,
+            "ffn_hidden_size": self.intermediate_size,
+        }
+
+
+class DepthTable(HubTable):
     """Keys of the towers of Qwen2-VL and those after it."""
 
     depth: PositiveInt
     hidden_size: PositiveInt
-    intermediate_size: PositiveInt
     num_heads: PositiveInt
     in_channels: Literal[3] = 3
     patch_size: Square
@@ -31,19 +44,29 @@ class VisionTable(HubTable):
     temporal_patch_size: PositiveInt = 2
     rope_parameters: dict[str, Any] | None = None
 
-    @property
-    def sizes(self) -> dict[str, Any]:
+    def sizes_of(self, hidden_size: int, ffn_hidden_size: int) -> dict[str, Any]:
         """Fields of an ImagesEncoder that all of these towers have."""
         return {
             "layers": self.depth,
-            "hidden_size": self.hidden_size,
+            "hidden_size": hidden_size,
             "heads": self.num_heads,
-            "ffn_hidden_size": self.intermediate_size,
+            "ffn_hidden_size": ffn_hidden_size,
             "patch_size": square(self.patch_size, "patch_size"),
             "merge_size": self.spatial_merge_size,
             "frames_per_patch": self.temporal_patch_size,
             "qk_norm": False,
         }
+
+
+class VisionTable(DepthTable):
+    """Keys of the towers of Qwen2.5-VL and those after it."""
+
+    intermediate_size: PositiveInt
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Fields of an ImagesEncoder, whose layers are of the table's widths."""
+        return self.sizes_of(self.hidden_size, self.intermediate_size)
 
 
 def square(sides: int | list[int], name: str) -> int:
@@ -79,7 +102,7 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
     Args:
         config: the `config.json`, beside which the image processor's file may be.
     """
-    processor = processor_of(config, sizes)
+    processor = read_processor(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
     if processor.resample not in (None, _BICUBIC):
@@ -104,8 +127,3 @@ def video_of(config: Path, default: VideoConfig) -> VideoConfig:
     """
     changes = read_video_processor(config).changes
     return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default
-
-
-def processor_of(config: Path, sizes: dict[str, Any]) -> Processor:
-    """The image processor beside a `config.json`, which must agree with the tower's sizes."""
-    return read_processor(config, patch_size=sizes["patch_size"], merge_size=sizes["merge_size"])

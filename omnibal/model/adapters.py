@@ -7,7 +7,7 @@ and v are: each of these pieces has a pair of its own, or none.
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
@@ -174,7 +174,10 @@ def adapted_linears(
         return ()
     marked = (
         replace(
-            one, pieces=tuple(replace(p, is_adapted=_is_taken(adapters, p)) for p in one.pieces)
+            one,
+            pieces=tuple(
+                replace(piece, is_adapted=_is_taken(adapters, piece, 0)) for piece in one.pieces
+            ),
         )
         for one in linears(model, kind)
     )
@@ -238,8 +241,9 @@ def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
         if not any(has_adapters(model, kind, one) for kind in kinds):
             return f"adapters' target {target} matches nothing: {can}"
     for kind in kinds:
+        numbers = _numbers(model, kind)
         for piece in _pieces(model, kind):
-            if 0 < sum(_taken_layers(adapters, piece, model, kind)) < _layers(model, kind):
+            if 0 < sum(_is_taken(adapters, piece, number) for number in numbers) < len(numbers):
                 return (
                     f"adapters' target {adapters.targets[0]} takes {piece.name} of some layers and "
                     "not of others; all layers of a tower have the same adapters: leave the number "
@@ -252,20 +256,9 @@ def _pieces(model: ModelConfig, kind: UnitKind) -> Iterator[Piece]:
     return (piece for one in linears(model, kind) for piece in one.pieces)
 
 
-def _is_taken(adapters: AdapterConfig, piece: Piece) -> bool:
-    """Whether a piece is a target, by the first layer's names."""
-    return any(adapters.takes(path.replace("*", "0")) for path in piece.paths)
-
-
-def _taken_layers(
-    adapters: AdapterConfig, piece: Piece, model: ModelConfig, kind: UnitKind
-) -> Iterator[bool]:
-    for number in _numbers(model, kind):
-        yield any(adapters.takes(path.replace("*", str(number))) for path in piece.paths)
-
-
-def _layers(model: ModelConfig, kind: UnitKind) -> int:
-    return len(_numbers(model, kind))
+def _is_taken(adapters: AdapterConfig, piece: Piece, number: int) -> bool:
+    """Whether a piece of the layer of this number is a target."""
+    return any(adapters.takes(path.replace("*", str(number))) for path in piece.paths)
 
 
 def _numbers(model: ModelConfig, kind: UnitKind) -> list[int]:
@@ -281,48 +274,38 @@ _Sizes = tuple[int, int]
 
 
 def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, ...]:
-    return (
-        *(_language_attention(language) if not (kind.latent or kind.linear) else ()),
-        *(_language_feed_forward(language) if kind.experts is None else ()),
-    )
-
-
-def _language_attention(language: LanguageConfig) -> tuple[Linear, Linear]:
-    wide = language.hidden_size
-    query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
-    sizes = {
-        "q_proj": (wide, query + (query if language.output_gate else 0)),
-        "k_proj": (wide, key),
-        "v_proj": (wide, key),
-    }
-    (out,) = _of_language("self_attn", {"o_proj": (query, wide)})
-    qkv = _of_language("self_attn", sizes)
-    return _column("self_attention.linear_qkv", *qkv), _row("self_attention.linear_proj", out)
-
-
-def _language_feed_forward(language: LanguageConfig) -> tuple[Linear, Linear]:
     wide, inner = language.hidden_size, language.ffn_hidden_size
-    into = _of_language("mlp", {"gate_proj": (wide, inner), "up_proj": (wide, inner)})
-    (back,) = _of_language("mlp", {"down_proj": (inner, wide)})
-    return _column("mlp.linear_fc1", *into), _row("mlp.linear_fc2", back)
+    query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
 
+    def piece(name: str, *sizes: int, block: str = "mlp") -> Piece:
+        prefixes = ("language_model.model", "model.language_model", "model")
+        paths = (f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes)
+        return _piece(name, (sizes[0], sizes[1]), *paths)
 
-def _of_language(block: str, sizes: Mapping[str, _Sizes]) -> list[Piece]:
-    prefixes = ("language_model.model", "model.language_model", "model")
-    return [
-        _piece(name, each, *(f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes))
-        for name, each in sizes.items()
-    ]
+    made = {"q_proj": query * (2 if language.output_gate else 1), "k_proj": key, "v_proj": key}
+    linears = _layer_linears(
+        [piece(name, wide, size, block="self_attn") for name, size in made.items()],
+        piece("o_proj", query, wide, block="self_attn"),
+        [piece(name, wide, inner) for name in ("gate_proj", "up_proj")],
+        piece("down_proj", inner, wide),
+    )
+    attention = () if kind.latent or kind.linear else linears[:2]
+    return (*attention, *(linears[2:] if kind.experts is None else ()))
 
 
 def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
     match tower:
         case ClipsEncoder():
-            qkv, out, into, back = _whisper_pieces(tower)
+            return _layer_linears(*_whisper_pieces(tower))
         case ImagesEncoder():
-            qkv, out, into, back = _images_pieces(tower)
+            return _layer_linears(*_images_pieces(tower))
         case _:
-            qkv, out, into, back = _tiles_pieces(tower)
+            return _layer_linears(*_tiles_pieces(tower))
+
+
+def _layer_linears(
+    qkv: Sequence[Piece], out: Piece, into: Sequence[Piece], back: Piece
+) -> tuple[Linear, ...]:
     return (
         _column("self_attention.linear_qkv", *qkv),
         _row("self_attention.linear_proj", out),

@@ -480,16 +480,11 @@ class ClusterConfig(Frozen):
 
 def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
     """The model with another `ExpertsConfig.imbalance` in all layers that have experts."""
-    runs = tuple(
-        run
-        if run.experts is None
-        else run.model_copy(
-            update={"experts": run.experts.model_copy(update={"imbalance": imbalance})}
-        )
-        for run in model.language.runs
-    )
-    language = model.language.model_copy(update={"runs": runs})
-    return model.model_copy(update={"language": language})
+    change = {"imbalance": imbalance}
+    experts = (run.experts and run.experts.model_copy(update=change) for run in model.language.runs)
+    runs = zip(model.language.runs, experts, strict=True)
+    changed = tuple(run.model_copy(update={"experts": each}) for run, each in runs)
+    return model.with_tower("language", runs=changed)
 
 
 def load_model(name_or_path: str) -> ModelConfig:
@@ -497,24 +492,15 @@ def load_model(name_or_path: str) -> ModelConfig:
     return _load("models", name_or_path, ModelConfig)
 
 
-def model_toml(model: ModelConfig) -> str:
-    """The TOML text that `load_model` reads as this model."""
-    return _toml(model)
-
-
-def cluster_toml(cluster: ClusterConfig) -> str:
-    """The TOML text that `load_cluster` reads as this cluster."""
-    return _toml(cluster)
+def config_toml(config: ModelConfig | ClusterConfig) -> str:
+    """The TOML text that `load_model` or `load_cluster` reads as this."""
+    return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
 
 def precision_rates_toml(precision: Precision, rates: Rates) -> str:
     """The TOML text of a cluster's rates in one precision."""
     dumped = rates.model_dump(mode="json", exclude_none=True)
     return "\n".join(_toml_lines({"rates": {precision: dumped}}, "")).lstrip("\n") + "\n"
-
-
-def _toml(config: Frozen) -> str:
-    return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
 
 def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
@@ -597,23 +583,14 @@ def preset_names(kind: str) -> list[str]:
     return sorted(path.stem for path in (_PRESETS / kind).glob("*.toml"))
 
 
-def model_file(name_or_path: str) -> Path:
-    """File that `load_model` reads."""
-    return _file("models", name_or_path)
-
-
-def cluster_file(name_or_path: str) -> Path:
-    """File that `load_cluster` reads."""
-    return _file("clusters", name_or_path)
-
-
-def _file(kind: str, name_or_path: str) -> Path:
+def config_file(kind: str, name_or_path: str) -> Path:
+    """File that `load_model` or `load_cluster` reads, of `kind` "models" or "clusters"."""
     preset = name_or_path in preset_names(kind)
     return _PRESETS / kind / f"{name_or_path}.toml" if preset else Path(name_or_path)
 
 
 def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
-    names, path = preset_names(kind), _file(kind, name_or_path)
+    names, path = preset_names(kind), config_file(kind, name_or_path)
     if not path.is_file():
         near = get_close_matches(name_or_path, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -208,6 +208,12 @@ class Rates(Frozen):
     long as the computation alone, 0 where they take as long as one after the other, as where
     the same cores do both."""
 
+    @property
+    def _measured(self) -> dict[str, Sequence[_Measured]]:
+        """Times of computation by their tables' names."""
+        tables = {"products": self.products, "grouped": self.grouped}
+        return {**tables, "attention": self.attention}
+
     def __hash__(self) -> int:
         return self._hash
 
@@ -238,29 +244,19 @@ class Rates(Frozen):
     @model_validator(mode="after")
     def _shapes_are_given_once(self) -> Self:
         # Copies and collectives of a size may be timed again: lines are fitted through all.
-        for name, given in (
-            ("products", self.products),
-            ("grouped", self.grouped),
-            ("attention", self.attention),
-        ):
-            _once(name, given)
+        for name, given in self._measured.items():
+            shapes = Counter(one.model_copy(update={"ms": None, "share": None}) for one in given)
+            for shape, times in shapes.items():
+                if times > 1:
+                    sizes = ", ".join(f"{key} {value}" for key, value in shape.model_dump().items())
+                    raise ValueError(f"{name}: {sizes} is given {times} times; keep one of them")
         return self
 
     @model_validator(mode="after")
     def _shares_have_a_peak(self) -> Self:
-        shares = any(
-            one.share is not None for one in (*self.products, *self.grouped, *self.attention)
-        )
+        shares = any(one.share is not None for given in self._measured.values() for one in given)
         if shares and self.tflops is None:
             raise ValueError(
                 "shares are given without the peak that they are of; add tflops, or give ms"
             )
         return self
-
-
-def _once(name: str, given: Sequence[_Measured]) -> None:
-    shapes = Counter(one.model_copy(update={"ms": None, "share": None}) for one in given)
-    for shape, times in shapes.items():
-        if times > 1:
-            sizes = ", ".join(f"{key} {value}" for key, value in shape.model_dump().items())
-            raise ValueError(f"{name}: {sizes} is given {times} times; keep one of them")

@@ -110,23 +110,6 @@ def pack_epochs(
     return [pack_apart(lengths, of) if rules.one_medium else of(lengths) for of in packs]
 
 
-def _filling_steps(
-    packs: Packs,
-    tokens: np.ndarray,
-    rules: PackRules,
-    max_tokens: int,
-    packs_per_step: int,
-    load: Callable[[Packs], np.ndarray],
-    seed: Seed,
-) -> Packs:
-    """Packs of an epoch that fill whole steps, where the rules ask for that and it can be."""
-    if not rules.full_steps:
-        return packs
-    if rules.next_fit:
-        return level_to_fill(packs, packs_per_step, tokens, max_tokens, seed)
-    return split_to_fill(packs, packs_per_step, load)
-
-
 def draw_steps(
     lengths: Lengths,
     settings: PackSettings,
@@ -158,10 +141,10 @@ def draw_steps(
     )
     for epoch, packs in enumerate(parts):
         seed = _seeds(settings, epoch)[1]
-        most_tokens = caps["tokens"]
-        packs = _filling_steps(
-            packs, lengths.tokens, rules, most_tokens, packs_per_step, load, seed
-        )
+        if rules.full_steps and rules.next_fit:
+            packs = level_to_fill(packs, packs_per_step, lengths.tokens, caps["tokens"], seed)
+        elif rules.full_steps:
+            packs = split_to_fill(packs, packs_per_step, load)
         items, load_ms = _item_keys(packs, lengths, caps.names[:-1]), load(packs)
         if are_plain(levels):
             rest_last = rules.full_steps

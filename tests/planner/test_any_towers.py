@@ -10,7 +10,7 @@ from cost_cases import model_of
 from omnibal.base.errors import UserError
 from omnibal.job.check import check_plan, training_obstacles
 from omnibal.job.plan import PlannedLevel, read_plan, write_plan
-from omnibal.model.config import ModelConfig, load_cluster, load_model, model_toml
+from omnibal.model.config import ModelConfig, config_toml, load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel
 from omnibal.pipeline.stage import Span, Stage
@@ -30,7 +30,7 @@ TOWERS = {
 def planned(model: ModelConfig, directory: Path, *options: str) -> list[str]:
     """The arguments that plan the model's shapes on two stages."""
     file = directory / "model.toml"
-    file.write_text(model_toml(model))
+    file.write_text(config_toml(model))
     caps = Caps.of(tokens=64, **dict.fromkeys(model.item_features, 2))
     return [
         *("plan", "--model", str(file), "--cluster", "laptop-cpu", *" ".join(caps.options).split()),

@@ -11,10 +11,10 @@ from omnibal.families.named import named_model
 from omnibal.model.config import (
     LanguageConfig,
     ModelConfig,
-    cluster_file,
+    config_file,
+    config_toml,
     load_cluster,
     load_model,
-    model_toml,
     preset_names,
 )
 
@@ -82,7 +82,7 @@ def test_mistakes_in_a_model_file(tmp_path: Path, monkeypatch, content, expected
 
 def test_scaling_needs_a_limit(tmp_path):
     """Prevents a factor that says nothing, as RoPE is not scaled here."""
-    text = model_toml(DIGITS).replace("[language]", "[language]\nrope_factor = 2.0")
+    text = config_toml(DIGITS).replace("[language]", "[language]\nrope_factor = 2.0")
     (tmp_path / "model.toml").write_text(text)
     with pytest.raises(UserError, match=r"rope_factor 2\.0 scales RoPE beyond max_positions"):
         load_model(str(tmp_path / "model.toml"))
@@ -102,7 +102,7 @@ def test_a_written_model_is_read_as_it_was(tmp_path, name):
     language = DIGITS.language.model_copy(update={"max_positions": 99, "rope_factor": 1.5})
     changes = {"system_message": f"{name}.", "chat_system_message": f".{name}"}
     model = DIGITS.model_copy(update={"name": name, "language": language, **changes})
-    (tmp_path / "model.toml").write_text(model_toml(model), encoding="utf-8")
+    (tmp_path / "model.toml").write_text(config_toml(model), encoding="utf-8")
     assert load_model(str(tmp_path / "model.toml")) == model
 
 
@@ -110,7 +110,7 @@ def test_a_written_text_only_model_is_read_as_it_was(tmp_path):
     """Prevents a table of the language model, or the lack of an encoder, from being lost."""
     model = load_model("llama3.1-8b")
     assert model.language.rope_scaling is not None and not model.encoders
-    (tmp_path / "model.toml").write_text(model_toml(model))
+    (tmp_path / "model.toml").write_text(config_toml(model))
     assert load_model(str(tmp_path / "model.toml")) == model
 
 
@@ -148,8 +148,8 @@ def test_a_truth_value_is_no_number(tmp_path):
     """Prevents a model of one layer, or a link of 1 GB/s, planned from `true`."""
     path = tmp_path / "edited.toml"
     for text, load in (
-        (model_toml(DIGITS), load_model),
-        (cluster_file("laptop-cpu").read_text(), load_cluster),
+        (config_toml(DIGITS), load_model),
+        (config_file("clusters", "laptop-cpu").read_text(), load_cluster),
     ):
         found = _numbers(text)
         assert len(found) > 8

@@ -28,7 +28,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices, search_encoders
-from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
+from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
@@ -767,19 +767,3 @@ def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():
     beside = job_spec(placement=EncoderPlacement.DATA_PARALLEL).load_ms(packs.packs, lengths)
     whole = job_spec().load_ms(packs.packs, lengths)
     assert (beside < whole)[packs.column("tiles") > 0].all()
-
-
-def test_waits_are_no_features_of_samples():
-    """Prevents rows whose waits are of another pack than a step's first and last."""
-    problem = random_problem(
-        np.random.default_rng(1), "vision language", Parallel(pipeline=2, data=2), 3
-    )
-    beside = random_data_parallel(np.random.default_rng(2), problem)
-    workload = with_encoders(problem.workload, problem.features, problem.any_encoders, beside)
-    before, after = workload.features[:, -2:].T
-    is_first = workload.slot == 0
-    assert (before[is_first] > 0).all()
-    assert not before[~is_first].any()
-    is_last = np.append(is_first[1:], True)
-    assert (after[is_last] > 0).all()
-    assert not after[~is_last].any()

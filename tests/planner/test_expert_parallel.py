@@ -262,11 +262,3 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     assert missing
     if "--encoder" in options:
         assert plan.beside is not None
-
-
-@pytest.mark.parametrize("expert", [1, 2, 4])
-def test_each_other_rank_of_experts_has_a_buffer(expert: int):
-    """Prevents: buffers of the communication library for the rank itself, or for none."""
-    cost = job_spec(model=expert_model(), parallel=parallel_of(1, 1, 4, expert)).cost
-    others = [rank for rank in range(expert) if rank != 0]
-    assert cost.expert_peer_bytes == sum(load_cluster("laptop-cpu").peer_bytes for _ in others)

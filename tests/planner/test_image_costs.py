@@ -23,7 +23,7 @@ from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_
 from omnibal.cost.analytic import analytic_cost, unit_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
-from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, model_toml
+from omnibal.model.config import LanguageConfig, ModelConfig, config_toml, load_cluster
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
@@ -338,7 +338,7 @@ def test_images_are_scanned_planned_and_checked(
     video = VideoConfig(times="before", counts_frames=True)
     tower = encoder(deepstack_layers=(1, 2), video=video, max_pixels=90_000)
     model = tmp_path / "model.toml"
-    model.write_text(model_toml(model_with(tower)))
+    model.write_text(config_toml(model_with(tower)))
     data, lengths, plan = (str(tmp_path / name) for name in ("data.jsonl", "lengths", "plan"))
     scan = ["--model", str(model), "--tokenizer-model", str(tmp_path / "tokenizer.json")]
     limits = ["--min-pixels", "784", "--max-pixels", "80000"]

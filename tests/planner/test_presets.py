@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from omnibal.base.errors import UserError
+from omnibal.cost.parameters import model_parameters
 from omnibal.job.job import JobSpec
-from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
-from omnibal.model.encoders import TilesEncoder
+from omnibal.model.config import ModelConfig, load_cluster, load_model, preset_names
 from omnibal.model.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
@@ -78,26 +78,13 @@ def linear(inputs: int, outputs: int, bias: bool) -> int:
     return inputs * outputs + (outputs if bias else 0)
 
 
-def encoder_parameters(vision: TilesEncoder) -> int:
-    width, ffn = vision.hidden_size, vision.ffn_hidden_size
-    norm = width * (2 if vision.normalization == "LayerNorm" else 1)
-    attention = linear(width, 3 * width, vision.qkv_bias) + linear(width, width, bias=True)
-    attention += 2 * width if vision.qk_norm else 0
-    mlp = linear(width, ffn, bias=True) + linear(ffn, width, bias=True)
-    layer = attention + mlp + 2 * norm
-    layer += 2 * width if vision.layer_scale_init else 0
-    patches = (vision.image_size // vision.patch_size) ** 2
-    embedding = linear(3 * vision.patch_size**2, width, bias=True) + (patches + 1) * width + width
-    return vision.layers * layer + embedding
+def language_parameters(model: ModelConfig) -> int:
+    return model_parameters(model.without_encoders()).stored
 
 
-def language_parameters(language: LanguageConfig) -> int:
-    width, ffn = language.hidden_size, language.ffn_hidden_size
-    qkv_width = (language.heads + 2 * language.kv_heads) * (width // language.heads)
-    attention = linear(width, qkv_width, language.qkv_bias) + linear(width, width, bias=False)
-    layer = attention + 3 * width * ffn + 2 * width
-    matrices = 1 if language.tied_head else 2
-    return language.layers * layer + width + matrices * width * language.vocab_size
+def encoder_parameters(model: ModelConfig) -> int:
+    others = language_parameters(model) + projector_parameters(model)
+    return model_parameters(model).stored - others
 
 
 def projector_parameters(model: ModelConfig) -> int:
@@ -112,13 +99,7 @@ def near(billions: float):
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_has_its_published_size(name):
     """Prevents a wrong layer count, width, vocabulary, or a tied head taken for an untied one."""
-    model = load_model(name)
-    parts = (
-        encoder_parameters(model.vision),
-        projector_parameters(model),
-        language_parameters(model.language),
-    )
-    assert sum(parts) == near(CHECKPOINTS[name])
+    assert model_parameters(load_model(name)).stored == near(CHECKPOINTS[name])
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
@@ -126,23 +107,23 @@ def test_text_only_checkpoint_has_its_published_size(name):
     """Prevents a wrong width, bias or vocabulary, or an encoder that a text-only model lacks."""
     model = load_model(name)
     assert not model.encoders
-    assert language_parameters(model.language) == TEXT_ONLY[name]
+    assert model_parameters(model).stored == TEXT_ONLY[name]
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pair_has_its_parts_published_sizes(name):
     """Prevents a wrong encoder that a large language model would hide in the sum."""
     model, (encoder, language) = load_model(name), PAIRS[name]
-    assert encoder_parameters(model.vision) == near(encoder)
-    assert language_parameters(model.language) == near(language)
+    assert encoder_parameters(model) == near(encoder)
+    assert language_parameters(model) == near(language)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_has_a_released_encoder(name):
     """Prevents a wrong InternViT beside a language model that hides it in the sum."""
-    vision = load_model(name).vision
-    published = 5.54 if vision.hidden_size == 3200 else 0.304
-    assert encoder_parameters(vision) == near(published)
+    model = load_model(name)
+    published = 5.54 if model.vision.hidden_size == 3200 else 0.304
+    assert encoder_parameters(model) == near(published)
 
 
 def test_omni_is_internvl3_8b_and_whisper_large_v3():

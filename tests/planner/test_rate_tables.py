@@ -10,7 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import ProductTimes, exchanged_line, ring_line, send_line
-from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster
+from omnibal.model.config import ClusterConfig, config_toml, load_cluster
 from omnibal.model.rates import CollectiveTime, ProductTime
 
 pytestmark = pytest.mark.quick
@@ -22,7 +22,7 @@ RATES = B200.rates["bf16"]
 def cluster_with(tmp_path: Path, table: str) -> Path:
     """A cluster file with a table of rates, and what else one needs."""
     path = tmp_path / "mine.toml"
-    plain = cluster_toml(assumed_h100())
+    plain = config_toml(assumed_h100())
     path.write_text(f"{plain}\n[rates.bf16]\ndevice = 'mine'\n{table}\n")
     return path
 
@@ -70,7 +70,7 @@ def test_a_table_that_cannot_be_is_told_in_one_line(tmp_path: Path, table, told)
 def test_tables_are_read_as_they_are_written(tmp_path: Path):
     """Prevents: a preset with tables of which a plan keeps others."""
     path = tmp_path / "mine.toml"
-    path.write_text(cluster_toml(B200))
+    path.write_text(config_toml(B200))
     assert load_cluster(str(path)) == B200
     assert ClusterConfig.model_validate_json(B200.model_dump_json()) == B200
 
@@ -185,7 +185,7 @@ def test_collectives_that_are_lines_cost_what_the_lines_say():
 def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
     """Prevents: times of another device's peak, or a table that is read and not scaled."""
     path = tmp_path / "mine.toml"
-    plain = cluster_toml(assumed_h100().model_copy(update={"basis": "fitted"}))
+    plain = config_toml(assumed_h100().model_copy(update={"basis": "fitted"}))
     path.write_text(f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n")
     mine = load_cluster(str(path))
     rates = mine.rates["bf16"]

@@ -34,7 +34,7 @@ from omnibal.data.scan import scan_key, scan_lengths
 from omnibal.data.stored_files import AudioFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.model.config import load_model, model_toml
+from omnibal.model.config import config_toml, load_model
 from omnibal.packing.packs import read_packs
 
 RATES = (8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000)
@@ -384,7 +384,7 @@ def test_shards_hold_recordings(tmp_path, meta, tokenizer):
 def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
     """Prevents packs over the limit of any of three loads, by the commands as a user gives them."""
     model, lengths, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
-    model.write_text(model_toml(OMNI))
+    model.write_text(config_toml(OMNI))
     scanned = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
     assert "clips" in printed(capsys, f"{scanned} -o {lengths}")
     found = read_lengths([lengths])

@@ -17,7 +17,7 @@ from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.language_counts import head, language_layer
 from omnibal.cost.model import CostModel
 from omnibal.cost.shaped_rates import ProductTimes, ring_line, send_line
-from omnibal.model.config import ClusterConfig, cluster_toml, load_cluster, load_model, preset_names
+from omnibal.model.config import ClusterConfig, config_toml, load_cluster, load_model, preset_names
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Pass, ProductTime, Rates
@@ -228,14 +228,14 @@ def test_slices_and_small_micro_batches_cost_what_the_device_takes(tokens):
 def test_a_cluster_with_rates_is_read_as_it_was_written(tmp_path: Path):
     """Prevents: a preset of measured rates that no later plan can be made with."""
     path = tmp_path / "mine.toml"
-    path.write_text(cluster_toml(MEASURED))
+    path.write_text(config_toml(MEASURED))
     assert load_cluster(str(path)) == MEASURED
     assert load_cluster(str(cluster_file_of(tmp_path, H100))) == H100
 
 
 def cluster_file_of(folder: Path, cluster: ClusterConfig) -> Path:
     path = folder / "plain.toml"
-    path.write_text(cluster_toml(cluster))
+    path.write_text(config_toml(cluster))
     return path
 
 

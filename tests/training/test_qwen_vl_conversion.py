@@ -35,7 +35,7 @@ from megatron.vlm.conversion.tensor_map import Layout
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.families.named import named_model
-from omnibal.model.config import ModelConfig, load_model, model_toml
+from omnibal.model.config import ModelConfig, config_toml, load_model
 
 
 def released(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, own_names=False):
@@ -79,7 +79,7 @@ def test_import_knows_the_model_and_export_gives_the_same_bytes(
     source = released(name, tmp_path / "released", shard_size, dtype, own_names)
     run = imported(source, tmp_path / "run")
     assert load_model(str(run / "model.toml")) == KINDS[name].model
-    assert (run / "model.toml").read_text() == model_toml(KINDS[name].model)
+    assert (run / "model.toml").read_text() == config_toml(KINDS[name].model)
     assert named_model(str(source)) == KINDS[name].model
     carried = {path.name for path in (run / "tokenizer").iterdir()}
     assert {"chat_template.json", "video_preprocessor_config.json"} <= carried

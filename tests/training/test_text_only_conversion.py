@@ -33,7 +33,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
-from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, load_model, model_toml
+from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, config_toml, load_model
 from omnibal.model.parallel import Parallel
 
 SIZES = {
@@ -141,7 +141,7 @@ def test_import_knows_the_model_and_export_gives_the_same_bytes(tmp_path, name):
     source = released(name, tmp_path / "released")
     run = imported(source, tmp_path / "run")
     assert load_model(str(run / "model.toml")) == KINDS[name].model
-    assert (run / "model.toml").read_text() == model_toml(KINDS[name].model)
+    assert (run / "model.toml").read_text() == config_toml(KINDS[name].model)
     assert content(exported_like(run, source, tmp_path / "again")) == content(source)
 
 

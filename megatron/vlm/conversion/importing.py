@@ -41,7 +41,7 @@ from omnibal.base.files import atomic_directory
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
 from omnibal.model.adapters import AdapterConfig
-from omnibal.model.config import ModelConfig, model_toml
+from omnibal.model.config import ModelConfig, config_toml
 from omnibal.model.units import LANGUAGE
 
 MODEL_FILE = "model.toml"
@@ -206,7 +206,7 @@ def import_checkpoint(
     order = source.file_order()
     dtypes = {parameter.key: source.dtype(parameter) for parameter in order}
     with atomic_directory(run) as folder, writing(run):
-        (folder / MODEL_FILE).write_text(model_toml(source.model), encoding="utf-8")
+        (folder / MODEL_FILE).write_text(config_toml(source.model), encoding="utf-8")
         if tokenizer is not None:
             tokenizer.write(folder / TOKENIZER_FOLDER)
         write_weights(folder, source.model, dtypes, order, read, source.adapters)
