@@ -64,7 +64,7 @@ def test_any_towers_are_planned_checked_and_shown(
         output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
         assert status(command, tmp_path / "plan", *output) == 0
     page = (tmp_path / "report.html").read_text()
-    assert all(f"{name} layer</span>" in page for name in names)
+    assert all(f"{name} layer</text>" in page for name in names)
     can_train = "runs" not in towers
     assert len(training_obstacles(plan)) == 1 + (not can_train)
 
