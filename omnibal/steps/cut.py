@@ -71,13 +71,7 @@ class Pieces:
         """Sort pieces, and leave out those without tokens. All int64 [pieces]"""
         order = np.lexsort((first, sample, rank, pack))
         order = order[(stop > first)[order]]
-        return cls(
-            pack=pack[order],
-            rank=rank[order],
-            sample=sample[order],
-            first=first[order],
-            stop=stop[order],
-        )
+        return cls(pack=pack, rank=rank, sample=sample, first=first, stop=stop).take(order)
 
 
 def cut_pack(sample_tokens: Sequence[int] | np.ndarray, level: Level) -> Pieces:
@@ -220,17 +214,9 @@ def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Piece
             load, rank[sample] = least[0]
             heapq.heapreplace(least, (load + float(cost[sample]), int(rank[sample])))
     short = np.flatnonzero(is_short)
-    whole = Pieces(
-        pack=samples.pack[short],
-        rank=rank[short],
-        sample=samples.position[short],
-        first=np.zeros(len(short), np.int64),
-        stop=samples.tokens[short],
-    )
+    whole = samples.pack[short], rank[short], samples.position[short], 0 * short
     long = _cut_zigzag(samples, np.flatnonzero(~is_short), context)
-    both = [np.concatenate(pair) for pair in zip(_columns(whole), _columns(long), strict=True)]
-    return Pieces.in_order(*both)
-
-
-def _columns(pieces: Pieces) -> tuple[np.ndarray, ...]:
-    return pieces.pack, pieces.rank, pieces.sample, pieces.first, pieces.stop
+    return Pieces.in_order(
+        *map(np.append, whole, (long.pack, long.rank, long.sample, long.first)),
+        np.append(samples.tokens[short], long.stop),
+    )

@@ -28,14 +28,11 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
     Returns:
         Packs of every rank, [steps, dp, slots]; -1 behind a rank's last one.
     """
-    steps, size = rows.shape
-    slots = -(-size // dp)
-    most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
-    rounds = np.full((steps, slots * dp), -1)
-    rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
+    rounds = _rounds(rows, items, load, dp)
+    slots, steps, _ = rounds.shape
     by_rank = np.empty((steps, slots, dp), np.int64)
     rank_load = np.zeros((steps, dp))
-    for number, drawn in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
+    for number, drawn in enumerate(rounds):
         heaviest_first = np.argsort(
             np.where(drawn < 0, np.inf, -load[drawn]), axis=1, kind="stable"
         )
@@ -45,6 +42,17 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
         given = by_rank[:, number]
         rank_load += np.where(given < 0, 0.0, load[given])
     return _lightest_first_and_last(by_rank.swapaxes(1, 2), load)
+
+
+def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
+    """Packs of steps in rounds of one per rank, of most items and load first, [slots, steps, dp];
+    -1 where the last round has none."""
+    steps, size = rows.shape
+    slots = -(-size // dp)
+    most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
+    rounds = np.full((steps, slots * dp), -1)
+    rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
+    return rounds.reshape(steps, slots, dp).swapaxes(0, 1)
 
 
 def deal_by_speed(
@@ -171,14 +179,11 @@ def deal_in_lockstep(
     Returns:
         Packs of every rank, [steps, dp, slots]; -1 behind a rank's last one.
     """
-    steps, size = rows.shape
-    slots, groups = -(-size // dp), dp // lockstep_ranks
-    most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
-    rounds = np.full((steps, slots * dp), -1)
-    rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
+    rounds, groups = _rounds(rows, items, load, dp), dp // lockstep_ranks
+    slots, (steps, size) = len(rounds), rows.shape
     by_group = np.empty((steps, slots, groups, lockstep_ranks), np.int64)
     group_load, round_load = np.zeros((steps, groups)), np.zeros((steps, slots))
-    for number, drawn in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
+    for number, drawn in enumerate(rounds):
         drawn_load = np.where(drawn < 0, 0.0, load[drawn])
         order = np.argsort(np.where(drawn < 0, np.inf, -drawn_load), axis=1, kind="stable")
         chunks = np.take_along_axis(drawn, order, axis=1).reshape(steps, groups, lockstep_ranks)

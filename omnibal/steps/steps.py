@@ -275,22 +275,21 @@ def deal_steps(
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
     usual = int(np.median(np.bincount(steps.step)))
-    if not are_plain(levels):
-        for rows in _steps_of_equal_contexts(steps.step, context):
+    # Nearly all steps are of equal size.
+    for rows in _steps_of_equal_contexts(steps.step, context):
+        if not are_plain(levels):
             dealt = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
             dp_rank[rows], slot[rows] = dealt
-    else:
-        # Nearly all steps are of equal size.
-        for rows in _steps_of_equal_size(steps.step):
-            if slowness is not None and rows.shape[1] > dp:
-                by_rank = deal_by_speed(rows, weight, slowness, most_slots(usual, dp))
-            elif lockstep_ranks == 1:
-                by_rank = deal_apart(rows, items, weight, dp)
-            else:
-                by_rank = deal_in_lockstep(rows, items, weight, dp, lockstep_ranks)
-            _, rank, position = np.nonzero(by_rank >= 0)
-            dp_rank[by_rank[by_rank >= 0]] = rank
-            slot[by_rank[by_rank >= 0]] = position
+            continue
+        if slowness is not None and rows.shape[1] > dp:
+            by_rank = deal_by_speed(rows, weight, slowness, most_slots(usual, dp))
+        elif lockstep_ranks == 1:
+            by_rank = deal_apart(rows, items, weight, dp)
+        else:
+            by_rank = deal_in_lockstep(rows, items, weight, dp, lockstep_ranks)
+        _, rank, position = np.nonzero(by_rank >= 0)
+        dp_rank[by_rank[by_rank >= 0]] = rank
+        slot[by_rank[by_rank >= 0]] = position
     return ScheduledPacks.of(steps.packs, lengths, steps.step, dp_rank, slot, steps.epoch, level)
 
 
@@ -298,15 +297,6 @@ def most_slots(packs_per_step: int, dp: int) -> int:
     """Most packs that a rank may have of a step: half as many more than its share, as there are in
     an epoch's one step of another size."""
     return -(-3 * packs_per_step // (2 * dp))
-
-
-def _steps_of_equal_size(step: np.ndarray) -> list[np.ndarray]:
-    """Rows of the packs of every step, in one array [steps, packs] for each number of packs."""
-    sizes = np.bincount(step)
-    first = np.concatenate([[0], np.cumsum(sizes)])
-    return [
-        first[:-1][sizes == size][:, None] + np.arange(size) for size in np.unique(sizes).tolist()
-    ]
 
 
 def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:

@@ -38,6 +38,31 @@ def messages_ms(
     return line.fixed_ms * (size - 1) + slower_ms
 
 
+Passes = dict[bool, list[tuple[int, ...]]]
+"""Items of passes and, of whole samples, their squares: kept ones, and those that run again."""
+
+
+def equal_passes(items: int, a_pass: int, kept: int) -> Passes:
+    """Passes of so many items, of which some are kept."""
+    found: Passes = {}
+    for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
+        whole, rest = divmod(left, a_pass)
+        found[is_kept] = [(a_pass,)] * whole + [(rest,)] * (rest > 0)
+    return found
+
+
+def lockstep_ms(cost: EncoderCost, ranks: list[Passes]) -> np.ndarray:
+    """Forward and backward of ranks whose passes begin and end together, each as long as one with
+    the most items and squares of any of them."""
+    total = np.zeros(2)
+    for is_kept in (True, False):
+        for number in range(max(len(passes[is_kept]) for passes in ranks)):
+            there = [p[is_kept][number] for p in ranks if number < len(p[is_kept])]
+            most = tuple(int(each) for each in np.max(there, axis=0))
+            total += pass_ms(cost, most, is_kept=is_kept)
+    return total
+
+
 def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
     """Forward and backward of a pass, unit by unit beside what its ranks exchange, if they do.
 

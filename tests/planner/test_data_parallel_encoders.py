@@ -1,13 +1,12 @@
 """Data-parallel encoders: times, memory and search, compared with plain loops."""
 
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product, zip_longest
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
-from feature_exchange_cases import messages_ms, node_of, pass_ms
+from feature_exchange_cases import equal_passes, lockstep_ms, messages_ms, node_of
 from plan_cases import JOB, job_spec, request
 
 from omnibal.base.errors import UserError
@@ -219,32 +218,9 @@ def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step
     return counts, runs, pipeline
 
 
-def passes_of(items: int, a_pass: int, kept: int) -> tuple[list[int], list[int]]:
-    """Items of every pass: of those that keep activations, and of those that run again."""
-    found = []
-    for left in (min(items, kept), max(items - kept, 0)):
-        whole, rest = divmod(left, a_pass)
-        found.append([a_pass] * whole + [rest] * (rest > 0))
-    return found[0], found[1]
-
-
-def rank_ms(cost: EncoderCost, items: int, a_pass: int, kept: int) -> tuple[float, float]:
-    """Forward and backward of a rank, pass by pass."""
-    return lockstep_ms(cost, [items], a_pass, kept)
-
-
-def lockstep_ms(
-    cost: EncoderCost, items: Sequence[int], a_pass: int, kept: int
-) -> tuple[float, float]:
+def together_ms(cost: EncoderCost, items: list[int], a_pass: int, kept: int) -> np.ndarray:
     """Forward and backward of ranks with these items, whose passes begin and end together."""
-    forward_ms = backward_ms = 0.0
-    of_ranks = [passes_of(own, a_pass, kept) for own in items]
-    for runs_again in (False, True):
-        for together in zip_longest(*(passes[runs_again] for passes in of_ranks), fillvalue=0):
-            each = [pass_ms(cost, (own,), is_kept=not runs_again) for own in together]
-            forward_ms += max(forward for forward, _ in each)
-            backward_ms += max(backward for _, backward in each)
-    return forward_ms, backward_ms
+    return lockstep_ms(cost, [equal_passes(own, a_pass, kept) for own in items])
 
 
 def ranks_ms(
@@ -274,11 +250,11 @@ def ranks_ms(
         for first in range(0, sizes.world_size, beside.sharded):
             places = [place[rank, name] for rank in range(first, first + beside.sharded)]
             items = [counts[block][name][number] for block, number in places]
-            together = np.array(lockstep_ms(one, items, a_pass, kept))
-            exposed = together - lockstep_ms(silent, items, a_pass, kept)
+            together = together_ms(one, items, a_pass, kept)
+            exposed = together - together_ms(silent, items, a_pass, kept)
             for (block, number), own in zip(places, items, strict=True):
                 found[block, number] += together
-                alone[block, number] += exposed + rank_ms(silent, own, a_pass, kept)
+                alone[block, number] += exposed + together_ms(silent, [own], a_pass, kept)
     return found, alone
 
 
@@ -470,7 +446,7 @@ def test_parts_of_a_step_add_up():
             for name, one in problem.any_encoders.encoders.items():
                 a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
                 again = replace(one, again_ms=0 * one.again_ms, exchange=None)
-                work_ms += sum(sum(rank_ms(again, n, a_pass, kept)) for n in counts[name])
+                work_ms += sum(together_ms(again, [n], a_pass, kept).sum() for n in counts[name])
         devices, steps = 8, 2
         assert lost.ideal_ms == pytest.approx(work_ms / devices / steps)
 

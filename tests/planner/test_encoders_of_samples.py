@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from feature_exchange_cases import messages_ms, node_of, pass_ms
+from feature_exchange_cases import Passes, equal_passes, lockstep_ms, messages_ms, node_of
 from length_cases import lengths_of
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.encoder_phase import EncoderCost, EncodersCost, encoders_cost
+from omnibal.cost.encoder_phase import EncodersCost, encoders_cost
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.items import share_items
 from omnibal.dispatch.load_bounds import load_bound
@@ -157,7 +157,7 @@ class Walk:
                 passes.append((cells, square))
         return found
 
-    def clip_passes(self, block: int, load: list[int]) -> list[dict[bool, list[tuple[int, ...]]]]:
+    def clip_passes(self, block: int, load: list[int]) -> list[Passes]:
         """Clips of the passes of every rank of a group, which level what images leave uneven."""
         own = self.workload.rows(
             (self.workload.step == self.step)
@@ -173,16 +173,9 @@ class Walk:
             load=np.array([load]),
             unit_ms=self.unit_ms,
         )["audio"]
-        found = []
-        for rank in range(len(load)):
-            items = int(runs.count[runs.rank == rank].sum())
-            a_pass, kept = self.beside.items_per_pass["audio"], self.beside.kept_items["audio"]
-            passes: dict[bool, list[tuple[int, ...]]] = {True: [], False: []}
-            for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
-                whole, rest = divmod(left, a_pass)
-                passes[is_kept] = [(a_pass,)] * whole + [(rest,)] * (rest > 0)
-            found.append(passes)
-        return found
+        a_pass, kept = self.beside.items_per_pass["audio"], self.beside.kept_items["audio"]
+        counts = np.bincount(runs.rank, runs.count, len(load)).astype(int)
+        return [equal_passes(items, a_pass, kept) for items in counts.tolist()]
 
 
 def walks(
@@ -194,18 +187,6 @@ def walks(
     cost = asked.job.encoders_costs[beside.sharded]
     for step in np.unique(workload.step).tolist():
         yield Walk(job, cost, workload, beside, asked.data.lengths, step)
-
-
-def lockstep_ms(cost: EncoderCost, ranks: list[dict[bool, list[tuple[int, ...]]]]) -> np.ndarray:
-    """Forward and backward of ranks whose passes begin and end together, each as long as one with
-    the most items and squares of any of them."""
-    total = np.zeros(2)
-    for is_kept in (True, False):
-        for number in range(max(len(passes[is_kept]) for passes in ranks)):
-            there = [p[is_kept][number] for p in ranks if number < len(p[is_kept])]
-            most = tuple(int(each) for each in np.max(there, axis=0))
-            total += pass_ms(cost, most, is_kept=is_kept)
-    return total
 
 
 def random_beside(rng: np.random.Generator, asked: PlanRequest) -> DataParallelEncoders:
