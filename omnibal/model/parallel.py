@@ -190,12 +190,6 @@ class Parallel(Frozen):
         # A stage's ranks are a multiple of the expert size, so its groups begin with the stage's.
         return place if self.expert == 1 else place | {"expert": rank % self.expert}
 
-    def expert_copies(self, rank: int) -> range:
-        """Ranks of the same stage that hold the same experts, `expert_data` of them."""
-        first = self.first_rank(self.place(rank)["pipeline"])
-        stop = first + self.tensor * self.data
-        return range(first + (rank - first) % self.expert, stop, self.expert)
-
     def first_rank(self, stage: int) -> int:
         """Lowest rank of a pipeline stage."""
         return stage * self.tensor * self.data
