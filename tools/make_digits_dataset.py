@@ -382,11 +382,7 @@ def run_maker(
 
 
 def dataset_options(arguments: list[str], description: str | None) -> Namespace:
-    """Return where to make a dataset, its sizes and its seed.
-
-    Raises:
-        UserError: a number is out of range.
-    """
+    """Return where to make a dataset, its sizes and its seed."""
     check_arguments(arguments)
     parser = ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to make")

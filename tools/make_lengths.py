@@ -44,9 +44,6 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
         mixture: a `MixtureName`.
         samples: of all sources together; their shares stay those of the mixture.
         seed: each source is drawn from (seed, its name), so that none depends on the others.
-
-    Raises:
-        UserError: a number is out of range.
     """
     made_of = MIXTURES[MixtureName(mixture)]
     if not 1 <= samples <= MAX_SAMPLES:

@@ -61,12 +61,7 @@ def _settings(given: Namespace) -> Settings:
 
 
 def prove(given: Namespace, settings: Settings) -> Proof:
-    """Run the parts; the result is written after each.
-
-    Raises:
-        UserError: there is no CUDA device and no fake one was asked for, or the folder cannot be
-        written.
-    """
+    """Run the parts; the result is written after each."""
     check_folder("OUT", given.output, [])
     minutes = given.minutes or (_MOST_MINUTES if given.fake_device else 9.0)
     last_s = time.monotonic() + 60 * minutes

@@ -40,11 +40,7 @@ class Context:
     figures: dict[str, JsonValue] = field(default_factory=dict)
 
     def run(self, name: str, *arguments: object, **environment: str) -> Path:
-        """Run a program of this project by the name of its log, which is returned.
-
-        Raises:
-            PartEndedError: it failed, or the part's time is over.
-        """
+        """Run a program of this project by the name of its log, which is returned."""
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, *map(str, arguments)]

@@ -87,9 +87,6 @@ class CheckpointWriter:
         optimizers: of each of them; None of one of which nothing is trained.
         asynchronous: whether `save` returns as soon as the state is copied, and files are written
             while training goes on.
-
-    Raises:
-        UserError: the directory holds a broken tracker file.
     """
 
     def __init__(
@@ -467,10 +464,6 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
     """Restore weights alone from the newest checkpoint; collective, returns its step.
 
     Adapters keep their first weights where it has none.
-
-    Raises:
-        UserError: there is no checkpoint, it is broken, of another model or has other adapters;
-            the same on every rank.
     """
     found = _open(directory, plan)
     state = state_of(stages, [None] * len(stages))

@@ -112,11 +112,7 @@ def _adapted_piece(
 
 
 class MergedWeights:
-    """The parameters in a checkpoint's folder, with what its adapters add to them.
-
-    Raises:
-        UserError: the checkpoint cannot be read.
-    """
+    """The parameters in a checkpoint's folder, with what its adapters add to them."""
 
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
@@ -129,11 +125,7 @@ class MergedWeights:
         return self._weights.dtype(parameter)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in their order.
-
-        Raises:
-            UserError: a file is missing or broken.
-        """
+        """Read the values of the parameters, in their order."""
         return list(map(self._merged, parameters, self._weights.read(parameters)))
 
     def _merged(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
@@ -205,9 +197,6 @@ def export_adapter(
 
     Args:
         base: where the model is that they are beside, as PEFT notes it.
-
-    Raises:
-        UserError: as `check_adapters`; or the folder cannot be written.
     """
     adapters, weights = check_adapters(stored, layout), StoredWeights(stored.path)
     tensors: dict[str, torch.Tensor] = {}

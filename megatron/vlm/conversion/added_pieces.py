@@ -19,9 +19,6 @@ def add_pieces(folder: Path, pieces: Sequence[str]) -> None:
 
     Its tokenizer.json gets them, if there is one, and what stands beside the model: the list of
     added tokens in tokenizer_config.json, or else added_tokens.json.
-
-    Raises:
-        UserError: a file is broken.
     """
     first = open_tokenizer(folder).vocab_size
     ids = {piece: first + place for place, piece in enumerate(pieces)}

@@ -207,10 +207,6 @@ def plan_export_as(
         dtype: of the tensors; None for the stored type.
         tokenizer: whose files go along.
         bytes_per_file: at most, unless a single tensor has more.
-
-    Raises:
-        UserError: the layout cannot hold the model, the tokenizer does not go with it, or the
-            checkpoint cannot be read.
     """
     model = stored.model
     check_exportable(model, layout)
@@ -273,9 +269,6 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
 
     Args:
         on_written: called after each file with the bytes of its tensors.
-
-    Raises:
-        UserError: the target exists, there is no room, or a file cannot be read or written.
     """
     companions = sum(path.stat().st_size for path in export.copied)
     check_room(target, export.bytes + companions + sum(map(len, export.made.values())))

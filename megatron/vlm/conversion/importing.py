@@ -190,10 +190,6 @@ def import_checkpoint(
 
     Args:
         on_written: called after each parameter with its bytes.
-
-    Raises:
-        UserError: the directory exists, the source's tokenizer does not go with the model, there
-            is no room, or a file cannot be read or written.
     """
     tokenizer = source.found_tokenizer()
     check_room(run, source.bytes)

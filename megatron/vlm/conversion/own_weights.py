@@ -82,11 +82,7 @@ def write_weights(
 
 
 class StoredWeights:
-    """The parameters in one checkpoint folder.
-
-    Raises:
-        UserError: the checkpoint cannot be read.
-    """
+    """The parameters in one checkpoint folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -104,11 +100,7 @@ class StoredWeights:
             return self._dtypes[parameter.key]
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in their order.
-
-        Raises:
-            UserError: a file is missing or broken.
-        """
+        """Read the values of the parameters, in their order."""
         values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
         reader = dcp.FileSystemReader(self._path)
         with one_error(self._path):

@@ -51,10 +51,6 @@ class ReleasedFiles:
 
     Args:
         single_file: name of the file that holds all of them where there is no index.
-
-    Raises:
-        UserError: there are no safetensors files, one is missing, truncated or broken, the index
-            and the files disagree, or a tensor is not of 16 or 32 bit floating point.
     """
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE) -> None:
@@ -86,11 +82,7 @@ class ReleasedFiles:
         """Header entries by tensor name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, mapped from its file.
-
-        Raises:
-            UserError: the file cannot be read any more.
-        """
+        """Read one tensor, mapped from its file."""
         file = self.tensors[name].file
         try:
             return self._opened(file).get_tensor(name)

@@ -62,11 +62,7 @@ class _ModelType(BaseModel):
 
 
 def is_whisper(directory: Path) -> bool:
-    """Whether a folder's config.json is Whisper's.
-
-    Raises:
-        UserError: it is no JSON object.
-    """
+    """Whether a folder's config.json is Whisper's."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return False
@@ -108,10 +104,6 @@ def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) ->
 
     Args:
         positions_per_token: neighbouring positions of 20 ms that become a token of the model.
-
-    Raises:
-        UserError: a file is missing or broken, it is no Whisper, of a variant that is not
-            supported, or tensors of its encoder are missing, unknown or of other sizes.
     """
     files = ReleasedFiles(directory)
     encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
@@ -203,10 +195,6 @@ def export_audio(
 
     Args:
         on_written: called after each file with the bytes of its tensors.
-
-    Raises:
-        UserError: the model has another audio encoder, the target exists, there is no room, or a
-            file cannot be read or written.
     """
     weights, tensors = StoredWeights(stored.path), like.files.tensors
     makers: dict[str, tuple[Parameter, Released, int]] = {}

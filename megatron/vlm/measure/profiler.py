@@ -175,10 +175,6 @@ def profile(
     Args:
         job: whose model is measured, as one device without tensor parallelism has it.
         reader: of the data that is read meanwhile; None to read nothing.
-
-    Raises:
-        UserError: the smallest pack to be measured has no room for a tile, or a sample cannot be
-            read.
     """
     _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)

@@ -109,11 +109,7 @@ class Reading:
         self._counts, self._ms = np.zeros((2, len(_COUNTED)))
 
     def take(self, tokens: int) -> None:
-        """Take as many samples as have so many tokens, as a micro-batch of training would.
-
-        Raises:
-            UserError: one of them cannot be read.
-        """
+        """Take as many samples as have so many tokens, as a micro-batch of training would."""
         self._due_tokens += tokens
         while self._due_tokens > 0:
             item = next(self._items)

@@ -196,12 +196,7 @@ def _loss_weighting(text: str) -> LossWeighting:
 
 
 def parse_arguments() -> Arguments:
-    """Parse and check the command line of this process.
-
-    Raises:
-        UserError: an option is unknown, missing, not of its kind, or does not go with another, or
-            a provider is not installed.
-    """
+    """Parse and check the command line of this process."""
     parser = _Parser(description=DESCRIPTION)
     _add_job(parser.add_argument_group("job"))
     _add_checkpoints(parser.add_argument_group("checkpoints and faults"))

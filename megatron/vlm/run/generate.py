@@ -29,9 +29,6 @@ def load_whole_model(
     """Load the model of a run's newest checkpoint on this device, ready to answer.
 
     Megatron's parallel state must be initialized for one process.
-
-    Raises:
-        UserError: the checkpoint is broken.
     """
     plan = _whole_plan(checkpoint, precision)
     stage = build_stage(plan, 0)
@@ -62,9 +59,6 @@ def generate(
     It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
 
     Images and recordings, if any, are encoded once; the text is read anew for every token.
-
-    Raises:
-        UserError: an image or a recording cannot be read, or the model takes no text as long.
     """
     device = current_device()
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)

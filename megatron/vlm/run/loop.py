@@ -127,10 +127,6 @@ class TrainingLoop:
         """Train from `first_step` to the options' end, or until any rank is asked to stop.
 
         A checkpoint is saved at the end.
-
-        Raises:
-            UserError: a sample cannot be read, too many steps in a row were skipped, or too many
-                saves failed; the same on every rank.
         """
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()

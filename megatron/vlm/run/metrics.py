@@ -23,11 +23,7 @@ class MetricsSink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in `directory`; curves of a resumed run go on from its first step.
-
-    Raises:
-        UserError: TensorBoard is not installed, or cannot write there.
-    """
+    """Event files in `directory`; curves of a resumed run go on from its first step."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         try:
@@ -60,9 +56,6 @@ class WandbSink:
 
     Its id is kept in `directory`, so that a run that is started again goes on in it. Steps that are
     trained again are not written twice: the library leaves out those that it has.
-
-    Raises:
-        UserError: the library is not installed.
     """
 
     def __init__(self, project: str, name: str, directory: Path) -> None:

@@ -40,11 +40,7 @@ class MadePlan:
 
     @classmethod
     def of(cls, directory: Path) -> "MadePlan":
-        """Read a plan's directory; one that no run has led to was made after 0 steps.
-
-        Raises:
-            UserError: it holds no plan.
-        """
+        """Read a plan's directory; one that no run has led to was made after 0 steps."""
         plan, path = read_plan(directory), directory / REFIT_FILE
         if not path.exists():
             return cls(directory, plan, plan_sha256(plan), 0)
@@ -58,9 +54,6 @@ def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
 
     Args:
         step: steps that are trained; later plans are of a future that was given up.
-
-    Raises:
-        UserError: there is no plan in the given directory.
     """
     first = MadePlan.of(given)
     folder = run / _FOLDER
@@ -82,9 +75,6 @@ def plan_again(
         run: its directory, whose log is read where it is of that plan.
         least_gain: share of a step's time; of other devices nothing is compared.
         gpus: devices; None for the plan's.
-
-    Raises:
-        UserError: it cannot be planned anew, with the reason.
     """
     considered = run / _FOLDER / _CONSIDERED
     words = [str(directory), "-o", str(considered), "--after", str(step), "--json"]

@@ -130,11 +130,7 @@ def open_trainable(directory: Path) -> PlanFiles:
 
 
 def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
-    """The plan directory that the run goes on with, which it was planned anew in since.
-
-    Raises:
-        UserError: there is no plan in the given one.
-    """
+    """The plan directory that the run goes on with, which it was planned anew in since."""
     resumes = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
     if not (resumes or arguments.checkpoints.elastic) or arguments.finetune:
         return given
@@ -182,11 +178,7 @@ def _made_for(directory: Path, run: Path, step: int, processes: int) -> dict[str
 
 
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
-    """Read and check data, tokenizer and directories; every rank finds the same mistakes here.
-
-    Raises:
-        UserError: the launch, the data, the tokenizer or the run's directory do not fit the plan.
-    """
+    """Read and check data, tokenizer and directories; every rank finds the same mistakes here."""
     plan = planned.plan
     launch.check_against(plan.parallel)
     _check_options(arguments, plan)

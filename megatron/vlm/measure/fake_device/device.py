@@ -42,11 +42,7 @@ _SMALL_ON_HOST = 1 << 16
 
 @functools.cache
 def install_device() -> None:
-    """Compile the device and make it this process's, once.
-
-    Raises:
-        UserError: there is no g++, or it cannot compile against this torch.
-    """
+    """Compile the device and make it this process's, once."""
     # Anew in every process, in a second: a file kept where others may write could be anyone's.
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "fake_device.so"
