@@ -74,12 +74,7 @@ _COPIES: dict[str, CopyKind] = {
 
 
 def imported(tables: dict[str, Any], link_gb_per_s: float, *, kernels_only: bool) -> Rates:
-    """Read tables as rates in bf16.
-
-    Args:
-        link_gb_per_s: rate of a device's link within a node, that no collective exceeds.
-        kernels_only: leave out copies and collectives, as of another memory and other links.
-    """
+    """Read tables as rates in bf16."""
     operations = tables["operations"]
     attention = [
         _attention(row, "forward" if name == "sdp_fwd" else "backward")

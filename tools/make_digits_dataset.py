@@ -280,12 +280,7 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
 
 
 def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES) -> bytes:
-    """A SentencePiece model in which text round-trips and each digit is a token of its own.
-
-    Args:
-        texts: lines to train on.
-        pieces: that are single tokens too.
-    """
+    """A SentencePiece model in which text round-trips and each digit is a token of its own."""
     SetMinLogLevel(2)
     model = io.BytesIO()
     SentencePieceTrainer.train(

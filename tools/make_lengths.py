@@ -41,7 +41,6 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
     """Return synthetic lengths of `samples` samples, sources one after the other.
 
     Args:
-        mixture: a `MixtureName`.
         samples: of all sources together; their shares stay those of the mixture.
         seed: each source is drawn from (seed, its name), so that none depends on the others.
     """

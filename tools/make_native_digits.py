@@ -71,11 +71,7 @@ class NativeComposer(Composer):
 
 
 def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A tokenizer in which any text round-trips and each digit is a token of its own.
-
-    Args:
-        texts: lines to train on.
-    """
+    """A tokenizer in which any text round-trips and each digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -180,11 +180,7 @@ def stage_mfu(files: PlanFiles, measured: StageReplay) -> float:
 
 
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
-    """Operations that a stage's packs need, on all tensor-parallel ranks together.
-
-    Args:
-        features: of the packs, [packs, features].
-    """
+    """Operations that a stage's packs need, on all tensor-parallel ranks together."""
     job = files.job
     each = unit_flops(job.model, job.cluster, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])

@@ -120,11 +120,7 @@ def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
 def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
-    """Reasons why weights of one model do not fit the other; empty if they do.
-
-    Args:
-        place: where `here` is from.
-    """
+    """Reasons why weights of one model do not fit the other; empty if they do."""
     lines = differences(_architecture(there), _architecture(here), place)
     for name in there.encoders.keys() & here.encoders.keys():
         towers = there.encoders[name], here.encoders[name]

@@ -80,8 +80,6 @@ class CheckpointWriter:
 
     Args:
         directory: of the run; all ranks must see the same.
-        options: the optimizer's settings, which a resumed run must share.
-        keep_last: how many checkpoints are kept; None keeps all.
         stages: everything that this rank holds of the model: its chunks, and data-parallel
             encoders.
         optimizers: of each of them; None of one of which nothing is trained.
@@ -430,12 +428,7 @@ def load_checkpoint(
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
 ) -> LoadedCheckpoint:
-    """Restore weights, optimizer and schedule from the newest checkpoint; collective.
-
-    Args:
-        stages: as `CheckpointWriter` has them, with their optimizers. A checkpoint does not know
-            where encoders were.
-    """
+    """Restore weights, optimizer and schedule from the newest checkpoint; collective."""
     found = _open(directory, plan)
     path = found.path
     if found.options is None:

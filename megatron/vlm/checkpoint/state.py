@@ -58,13 +58,7 @@ class State(Protocol):
 
 
 def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> State:
-    """State of a rank.
-
-    Args:
-        stages: everything that it holds of the model: its chunks, and data-parallel encoders.
-        optimizers: of each of them, which chunks share; None of one of which nothing is trained,
-            and where weights alone are loaded.
-    """
+    """State of a rank."""
     pairs = zip(stages, optimizers, strict=True)
     # The names are not in the files.
     return _JoinedState({f"{i}": _state_of_stage(*each) for i, each in enumerate(pairs)})
@@ -147,11 +141,7 @@ class _WholeState:
 
     @torch.no_grad()
     def _optimizer_blocks(self, weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-        """What this rank has of every parameter's state, where it is in a checkpoint.
-
-        Args:
-            weights: as core describes them.
-        """
+        """What this rank has of every parameter's state, where it is in a checkpoint."""
         described = _by_parameter(weights)
         ranges = [ranges for one in self._optimizers for ranges in one.gbuf_ranges]
         optimizer_of = [one for one in self._optimizers for _ in one.gbuf_ranges]

@@ -31,10 +31,6 @@ from torch.distributed.checkpoint.utils import _create_file_view
 def load_blocks(blocks: Iterable[ShardedTensor], path: Path) -> None:
     """Read blocks of a checkpoint's tensors into their data; collective.
 
-    Args:
-        blocks: of this rank; none where it has nothing.
-        path: of the checkpoint, of any parallel sizes.
-
     Raises:
         CheckpointException: files are missing, cut short or of another model.
     """

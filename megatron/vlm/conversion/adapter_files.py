@@ -193,11 +193,7 @@ def check_adapters(stored: CheckpointIdentity, layout: Layout) -> AdapterConfig:
 def export_adapter(
     stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
 ) -> int:
-    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them.
-
-    Args:
-        base: where the model is that they are beside, as PEFT notes it.
-    """
+    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them."""
     adapters, weights = check_adapters(stored, layout), StoredWeights(stored.path)
     tensors: dict[str, torch.Tensor] = {}
     names: list[str] = []

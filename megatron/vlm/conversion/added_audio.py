@@ -83,12 +83,7 @@ class CheckpointWithAudio(ImportSource):
 def add_audio(
     released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
 ) -> CheckpointWithAudio:
-    """Open a released Whisper as one more encoder of a released checkpoint.
-
-    Args:
-        positions_per_token: neighbouring positions of 20 ms that become a token.
-        seed: of what is drawn.
-    """
+    """Open a released Whisper as one more encoder of a released checkpoint."""
     audio = open_audio(directory, released.model, positions_per_token)
     found = found_tokenizer(released)
     if found is None:

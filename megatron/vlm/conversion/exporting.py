@@ -201,13 +201,7 @@ def plan_export_as(
     tokenizer: Tokenizer | None,
     bytes_per_file: int,
 ) -> Export:
-    """Plan an export of the stored weights in a layout, with a config.json made from the model.
-
-    Args:
-        dtype: of the tensors; None for the stored type.
-        tokenizer: whose files go along.
-        bytes_per_file: at most, unless a single tensor has more.
-    """
+    """Plan an export of the stored weights in a layout, with a config.json made from the model."""
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)

@@ -58,11 +58,8 @@ def write_weights(
     It gets its name when all of it is on disk.
 
     Args:
-        directory: of the run that the checkpoint stands for.
         dtypes: by checkpoint key.
-        parameters: of the whole model, in the order in which they are read and written.
         read: a parameter's values; called once for each, in order.
-        adapters: whose matrices are among the parameters, if any.
     """
     begin_checkpoint(directory, WEIGHTS_STEP)
     path = part_path(directory, WEIGHTS_STEP)

@@ -133,13 +133,7 @@ def qwen_layout(kind: str, names: Collection[str]) -> Layout:
 def qwen_files(
     model: ModelConfig, tower: ImagesEncoder, layout: Layout, dtype: str, ids: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
-    """Contents of config.json and of the processors' files, by file name.
-
-    Args:
-        tower: the model's encoder of images.
-        dtype: as Transformers names it, such as "bfloat16".
-        ids: of the pieces of images and videos, by their keys in config.json.
-    """
+    """Contents of config.json and of the processors' files, by file name."""
     kind, language = model_type(layout), model.language
     family = _FAMILIES[kind]
     text = text_entries(language, family.language) | {"model_type": f"{kind}_text"}

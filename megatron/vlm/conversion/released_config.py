@@ -173,10 +173,6 @@ def configurations(
     Transformers' preprocessor always adds a thumbnail to several tiles, whatever
     `tiling.use_thumbnail` is, and where two grids of equally many tiles are equally near to an
     image's shape it may take another than InternVL does. Else its tiles are the same.
-
-    Args:
-        dtype: as Transformers names it, such as "bfloat16".
-        ids: None where no tokenizer goes with the model.
     """
     files: dict[str, dict[str, Any]] = {}
     if layout.is_text_only:
@@ -352,12 +348,7 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
 def check_read_back(
     model: ModelConfig, layout: Layout, files: Mapping[str, str], names: Collection[str]
 ) -> None:
-    """Check that configurations describe just the model that they were made of.
-
-    Args:
-        files: their texts by file name.
-        names: of the tensors that go with them.
-    """
+    """Check that configurations describe just the model that they were made of."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")

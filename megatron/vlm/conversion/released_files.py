@@ -47,11 +47,7 @@ class TensorInfo:
 
 
 class ReleasedFiles:
-    """The tensors of one checkpoint folder; keeps no more than two files open.
-
-    Args:
-        single_file: name of the file that holds all of them where there is no index.
-    """
+    """The tensors of one checkpoint folder; keeps no more than two files open."""
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE) -> None:
         if not directory.is_dir():
@@ -255,11 +251,7 @@ def check_room(target: Path, size: int) -> None:
 
 
 def index_text(index: Mapping[str, Any], weight_map: Mapping[str, str], size: int) -> str:
-    """An index as Transformers writes it, with what else `index` says.
-
-    Args:
-        size: bytes of all tensors.
-    """
+    """An index as Transformers writes it, with what else `index` says."""
     metadata = (index.get("metadata") or {}) | {"total_size": size}
     whole = {**index, "metadata": metadata, "weight_map": dict(weight_map)}
     return json.dumps(whole, indent=2, sort_keys=True) + "\n"

@@ -402,11 +402,7 @@ def _tile_parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
-    """Parameters of an encoder of images at their native resolution, and of its projectors.
-
-    Args:
-        width: of the language model.
-    """
+    """Parameters of an encoder of images at their native resolution, and of its projectors."""
     own, cell = tower.hidden_size, tower.projector_input_size
     yield from _single(
         *_linear(
@@ -512,9 +508,6 @@ def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Releas
 
 def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Released | None:
     """The tensors of Whisper's encoder that a parameter of the audio tower is made of.
-
-    Args:
-        prefix: of the encoder's tensors.
 
     Returns:
         None for those that Whisper has not: all of the projector but its norm.

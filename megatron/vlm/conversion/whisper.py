@@ -100,11 +100,7 @@ class ReleasedAudio:
 
 
 def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:
-    """Open a released Whisper, and check the encoder that is to be `model`'s.
-
-    Args:
-        positions_per_token: neighbouring positions of 20 ms that become a token of the model.
-    """
+    """Open a released Whisper, and check the encoder that is to be `model`'s."""
     files = ReleasedFiles(directory)
     encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
     names = files.tensors.keys()
@@ -192,9 +188,6 @@ def export_audio(
     """Write a copy of a released Whisper with the stored weights as those of its encoder.
 
     All else, the decoder too, is as it is there.
-
-    Args:
-        on_written: called after each file with the bytes of its tensors.
     """
     weights, tensors = StoredWeights(stored.path), like.files.tensors
     makers: dict[str, tuple[Parameter, Released, int]] = {}

@@ -170,12 +170,7 @@ def profile(
     progress: Console,
     reader: SampleReader | None = None,
 ) -> Profile:
-    """Measure units, optimizer, links, and rates by shape; collective over all processes.
-
-    Args:
-        job: whose model is measured, as one device without tensor parallelism has it.
-        reader: of the data that is read meanwhile; None to read nothing.
-    """
+    """Measure units, optimizer, links, and rates by shape; collective over all processes."""
     _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
@@ -434,12 +429,7 @@ def random_batch(
     clips: int = 0,
     images: Sequence[int] = (),
 ) -> MicroBatch:
-    """Make a micro-batch of these sizes with random content, on the host.
-
-    Args:
-        stage: whose fields it has; None for those of all stages.
-        images: tokens of each image at its native resolution.
-    """
+    """Make a micro-batch of these sizes with random content, on the host."""
     tokens = sum(segment_tokens)
     items = tiles + sum(images)
     generator = torch.Generator().manual_seed(clips * 104_729 + items * 7919 + tokens)
@@ -573,11 +563,7 @@ def _is_layer(unit: str) -> bool:
 def _layer_units(
     whole: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
 ) -> Iterator[Unit]:
-    """The forward of all language layers.
-
-    Args:
-        encoded: where deepstack features will be, by name.
-    """
+    """The forward of all language layers."""
     stage: Any = whole
     arguments = stage.packing(batch)
     names = layer_names(stage.model_config, LANGUAGE)
@@ -625,11 +611,6 @@ def _times_ms(
 
     Both directions run in one go, as in training, and moments are taken in passing. A unit's
     backward has begun when the gradient of its output is there.
-
-    Args:
-        row: units, one after another.
-        first_input: of the first unit; None where it needs none.
-        recompute: whether layers keep nothing but their input, and run again in the backward.
     """
     dist.barrier()
     units: list[str] = []

@@ -73,10 +73,6 @@ def image_fields(
 ) -> dict[str, Any]:
     """Fields of a micro-batch of these images, whose tokens come first in it; none of a model that
     takes no such images.
-
-    Args:
-        sizes: tokens of each image.
-        stage: whose fields they are; None for those of all stages.
     """
     tower, fields = model.images, dict[str, Any]()
     if tower is not None:

@@ -177,11 +177,7 @@ def _together_ms(work: Callable[[], object]) -> float:
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
-    """Median time of a call, over rounds of as many in a row as make a time that can be told.
-
-    Args:
-        together: whose processes make the same calls, as many.
-    """
+    """Median time of a call, over rounds of as many in a row as make a time that can be told."""
     work()
     first_ms = torch.tensor(timed_ms(work))
     if together is not None:

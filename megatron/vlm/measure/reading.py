@@ -42,9 +42,6 @@ class SampleDraws(torch.utils.data.Dataset):
     """Endless draws from a dataset, of which no sample comes again before all have come.
 
     Item i is a `ReadSamples`, or the UserError met while reading it.
-
-    Args:
-        samples: of each item.
     """
 
     def __init__(self, reader: SampleReader, samples: int) -> None:

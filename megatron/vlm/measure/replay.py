@@ -140,12 +140,7 @@ class MicroBatchTimes:
 
 
 def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
-    """Predicted wait of a stage, in ms, before each of its operations in a step of one rank.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        own: that rank's micro-batches of the step.
-    """
+    """Predicted wait of a stage, in ms, before each of its operations in a step of one rank."""
     times = workload_times(cost, plan.stages_at_levels, own)
     graph = schedule_graph(plan.schedule, plan.parallel.pipeline, len(own))
     batched = simulate_schedule(
@@ -288,9 +283,6 @@ class StageReplayer:
     ) -> int:
         """Peak bytes of the step, or of the update after it, besides the state; see
         `peak_activation_bytes`.
-
-        Args:
-            encoding: where encoders are data-parallel.
         """
         self._trainer.zero_gradients()
         peak = peak_activation_bytes(self._trainer, partial(self._run, batches, encoding))
@@ -386,12 +378,7 @@ def replay_stage(
     on_run: Callable[[], None],
     provider: Provider = "local",
 ) -> StageReplay:
-    """Build a stage of the plan alone on this device, and run it.
-
-    Args:
-        provider: of the layers' linears and attention.
-        on_run: called after every run of the work.
-    """
+    """Build a stage of the plan alone on this device, and run it."""
     limit_memory(plan)
     failure = None
     try:

@@ -192,12 +192,7 @@ def replay_stages(
     launch: Launch,
     store: dist.Store,
 ) -> None:
-    """Replay those stages that are not kept yet, each on one process; returns when all are done.
-
-    Args:
-        output: directory that a file of each stage goes to.
-        store: through which the processes have met.
-    """
+    """Replay those stages that are not kept yet, each on one process; returns when all are done."""
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
     else:

@@ -74,7 +74,6 @@ def gather_pass_times(
     several, and the times of one rank's passes; collective over all ranks.
 
     Args:
-        intervals: of this rank in the step.
         turn: the data-parallel rank whose passes are wanted.
         slots: micro-batches that it ran.
     """

@@ -16,12 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunHealth:
-    """Watches losses in step order; the same on every rank, as losses are.
-
-    Args:
-        max_skipped: most skipped steps in a row; one more stops the run.
-        skipped_steps: of the run that is resumed.
-    """
+    """Watches losses in step order; the same on every rank, as losses are."""
 
     def __init__(self, max_skipped: int, skipped_steps: int = 0) -> None:
         self._max_skipped = max_skipped
@@ -41,9 +36,6 @@ class RunHealth:
         """Record a step, log what is wrong with it, and say whether its loss is a spike.
 
         A spike is more than 6 standard deviations above the mean of the last 100 steps.
-
-        Args:
-            replaced_share: of the step's samples, those whose images cannot be read.
         """
         if replaced_share > _BORNE_SHARE:
             raise UserError(

@@ -98,11 +98,7 @@ def initialize_distributed(
     init_method: str = "env://",
     store: dist.Store | None = None,
 ) -> PipelineLinks:
-    """Start communication and Megatron-core's parallel groups; collective over all ranks.
-
-    Args:
-        store: from `open_store`, if the ranks have met already; else they meet by `init_method`.
-    """
+    """Start communication and Megatron-core's parallel groups; collective over all ranks."""
     prepare_megatron_core()
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)

@@ -71,8 +71,6 @@ def plan_again(
     None where it saves less of a step's time than it must.
 
     Args:
-        directory: of the plan that the run was trained by.
-        run: its directory, whose log is read where it is of that plan.
         least_gain: share of a step's time; of other devices nothing is compared.
         gpus: devices; None for the plan's.
     """

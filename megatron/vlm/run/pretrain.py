@@ -238,11 +238,7 @@ def _check_no_other_run(save: Path, load: Path | None) -> None:
 
 
 def execute(run: Run, store: dist.Store) -> None:
-    """Join the processes, then train and evaluate; any rank's error ends the process.
-
-    Args:
-        store: through which the ranks have met.
-    """
+    """Join the processes, then train and evaluate; any rank's error ends the process."""
     arguments = run.arguments
     with ending_together(run.launch, store):
         links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)

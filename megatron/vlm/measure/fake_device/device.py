@@ -93,11 +93,7 @@ class _FakeEvent:
 def fake_calls(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[None]:
-    """Answer calls of `torch.cuda`, and what builds on them, as on a device with this memory.
-
-    Args:
-        resized: told of every storage that has another size from now on.
-    """
+    """Answer calls of `torch.cuda`, and what builds on them, as on a device with this memory."""
     if is_core_on_cpu():
         raise RuntimeError(
             "Megatron-core has been prepared for the CPU in this process; make a fake device in a "

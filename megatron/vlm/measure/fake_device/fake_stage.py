@@ -111,12 +111,7 @@ def _run(
     plan: Plan,
     stage: int,
 ) -> FakeStage:
-    """Run one rank's step and the update after it, and say what was counted.
-
-    Args:
-        rows: of its micro-batches.
-        step: runs both.
-    """
+    """Run one rank's step and the update after it, and say what was counted."""
     memory, counts = device.memory, device.counts
     counts.clear()
     memory.watch()

@@ -61,10 +61,6 @@ def run_fake_stages(
 ) -> None:
     """Count those stages that are not kept yet, each in one process; returns when all are done.
 
-    Args:
-        output: directory that a file of each stage goes to.
-        store: through which the processes have met.
-
     Raises:
         UserError: `output` holds another fake-device replay, or there is no compiler.
         RefusedByDeviceError: a real device would refuse an operation of a stage.

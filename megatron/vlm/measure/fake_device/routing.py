@@ -81,11 +81,7 @@ def _spread(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def evenly_routed(read: Callable[[], None]) -> Iterator[None]:
-    """Have core's dispatcher spread tokens evenly in a process with a fake device.
-
-    Args:
-        read: called where the host would wait for the numbers of tokens.
-    """
+    """Have core's dispatcher spread tokens evenly in a process with a fake device."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def bring_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
