@@ -174,7 +174,7 @@ def test_folder_that_cannot_be_made_leaves_all_training(tmp_path):
         if dist.get_rank() == 0:
             blocker.write_text("")
         writer.save(2, {})
-        writer._wait()
+        writer.finish()
         if dist.get_rank() == 0:
             blocker.unlink()
 

@@ -185,7 +185,7 @@ def test_replaying_changes_no_weight():
         for _ in range(2):
             replayer.step(batches_for(plan.stages[1]))
             replayer.update_ms()
-        for weight, old in zip(replayer._trainer.stage.parameters(), before, strict=True):
+        for weight, old in zip(replayer.trainer.stage.parameters(), before, strict=True):
             assert torch.equal(weight, old)
 
 
@@ -262,11 +262,11 @@ def test_one_stage_out_of_memory_costs_the_others_nothing(planned, tmp_path, mon
     class Failing(StageReplayer):
         def __init__(self, plan, links, provider):
             super().__init__(plan, links, provider=provider)
-            built.append(weakref.ref(self._trainer.stage))
+            built.append(weakref.ref(self.trainer.stage))
             assert all(earlier() is None for earlier in built[:-1])
 
         def step(self, batches, waits_ms=()):
-            if self._trainer.links.rank == 0:
+            if self.trainer.links.rank == 0:
                 raise torch.OutOfMemoryError("Tried to allocate 7 GiB")
             return super().step(batches, waits_ms)
 

@@ -79,6 +79,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
                 f"{path}: is a checkpoint of another program; load one that this one saved"
             )
         identity = common["omnibal"]
+        adapters = identity.get("adapters")
         return CheckpointIdentity(
             path=path,
             step=step,
@@ -86,13 +87,8 @@ def open_newest(directory: Path) -> CheckpointIdentity:
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
             options=identity["options"],
-            adapters=_adapters_of(identity),
+            adapters=adapters if adapters is None else AdapterConfig.model_validate(adapters),
         )
-
-
-def _adapters_of(identity: Mapping[str, Any]) -> AdapterConfig | None:
-    given = identity.get("adapters")
-    return None if given is None else AdapterConfig.model_validate(given)
 
 
 def adapter_differences(
@@ -101,8 +97,7 @@ def adapter_differences(
     """Reasons why a checkpoint's adapters are not those of a plan; empty if they are."""
     if here is None:
         return ["it has some, and the plan none"]
-    both = (_described(model, there), _described(model, here))
-    return differences(*both, "in the plan")
+    return differences(_described(model, there), _described(model, here), "in the plan")
 
 
 def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
@@ -121,17 +116,14 @@ def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
     """Reasons why weights of one model do not fit the other; empty if they do."""
-    lines = differences(_architecture(there), _architecture(here), place)
+    sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
+    lines = differences(*sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():
         towers = there.encoders[name], here.encoders[name]
         scaled = ["off" if tower.layer_scale_init is None else "on" for tower in towers]
         if scaled[0] != scaled[1]:
             lines.append(f"layer scale is {scaled[0]} there and {scaled[1]} {place}")
     return lines
-
-
-def _architecture(model: ModelConfig) -> dict[str, Any]:
-    return model_sizes(model, without=_NOT_ARCHITECTURE)
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:

@@ -127,7 +127,7 @@ class CheckpointWriter:
         Args:
             training_state: small, of JSON's types, and the same on all ranks; a load returns it.
         """
-        self._wait()
+        self.finish()
         if step == self.newest_step:
             return
         try:
@@ -135,7 +135,7 @@ class CheckpointWriter:
         except _RankError as error:
             self._give_up(step, error)
         if not self._asynchronous:
-            self._wait()
+            self.finish()
 
     def poll(self) -> None:
         """Complete the pending save if all ranks have written their files; for after every step."""
@@ -144,9 +144,6 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Wait for the pending save, and for the removal of old checkpoints."""
-        self._wait()
-
-    def _wait(self) -> None:
         if self._pending is not None:
             wait(self._pending.files)
             # Polled, as one long wait for a slow rank could exceed the timeout of collectives.
@@ -234,7 +231,9 @@ class CheckpointWriter:
         """Turn the files of all ranks into the newest checkpoint; none is being written."""
         self._pending = None
         try:
-            written = _agree(lambda: _results(save.files), self._group)
+            written = _agree(
+                lambda: [result for file in save.files for result in file.result()], self._group
+            )
             all_written = _gather(written, self._group)
             _agree(partial(_on_first_rank, self._publish, save, all_written), self._group)
         except _RankError as error:
@@ -404,10 +403,6 @@ def _write_common(path: Path, content: io.BytesIO) -> list[WriteResult]:
     with _writing(path) as stream:
         stream.write(content.getbuffer())
     return []
-
-
-def _results(files: list[Future[list[WriteResult]]]) -> list[WriteResult]:
-    return [result for file in files for result in file.result()]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,35 +36,14 @@ Optimizer: TypeAlias = ChainedOptimizer | PartOptimizer
 """Optimizer of a stage that a rank holds whole, or in part."""
 
 
-class State(Protocol):
-    """What a rank saves and loads of a run's tensors."""
-
-    def described(self) -> dict[str, Any]:
-        """What a rank saves, as core describes it, and under `optimizer` its settings, if any."""
-
-    def changing(self) -> Iterator[torch.Tensor]:
-        """Described tensors that training changes; others were made for the save."""
-
-    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore the weights; returns what else a checkpoint has in common for all ranks.
-
-        Args:
-            adapters: whether the checkpoint has adapters, where the stage has any; else they keep
-                their first weights.
-        """
-
-    def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore the optimizer's state, of which the checkpoint has these settings."""
-
-
-def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> State:
+def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> "State":
     """State of a rank."""
     pairs = zip(stages, optimizers, strict=True)
     # The names are not in the files.
-    return _JoinedState({f"{i}": _state_of_stage(*each) for i, each in enumerate(pairs)})
+    return State({f"{i}": _state_of_stage(*each) for i, each in enumerate(pairs)})
 
 
-def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> State:
+def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> "_WholeState | _PartState":
     if stage.sharded is None:
         assert optimizer is None or isinstance(optimizer, ChainedOptimizer)
         return _WholeState(stage, optimizer)
@@ -72,29 +51,36 @@ def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> State:
     return _PartState(stage, stage.sharded, optimizer)
 
 
-class _JoinedState:
-    """State of all stages that a rank holds, by name."""
+class State:
+    """What a rank saves and loads of a run's tensors: of all stages that it holds, by name."""
 
-    def __init__(self, states: Mapping[str, State]) -> None:
+    def __init__(self, states: "Mapping[str, _WholeState | _PartState]") -> None:
         self._states = states
 
     def described(self) -> dict[str, Any]:
-        """What a rank saves of all, with the settings of all optimizers as of one."""
+        """What a rank saves of all, as core describes it, and under `optimizer` the settings of all
+        optimizers as of one, if any."""
         state = {name: one.described() for name, one in self._states.items()}
         settings = [one.pop("optimizer") for one in state.values() if "optimizer" in one]
         return state | ({"optimizer": joined_settings(settings)} if settings else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
-        """Tensors of all that training changes."""
+        """Described tensors of all that training changes; others were made for the save."""
         return (tensor for one in self._states.values() for tensor in one.changing())
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore the weights of all."""
+        """Restore the weights of all; returns what else a checkpoint has in common for all ranks.
+
+        Args:
+            adapters: whether the checkpoint has adapters, where the stage has any; else they keep
+                their first weights.
+        """
         loaded = [one.load_weights(path, adapters=adapters) for one in self._states.values()]
         return loaded[-1]
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore the state of all optimizers; each takes what is its own of the settings."""
+        """Restore the state of all optimizers, of which the checkpoint has these settings; each
+        takes what is its own of them."""
         for one in self._states.values():
             one.load_optimizer(path, settings)
 
@@ -124,7 +110,8 @@ class _WholeState:
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
         """Restore all weights of the stage."""
-        entries = _stored(self._stage.sharded_state_dict(), adapters=adapters)
+        entries = self._stage.sharded_state_dict()
+        entries = {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
         with one_error(path):
             loaded: dict[str, Any] = dist_checkpointing.load({"model": entries}, str(path))
         # Core puts the halves of gated layers together in tensors of their own, which go with this.
@@ -155,11 +142,6 @@ class _WholeState:
                 for kind in _KINDS:
                     key = _STORED.format(kind, entry.key)
                     yield from blocks_of(entry, key, place.start, place.end, state[kind])
-
-
-def _stored(entries: dict[str, Any], *, adapters: bool) -> dict[str, Any]:
-    """The entries of a stage, without those of its adapters where a checkpoint has none."""
-    return {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
 
 
 def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
@@ -228,14 +210,10 @@ class _PartState:
         with one_error(path):
             load_blocks(self._optimizer_blocks(), path)
 
-    def _entries(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._stage.sharded_state_dict()
-        return state
-
     def _whole_entries(self) -> dict[str, Any]:
         """Entries of what is no parameter, and whole on every rank."""
         parameters = {parameter for flat in self._weights.flats for parameter in flat.parameters}
-        entries = self._entries().items()
+        entries = self._stage.sharded_state_dict().items()
         return {
             name: entry
             for name, entry in entries
@@ -243,7 +221,7 @@ class _PartState:
         }
 
     def _weight_blocks(self) -> Iterator[ShardedTensor]:
-        described = _by_parameter(self._entries())
+        described = _by_parameter(self._stage.sharded_state_dict())
         for flat in self._weights.flats:
             copy = flat.groups.copies.rank()
             for own in flat.ranges():
@@ -253,7 +231,7 @@ class _PartState:
 
     def _optimizer_blocks(self) -> Iterator[ShardedTensor]:
         assert self._optimizer is not None
-        described = _by_parameter(self._entries())
+        described = _by_parameter(self._stage.sharded_state_dict())
         for one in (each for each in self._optimizer.ranges if each.own.parameter in described):
             entry, copy = described[one.own.parameter], one.flat.groups.copies.rank()
             state = self._optimizer.inner.state[one.main]

@@ -14,6 +14,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,47 +70,31 @@ def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[Adap
     """Yield every pair of matrices of a model's adapters, in the order of the forward pass."""
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
-            for place in _places(model, kind):
-                for piece in linear.adapted:
-                    yield _adapted_piece(model, kind, linear, piece, adapters.rank, place)
+            outputs = sum(each.outputs for each in linear.pieces)
+            for made, piece in product(_places(model, kind), linear.adapted):
+                name, tower = f"adapters.{piece.name}", model.encoders.get(kind.tower)
+                yield AdaptedPiece(
+                    base=made(f"{linear.module}.weight", (outputs, piece.inputs)),
+                    linear=linear,
+                    piece=piece,
+                    groups=model.language.kv_heads if tower is None else tower.heads,
+                    lora_a=made(f"{name}.lora_a", (adapters.rank, piece.inputs)),
+                    lora_b=made(f"{name}.lora_b", (piece.outputs, adapters.rank)),
+                )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
-    owner: str
-    """Name of the layers of a tower, or of a projector, in this project's checkpoints."""
-    layer: int | None = None
-    layers: int | None = None
-
-    def parameter(self, name: str, *shape: int) -> Parameter:
-        key = f"{self.owner}.{name}"
-        return Parameter(key=key, shape=shape, layer=self.layer, layers=self.layers)
-
-
-def _places(model: ModelConfig, kind: UnitKind) -> list[_Place]:
-    """Where the units of a kind are in a checkpoint."""
+def _places(model: ModelConfig, kind: UnitKind) -> list[Callable[[str, Shape], Parameter]]:
+    """What makes parameters of each unit of a kind, by their names in it and their shapes."""
     if not kind.is_layer:
-        return [_Place(owner="projector" if kind.tower == "vision" else f"{kind.tower}_projector")]
+        owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
+        return [lambda name, shape: Parameter(key=f"{owner}.{name}", shape=shape)]
     tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
-    owner, layers = f"{kind.tower}.layers", tower.layers
-    numbers = filter(kind.has_layer, range(layers))
-    return [_Place(owner=owner, layer=number, layers=layers) for number in numbers]
 
+    def of_layer(number: int, name: str, shape: Shape) -> Parameter:
+        key = f"{kind.tower}.layers.{name}"
+        return Parameter(key=key, shape=shape, layer=number, layers=tower.layers)
 
-def _adapted_piece(
-    model: ModelConfig, kind: UnitKind, linear: Linear, piece: Piece, rank: int, place: _Place
-) -> AdaptedPiece:
-    tower = model.encoders.get(kind.tower)
-    outputs = sum(each.outputs for each in linear.pieces)
-    name = f"adapters.{piece.name}"
-    return AdaptedPiece(
-        base=place.parameter(f"{linear.module}.weight", outputs, piece.inputs),
-        linear=linear,
-        piece=piece,
-        groups=model.language.kv_heads if tower is None else tower.heads,
-        lora_a=place.parameter(f"{name}.lora_a", rank, piece.inputs),
-        lora_b=place.parameter(f"{name}.lora_b", piece.outputs, rank),
-    )
+    return [partial(of_layer, number) for number in filter(kind.has_layer, range(tower.layers))]
 
 
 class MergedWeights:

@@ -5,10 +5,11 @@ RUN/model.toml       the model, for `omnibal plan --model RUN/model.toml`
 RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
 """
 
+import math
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +31,6 @@ from megatron.vlm.conversion.tensor_map import (
     Layout,
     Parameter,
     Released,
-    elements,
     embedding_parameter,
     head_name,
     parameters,
@@ -75,7 +75,9 @@ class ImportSource(ABC):
     @property
     def bytes(self) -> int:
         """Bytes of all parameters."""
-        return sum(elements(one) * self.dtype(one).itemsize for one in parameters(self.model))
+        return sum(
+            math.prod(one.shape) * self.dtype(one).itemsize for one in parameters(self.model)
+        )
 
     @abstractmethod
     def dtype(self, parameter: Parameter) -> torch.dtype:
@@ -206,7 +208,8 @@ def import_checkpoint(
         if tokenizer is not None:
             tokenizer.write(folder / TOKENIZER_FOLDER)
         write_weights(folder, source.model, dtypes, order, read, source.adapters)
-    lines = [f"wrote {run / MODEL_FILE} and weights of type {_names(dtypes.values())}"]
+    types = ", ".join(sorted(set(map(dtype_name, dtypes.values()))))
+    lines = [f"wrote {run / MODEL_FILE} and weights of type {types}"]
     experts = source.model.language.kinds[0].experts
     if experts is not None and not experts.auxiliary_loss:
         lines.append(
@@ -272,7 +275,3 @@ def found_tokenizer(source: ReleasedCheckpoint) -> FoundTokenizer | None:
     tokenizer.path = folder / FAST_FILE  # where a complaint is to look for it
     check_tokenizer(source.model, tokenizer)
     return found
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(sorted(set(map(dtype_name, dtypes))))

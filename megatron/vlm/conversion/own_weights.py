@@ -13,20 +13,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -124,7 +121,7 @@ def _extra_state_key(parameter: Parameter) -> str | None:
     return f"{module}._extra_state/shard_{parameter.layer or 0}_{parameter.layers or 1}"
 
 
-class _WritePlanner(SavePlanner):
+class _WritePlanner(DefaultSavePlanner):
     """Save planner with one item per parameter, whose values are read when it is written."""
 
     def __init__(
@@ -133,15 +130,9 @@ class _WritePlanner(SavePlanner):
         parameters: Sequence[Parameter],
         read: Callable[[Parameter], torch.Tensor],
     ) -> None:
-        self._dtypes = dtypes
-        self._parameters = parameters
-        self._read = read
+        super().__init__(flatten_state_dict=False)
+        self._dtypes, self._parameters, self._read = dtypes, parameters, read
         self._by_place: dict[tuple[str, torch.Size], Parameter] = {}
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        pass
 
     def create_local_plan(self) -> SavePlan:
         items = []
@@ -167,12 +158,6 @@ class _WritePlanner(SavePlanner):
         items.append(WriteItem(index=MetadataIndex(_HEAD_STATE), type=WriteItemType.BYTE_IO))
         return SavePlan(items)
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         if write_item.type == WriteItemType.BYTE_IO:
             nothing = io.BytesIO()
@@ -183,45 +168,23 @@ class _WritePlanner(SavePlanner):
         return values if parameter.layer is None else values.unsqueeze(0)
 
 
-class _ReadPlanner(LoadPlanner):
+class _ReadPlanner(DefaultLoadPlanner):
     """Load planner for given parameters, however their chunks lie in the files."""
 
     def __init__(self, parameters: Sequence[Parameter], values: Sequence[torch.Tensor]) -> None:
+        super().__init__(flatten_state_dict=False)
         self._parameters = parameters
         self._values: dict[MetadataIndex, torch.Tensor] = {}
         for parameter, tensor in zip(parameters, values, strict=True):
             index = MetadataIndex(parameter.key, _chunk(parameter).offsets)
             self._values[index] = tensor if parameter.layer is None else tensor.unsqueeze(0)
-        self._metadata: Any = None
-
-    def set_up_planner(
-        self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False
-    ) -> None:
-        self._metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for parameter in self._parameters:
-            stored: Any = self._metadata.state_dict_metadata[parameter.key]
+            stored: Any = self.metadata.state_dict_metadata[parameter.key]
             items += create_read_items_for_chunk_list(parameter.key, stored, [_chunk(parameter)])
         return LoadPlan(items)
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise NotImplementedError  # no item of that kind is planned
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        whole = self._values[MetadataIndex(read_item.dest_index.fqn, read_item.dest_index.offset)]
-        for axis, (start, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            whole = whole.narrow(axis, start, length)
-        return whole
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self._values[MetadataIndex(index.fqn, index.offset)]

@@ -17,11 +17,11 @@ Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G h
 D head size, X experts.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 import torch
 
@@ -249,72 +249,87 @@ class Released:
 # released tensors, and `*` for the number of every expert.
 _Names = dict[str, str | tuple[str, ...]]
 
-_ORIGINAL_VISION: _Names = {
-    "input_layernorm": "norm1",
-    "self_attention.linear_qkv": "attn.qkv",
-    "self_attention.linear_proj": "attn.proj",
-    "self_attention.q_layernorm": "attn.q_norm",
-    "self_attention.k_layernorm": "attn.k_norm",
-    "self_attn_bda.scale": "ls1",
-    "pre_mlp_layernorm": "norm2",
-    "mlp.linear_fc1": "mlp.fc1",
-    "mlp.linear_fc2": "mlp.fc2",
-    "mlp_bda.scale": "ls2",
+_LAYER = (
+    "input_layernorm",
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "pre_mlp_layernorm",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+"""Modules that a layer of every tower has."""
+
+
+def _layer(*names: str | tuple[str, ...]) -> _Names:
+    return dict(zip(_LAYER, names, strict=True))
+
+
+def _tile_layer(layer: _Names, attention: str, scale: str) -> _Names:
+    """The names of a layer of an InternViT, with norms of q and k and scales of both branches."""
+    return layer | {
+        "self_attention.q_layernorm": f"{attention}.q_norm",
+        "self_attention.k_layernorm": f"{attention}.k_norm",
+        "self_attn_bda.scale": f"{scale}1",
+        "mlp_bda.scale": f"{scale}2",
+    }
+
+
+def _apart(attention: str) -> tuple[str, ...]:
+    return tuple(f"{attention}.{one}_proj" for one in "qkv")
+
+
+_GATED = ("mlp.gate_proj", "mlp.up_proj")
+_QWEN2_VL_VISION = _layer("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+_ORIGINAL_VISION = _tile_layer(_QWEN2_VL_VISION, "attn", "ls")
+_TRANSFORMERS_VISION = _tile_layer(
+    _layer(
+        "layernorm_before",
+        _apart("attention"),
+        "attention.projection_layer",
+        "layernorm_after",
+        "mlp.fc1",
+        "mlp.fc2",
+    ),
+    "attention",
+    "lambda_",
+)
+_QWEN2_5_VL_VISION = _QWEN2_VL_VISION | {
+    "mlp.linear_fc1": _GATED,
+    "mlp.linear_fc2": "mlp.down_proj",
 }
-_TRANSFORMERS_VISION: _Names = {
-    "input_layernorm": "layernorm_before",
-    "self_attention.linear_qkv": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
-    "self_attention.linear_proj": "attention.projection_layer",
-    "self_attention.q_layernorm": "attention.q_norm",
-    "self_attention.k_layernorm": "attention.k_norm",
-    "self_attn_bda.scale": "lambda_1",
-    "pre_mlp_layernorm": "layernorm_after",
-    "mlp.linear_fc1": "mlp.fc1",
-    "mlp.linear_fc2": "mlp.fc2",
-    "mlp_bda.scale": "lambda_2",
-}
-_QWEN3_VL_VISION: _Names = {
-    "input_layernorm": "norm1",
-    "self_attention.linear_qkv": "attn.qkv",
-    "self_attention.linear_proj": "attn.proj",
-    "pre_mlp_layernorm": "norm2",
+_QWEN3_VL_VISION = _QWEN2_VL_VISION | {
     "mlp.linear_fc1": "mlp.linear_fc1",
     "mlp.linear_fc2": "mlp.linear_fc2",
 }
-_QWEN2_VL_VISION = _QWEN3_VL_VISION | {"mlp.linear_fc1": "mlp.fc1", "mlp.linear_fc2": "mlp.fc2"}
-_QWEN2_5_VL_VISION = _QWEN3_VL_VISION | {
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": "mlp.down_proj",
-}
-_WHISPER: _Names = {
-    "input_layernorm": "self_attn_layer_norm",
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": "self_attn.out_proj",
-    "pre_mlp_layernorm": "final_layer_norm",
-    "mlp.linear_fc1": "fc1",
-    "mlp.linear_fc2": "fc2",
-}
+_WHISPER = _layer(
+    "self_attn_layer_norm",
+    _apart("self_attn"),
+    "self_attn.out_proj",
+    "final_layer_norm",
+    "fc1",
+    "fc2",
+)
 _WHISPER_REST: _Names = {
     "audio_embedding.conv1": "conv1",
     "audio_embedding.conv2": "conv2",
     "audio_projector.norm": "layer_norm",
 }
-_INTERNLM2: _Names = {
-    "input_layernorm": "attention_norm",
-    "self_attention.linear_qkv": "attention.wqkv",
-    "self_attention.linear_proj": "attention.wo",
-    "pre_mlp_layernorm": "ffn_norm",
-    "mlp.linear_fc1": ("feed_forward.w1", "feed_forward.w3"),
-    "mlp.linear_fc2": "feed_forward.w2",
-}
-_LLAMA: _Names = {
-    "input_layernorm": "input_layernorm",
-    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "self_attention.linear_proj": "self_attn.o_proj",
-    "pre_mlp_layernorm": "post_attention_layernorm",
-    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.linear_fc2": "mlp.down_proj",
-}
+_INTERNLM2 = _layer(
+    "attention_norm",
+    "attention.wqkv",
+    "attention.wo",
+    "ffn_norm",
+    ("feed_forward.w1", "feed_forward.w3"),
+    "feed_forward.w2",
+)
+_LLAMA = _layer(
+    "input_layernorm",
+    _apart("self_attn"),
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    _GATED,
+    "mlp.down_proj",
+)
 _QWEN3 = _LLAMA | {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
@@ -354,15 +369,14 @@ _QWEN2_VL_REST = _QWEN3_VL_REST | {
     "projector.linear_fc1": "visual.merger.mlp.0",
     "projector.linear_fc2": "visual.merger.mlp.2",
 }
-_INTERNLM2_REST: _Names = {
-    "embedding.word_embeddings": "language_model.model.tok_embeddings",
-    "language.final_layernorm": "language_model.model.norm",
-    "head": "language_model.output",
-}
 _LLAMA_REST: _Names = {
     "embedding.word_embeddings": "language_model.model.embed_tokens",
     "language.final_layernorm": "language_model.model.norm",
     "head": "language_model.lm_head",
+}
+_INTERNLM2_REST = _LLAMA_REST | {
+    "embedding.word_embeddings": "language_model.model.tok_embeddings",
+    "head": "language_model.output",
 }
 
 
@@ -379,7 +393,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
         yield from audio_parameters(model)
     language, width = model.language, model.language.hidden_size
     yield Parameter(key="embedding.word_embeddings.weight", shape=(language.vocab_size, width))
-    yield from _stacked("language", language.layers, dict(_language_layer(language)))
+    yield from _stacked("language", language.layers, _language_layer(language))
     yield Parameter(key="language.final_layernorm.weight", shape=(width,))
     if not language.tied_head:
         yield Parameter(key="head.weight", shape=(language.vocab_size, width))
@@ -393,7 +407,7 @@ def _tile_parameters(model: ModelConfig) -> Iterator[Parameter]:
         ("vision_embedding.class_token", (own,)),
         ("vision_embedding.positions", (vision.positions_per_item, own)),
     )
-    yield from _stacked("vision", vision.layers, dict(_encoder_layer(vision)))
+    yield from _stacked("vision", vision.layers, _encoder_layer(vision))
     yield from _single(
         *_linear("projector.norm", vision.projector_input_size),
         *_linear("projector.linear_fc1", width, vision.projector_input_size),
@@ -411,7 +425,7 @@ def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
     )
     if tower.learned_positions:
         yield Parameter(key="vision_embedding.positions", shape=(tower.learned_positions, own))
-    yield from _stacked("vision", tower.layers, dict(_encoder_layer(tower)))
+    yield from _stacked("vision", tower.layers, _encoder_layer(tower))
     yield from _single(*_cell_projector("projector", tower, own, width))
     for place in range(len(tower.deepstack_layers)):
         yield from _single(*_cell_projector(f"{_DEEPSTACK}.{place}", tower, cell, width))
@@ -433,7 +447,7 @@ def audio_parameters(model: ModelConfig) -> Iterator[Parameter]:
         *_linear("audio_embedding.conv1", own, audio.mel_bins, _TAPS),
         *_linear("audio_embedding.conv2", own, own, _TAPS),
     )
-    yield from _stacked("audio", audio.layers, dict(_encoder_layer(audio)))
+    yield from _stacked("audio", audio.layers, _encoder_layer(audio))
     yield from _single(
         *_linear("audio_projector.norm", own, bias=audio.normalization == "LayerNorm"),
         *_linear("audio_projector.linear_fc1", width, audio.projector_input_size),
@@ -452,10 +466,9 @@ def _single(*named: _Named) -> Iterator[Parameter]:
     return (Parameter(key=key, shape=shape) for key, shape in named)
 
 
-def _stacked(tower: str, layers: int, shapes: dict[str, Shape]) -> Iterator[Parameter]:
-    for layer in range(layers):
-        for name, shape in shapes.items():
-            yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
+def _stacked(tower: str, layers: int, named: Iterator[_Named]) -> Iterator[Parameter]:
+    for layer, (name, shape) in product(range(layers), named):
+        yield Parameter(key=f"{tower}.layers.{name}", shape=shape, layer=layer, layers=layers)
 
 
 def _encoder_layer(tower: EncoderLayers) -> Iterator[_Named]:
@@ -577,23 +590,23 @@ def _released_shape(parameter: Parameter, model: ModelConfig) -> Shape:
 
 
 def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
-    tower, _, rest = parameter.key.partition(".layers.")
+    tower, _, own = parameter.key.partition(".layers.")
+    is_internlm2 = layout is Layout.INTERNVL_INTERNLM2
+    path, of_vision, rest = _vision_names(layout)
     if parameter.layer is None:
-        prefix, names, own = "", _rest_names(layout), parameter.key
-    elif tower == "vision" and layout.is_qwen_vl:
-        prefix = f"visual.blocks.{parameter.layer}."
-        names, own = _qwen_vl_names(layout)[0], rest
-    elif tower == "vision" and layout.is_original:
-        prefix = f"vision_model.encoder.layers.{parameter.layer}."
-        names, own = _ORIGINAL_VISION, rest
+        prefix, own = "", parameter.key
+        names = rest | (_INTERNLM2_REST if is_internlm2 else _LLAMA_REST)
     elif tower == "vision":
-        prefix = f"vision_tower.encoder.layer.{parameter.layer}."
-        names, own = _TRANSFORMERS_VISION, rest
+        prefix, names = f"{path}.{parameter.layer}.", of_vision
     else:
         prefix = f"language_model.model.layers.{parameter.layer}."
-        names, own = _language_names(layout), rest
+        of_qwen3 = _STACKED_QWEN3 if layout.has_stacked_experts else _QWEN3
+        names = _INTERNLM2 if is_internlm2 else of_qwen3
     module, part = (own, "") if own in names else own.rsplit(".", 1)
-    there = _deepstack_name(module) if module.startswith(_DEEPSTACK) else names[module]
+    if module.startswith(_DEEPSTACK):  # whose projectors are numbered and named alike there
+        there: str | tuple[str, ...] = module.replace(_DEEPSTACK, "visual.deepstack_merger_list", 1)
+    else:
+        there = names[module]
     modules = (there,) if isinstance(there, str) else there
     suffix = f".{part}" if part else ""
     if any("*" in name for name in modules):
@@ -605,30 +618,16 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
     return tuple(map(_prefixed, plain)) if layout.has_prefix else plain
 
 
-def _deepstack_name(module: str) -> str:
-    """Name of a projector's module, which are numbered and named alike there."""
-    return module.replace(_DEEPSTACK, "visual.deepstack_merger_list", 1)
-
-
-def _language_names(layout: Layout) -> _Names:
-    if layout is Layout.INTERNVL_INTERNLM2:
-        return _INTERNLM2
-    return _STACKED_QWEN3 if layout.has_stacked_experts else _QWEN3
-
-
-def _qwen_vl_names(layout: Layout) -> tuple[_Names, _Names]:
-    """Names of a layer of a Qwen-VL's tower, and of the tower's rest."""
+def _vision_names(layout: Layout) -> tuple[str, _Names, _Names]:
+    """Path of the vision tower's layers, names in one of them, and names of the tower's rest."""
+    if layout.is_original:
+        return "vision_model.encoder.layers", _ORIGINAL_VISION, _ORIGINAL_REST
+    if not layout.is_qwen_vl:
+        return "vision_tower.encoder.layer", _TRANSFORMERS_VISION, _TRANSFORMERS_REST
     if layout.value.startswith("qwen3"):
-        return _QWEN3_VL_VISION, _QWEN3_VL_REST
-    gated = layout.has_gated_vision
-    return _QWEN2_5_VL_VISION if gated else _QWEN2_VL_VISION, _QWEN2_VL_REST
-
-
-def _rest_names(layout: Layout) -> _Names:
-    if layout.is_qwen_vl:
-        return _qwen_vl_names(layout)[1] | _LLAMA_REST
-    language = _INTERNLM2_REST if layout is Layout.INTERNVL_INTERNLM2 else _LLAMA_REST
-    return (_ORIGINAL_REST if layout.is_original else _TRANSFORMERS_REST) | language
+        return "visual.blocks", _QWEN3_VL_VISION, _QWEN3_VL_REST
+    layer = _QWEN2_5_VL_VISION if layout.has_gated_vision else _QWEN2_VL_VISION
+    return "visual.blocks", layer, _QWEN2_VL_REST
 
 
 def _prefixed(name: str) -> str:
@@ -640,8 +639,3 @@ def _prefixed(name: str) -> str:
 def has_stacked_experts(names: Collection[str]) -> bool:
     """Whether there are tensors of all experts of a layer among those with these names."""
     return any(name.endswith(_STACKED) for name in names)
-
-
-def elements(parameter: Parameter) -> int:
-    """Number of values in the parameter, one layer of it."""
-    return math.prod(parameter.shape)

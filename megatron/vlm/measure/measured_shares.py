@@ -70,19 +70,16 @@ def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
     )
     names = ("tokens", "squared_tokens", EXCHANGED)
     pack = Packs.from_lists([list(range(len(tokens)))])
-    most = part_features(pack, _lengths(tokens), level, names)[0].max(axis=0)
-    features = {name: round(value) for name, value in zip(names, most.tolist(), strict=True)}
-    return MeasuredShare(
-        batch=batch, context=level.context, exchange=level.exchange, features=features
-    )
-
-
-def _lengths(tokens: np.ndarray) -> Lengths:
-    return Lengths(
+    lengths = Lengths(
         items={},
         tokens=tokens,
         loss_tokens=tokens,
         source=np.zeros(len(tokens), np.int32),
         source_names=("",),
         origin=None,
+    )
+    most = part_features(pack, lengths, level, names)[0].max(axis=0)
+    features = {name: round(value) for name, value in zip(names, most.tolist(), strict=True)}
+    return MeasuredShare(
+        batch=batch, context=level.context, exchange=level.exchange, features=features
     )

@@ -23,7 +23,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -233,7 +233,13 @@ class Profiler:
         # Kinds of the tower's layers are measured apart.
         kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.encoders]
         deep = max(deep, *kinds, 1)
-        build = partial(_whole_stage_trainer, job, links, provider=options.provider)
+
+        def build(depth: int) -> Trainer:
+            plan = _plan_of_whole_stages(job, links.size, depth)
+            return build_trainer(
+                plan, links, OPTIMIZATION, steps=1, seed=0, provider=options.provider
+            )
+
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
@@ -266,8 +272,13 @@ class Profiler:
             if self._reading is not None:
                 self._reading.take(2 * batch.tokens)
         for index, share in enumerate(self._shares):
-            layers, hidden = _layer_units(stage, share.batch, {}), _layer_input(stage, share.batch)
-            for unit, forward_ms, backward_ms in _times_ms(layers, hidden):
+            layers = _layer_units(stage, share.batch, {})
+            hidden_S1E = torch.randn(
+                (share.batch.tokens, 1, stage.config.hidden_size),
+                dtype=stage.config.params_dtype,
+                device=current_device(),
+            )
+            for unit, forward_ms, backward_ms in _times_ms(layers, hidden_S1E.requires_grad_()):
                 samples_ms["share", index, unit, "forward"].append(forward_ms)
                 samples_ms["share", index, unit, "backward"].append(backward_ms)
         samples_ms["optimizer"].append(self._update.timed_ms())
@@ -277,11 +288,9 @@ class Profiler:
 
     def result(self, rounds: Sequence[Round]) -> Profile:
         """Average the rounds into a profile."""
-        typical = _typical_rounds(rounds)
+        typical, layer = _typical_rounds(rounds), self._job.model.language.kinds[0].name
         taken_ms = {key: mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
-        deep_optimizer = OptimizerMeasurement(
-            parameters=_parameters(self._trainer), optimizer_ms=taken_ms["optimizer"]
-        )
+        deep_optimizer = _optimizer_measurement(self._trainer, taken_ms["optimizer"])
         return Profile(
             device=device_name(),
             precision=self._job.precision,
@@ -296,7 +305,7 @@ class Profiler:
                     **_features(self._job.model, batch),
                     forward_ms=taken_ms[index, unit, "forward"],
                     backward_ms=taken_ms[index, unit, "backward"],
-                    recompute_ms=_recompute_ms(taken_ms, index, unit),
+                    recompute_ms=_recompute_ms(taken_ms, index, unit) if _is_layer(unit) else None,
                     activation_bytes=self._kept_bytes[index][unit],
                 )
                 for index, batch in enumerate(self._batches)
@@ -304,12 +313,12 @@ class Profiler:
             ),
             shares=tuple(
                 ShareMeasurement(
-                    unit=_layer_name(self._job.model),
+                    unit=layer,
                     context=one.context,
                     exchange=one.exchange,
                     **one.features,
-                    forward_ms=taken_ms["share", index, _layer_name(self._job.model), "forward"],
-                    backward_ms=taken_ms["share", index, _layer_name(self._job.model), "backward"],
+                    forward_ms=taken_ms["share", index, layer, "forward"],
+                    backward_ms=taken_ms["share", index, layer, "backward"],
                 )
                 for index, one in enumerate(self._shares)
             ),
@@ -339,10 +348,8 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
     )
 
 
-def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float | None:
-    """Time that recomputing adds to forward and backward; None if never recomputed."""
-    if not _is_layer(unit):
-        return None
+def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float:
+    """Time that recomputing adds to forward and backward."""
     without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
     return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
 
@@ -372,14 +379,6 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
         cluster=job.cluster,
         data=None,
     )
-
-
-def _whole_stage_trainer(
-    job: JobSpec, links: PipelineLinks, depth: int, provider: Provider
-) -> Trainer:
-    """Trainer of a stage with all kinds of unit and `depth` layers of each tower."""
-    plan = _plan_of_whole_stages(job, links.size, depth)
-    return build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
@@ -460,18 +459,13 @@ def random_batch(
     )
 
 
-def _as_it_is(output: Any) -> Any:
-    """The output of a unit that gives hidden states or features alone."""
-    return output
-
-
 class Unit(NamedTuple):
     """One unit of a stage, to be run by itself."""
 
     name: str
     run: Callable[[Any], Any]
     """Its forward, of what the unit before it gives; a layer's may be recomputed."""
-    hand_on: Callable[[Any], torch.Tensor] = _as_it_is
+    hand_on: Callable[[Any], torch.Tensor] = lambda output: output
     """What makes of its output what the next unit is given: puts deepstack features aside, or adds
     them."""
 
@@ -568,37 +562,17 @@ def _layer_units(
     arguments = stage.packing(batch)
     names = layer_names(stage.model_config, LANGUAGE)
     taken = (*stage.deepstack_names, *[None] * len(names))
+
+    def add_features(features: str, hidden: torch.Tensor) -> torch.Tensor:
+        return stage.add_features(batch, encoded[features], hidden)
+
     for layer, name, features in zip(stage.language.layers, names, taken, strict=False):
         run = partial(_run_layer, layer, arguments)
-        if features is None:
-            yield Unit(name, run)
-        else:
-            yield Unit(name, run, partial(_add_features, stage, batch, encoded, features))
-
-
-def _add_features(
-    stage: VLMStage,
-    batch: MicroBatch,
-    encoded: dict[str, torch.Tensor],
-    name: str,
-    hidden: torch.Tensor,
-) -> torch.Tensor:
-    return stage.add_features(batch, encoded[name], hidden)
-
-
-def _layer_name(model: ModelConfig) -> str:
-    """Name of the one kind of language layer that models that are trained have."""
-    return model.language.kinds[0].name
-
-
-def _layer_input(stage: VLMStage, batch: MicroBatch) -> torch.Tensor:
-    """Random hidden states, whose gradient is wanted. [S, 1, E]"""
-    hidden_S1E = torch.randn(
-        (batch.tokens, 1, stage.config.hidden_size),
-        dtype=stage.config.params_dtype,
-        device=current_device(),
-    )
-    return hidden_S1E.requires_grad_()
+        yield (
+            Unit(name, run)
+            if features is None
+            else Unit(name, run, partial(add_features, features))
+        )
 
 
 def _times_ms(
@@ -793,16 +767,15 @@ def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
     return {unit: round(float(np.mean(sizes))) for unit, sizes in by_unit.items()}
 
 
-def _parameters(trainer: Trainer) -> int:
-    return sum(weight.numel() for weight in trainer.stage.parameters())
+def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMeasurement:
+    parameters = sum(weight.numel() for weight in trainer.stage.parameters())
+    return OptimizerMeasurement(parameters=parameters, optimizer_ms=optimizer_ms)
 
 
 def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasurement:
     update = RepeatedUpdate(trainer)
     samples_ms = [update.timed_ms() for _ in range(repetitions + 1)]
-    return OptimizerMeasurement(
-        parameters=_parameters(trainer), optimizer_ms=mean_ms(samples_ms[1:])
-    )
+    return _optimizer_measurement(trainer, mean_ms(samples_ms[1:]))
 
 
 class RepeatedUpdate:
@@ -819,12 +792,17 @@ class RepeatedUpdate:
     def timed_ms(self) -> float:
         """Time one update; collective over all ranks."""
         trainer = self._trainer
+
+        def exchange_and_update() -> None:
+            global_sums(trainer.links, [], SeenBatches())
+            trainer.update_weights(1.0)
+
         dist.barrier()
         zeroing_ms = timed_ms(trainer.zero_gradients)
         for held in trainer.held:
             for gradients in held.gradients():
                 gradients.fill_(1.0)
-        updating_ms = timed_ms(self._exchange_and_update)
+        updating_ms = timed_ms(exchange_and_update)
         trainer.wait_for_weights()
         # Restore the weights: a replay's lone rank gathers its own shard in place of others.
         with torch.no_grad():
@@ -834,10 +812,6 @@ class RepeatedUpdate:
 
     def _weights(self) -> Iterator[torch.Tensor]:
         return (weight for held in self._trainer.held for weight in held.weights())
-
-    def _exchange_and_update(self) -> None:
-        global_sums(self._trainer.links, [], SeenBatches())
-        self._trainer.update_weights(1.0)
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
@@ -856,18 +830,6 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
     dist.barrier()
     round_trip_ms = timed_ms(round_trip)
     return [round_trip_ms / 2] if links.rank <= 1 else []
-
-
-def _reader(model: ModelConfig, data: Path | None, tokenizer: Path | None) -> SampleReader | None:
-    if data is None or tokenizer is None:
-        return None
-    return SampleReader(Annotations.open(data), open_tokenizer(tokenizer), model)
-
-
-def _contexts(model: ModelConfig, launch: Launch, provider: Provider) -> tuple[int, ...]:
-    """Numbers of processes that share packs, where such a model can be trained on them."""
-    is_shared = provider == "local" and model.images is None
-    return context_sizes(launch.world_size) if is_shared else ()
 
 
 def main() -> None:
@@ -896,23 +858,18 @@ def main() -> None:
             parallel=Parallel(pipeline=1),
             precision=arguments.precision,
         )
-        result = profile(
-            job,
-            launch,
-            ProfileOptions(
-                max_tiles=arguments.max_tiles,
-                max_clips=arguments.max_clips,
-                max_image_tokens=arguments.max_image_tokens,
-                max_tokens=arguments.max_tokens,
-                tokens_per_sample=arguments.tokens_per_sample,
-                layers=arguments.layers,
-                repetitions=arguments.repetitions,
-                provider=arguments.provider,
-                contexts=_contexts(job.model, launch, arguments.provider),
-            ),
-            Console(stderr=True),
-            _reader(job.model, arguments.data, arguments.tokenizer_model),
+        reader = None
+        if arguments.data is not None and arguments.tokenizer_model is not None:
+            data, tokenizer = Annotations.open(arguments.data), arguments.tokenizer_model
+            reader = SampleReader(data, open_tokenizer(tokenizer), job.model)
+        # Such a model alone can be trained on packs that processes share.
+        is_shared = arguments.provider == "local" and job.model.images is None
+        given = {field.name for field in fields(ProfileOptions)} & vars(arguments).keys()
+        options = ProfileOptions(
+            **{name: vars(arguments)[name] for name in given},
+            contexts=context_sizes(launch.world_size) if is_shared else (),
         )
+        result = profile(job, launch, options, Console(stderr=True), reader)
     except UserError as error:
         if launch.local_rank == 0:
             print(f"error: {error}", file=sys.stderr)

@@ -89,7 +89,7 @@ def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Collectiv
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
                 begin = _collective(kind, buffer_E, ranks, group)
-                own_ms = [_typical_ms(partial(_run, begin), together=group)]
+                own_ms = [_typical_ms(lambda begin=begin: begin().wait(), together=group)]
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
@@ -131,10 +131,6 @@ def _collective(
     return partial(begin, group=group, async_op=True)
 
 
-def _run(begin: Callable[[], dist.Work]) -> None:
-    begin().wait()
-
-
 def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
     """Hidden share of collectives of all processes beside longer computation (`Rates.hidden`);
     None where there is one process."""
@@ -163,17 +159,16 @@ def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
         work.wait()
 
     once_ms = mean_ms([_typical_ms(partial(compute, 1))])
-    exchange_ms = mean_ms([_typical_ms(partial(_run, begin), together=dist.group.WORLD)])
+    exchange_ms = mean_ms([_typical_ms(partial(both, 0), together=dist.group.WORLD)])
     calls = max(round(_BESIDE_LENGTH * exchange_ms / once_ms), 1)
-    works = (partial(_run, begin), partial(compute, calls), partial(both, calls))
-    rounds = [[_together_ms(work) for work in works] for _ in range(_BESIDE_ROUNDS)]
+
+    def together_ms(work: Callable[[], object]) -> float:
+        dist.barrier()
+        return timed_ms(work)
+
+    works = (partial(both, 0), partial(compute, calls), partial(both, calls))
+    rounds = [[together_ms(work) for work in works] for _ in range(_BESIDE_ROUNDS)]
     return [mean_ms([float(each)]) for each in np.median(rounds, axis=0)]
-
-
-def _together_ms(work: Callable[[], object]) -> float:
-    """Time of a call that all processes begin at the same moment."""
-    dist.barrier()
-    return timed_ms(work)
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:

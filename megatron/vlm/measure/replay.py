@@ -202,17 +202,15 @@ class _RecomputeClock(PhaseClock):
         self._again = []
         forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
         late_ms = each_ms(intervals, Phase.BACKWARD_WEIGHT)
-        weight_ms = self._in_place(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
+        placed = partial(in_place, self._links)
+        weight_ms = placed(late_ms, Pass.BACKWARD_WEIGHT) if late_ms else 0 * backward_ms
         recompute_ms = [sum(elapsed_ms(*ends) for ends in layers) for layers in again]
         return MicroBatchTimes(
             forward_ms=forward_ms.ravel(),
             backward_ms=backward_ms.ravel(),
             weight_ms=weight_ms.ravel(),
-            recompute_ms=self._in_place(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
+            recompute_ms=placed(recompute_ms, Pass.BACKWARD, Pass.BACKWARD_INPUT).ravel(),
         )
-
-    def _in_place(self, in_turn_ms: Sequence[float], *kinds: Pass) -> np.ndarray:
-        return in_place(self._links, in_turn_ms, *kinds)
 
 
 EncodingWork = tuple[StepShares, list[MicroBatch]]
@@ -235,19 +233,15 @@ class StageReplayer:
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self._trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
-        self._update = RepeatedUpdate(self._trainer)
-        self._clock = _RecomputeClock(self._trainer, on_phase)
+        self.trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
+        """The stage with its optimizer, as in training."""
+        self._update = RepeatedUpdate(self.trainer)
+        self._clock = _RecomputeClock(self.trainer, on_phase)
         self.update_ms()  # which makes the optimizer's state
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
         else:
-            self.state_bytes = state_bytes_of(self._trainer)
-
-    @property
-    def trainer(self) -> Trainer:
-        """The stage with its optimizer, as in training."""
-        return self._trainer
+            self.state_bytes = state_bytes_of(self.trainer)
 
     def step(
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
@@ -262,10 +256,10 @@ class StageReplayer:
         links = self._links
         if not has_cuda():
             links.waits_ms[:] = waits_ms
-        self._trainer.zero_gradients()
+        self.trainer.zero_gradients()
         self._run(batches)
         links.waits_ms.clear()
-        self._trainer.discard_gradients()
+        self.trainer.discard_gradients()
         return self._clock.times()
 
     def _run(self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None) -> None:
@@ -276,7 +270,7 @@ class StageReplayer:
             encoding=shares,
         )
         self._clock.switch(Phase.WAIT)
-        self._trainer.run_step(coming, self._clock)
+        self.trainer.run_step(coming, self._clock)
 
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
@@ -284,12 +278,12 @@ class StageReplayer:
         """Peak bytes of the step, or of the update after it, besides the state; see
         `peak_activation_bytes`.
         """
-        self._trainer.zero_gradients()
-        peak = peak_activation_bytes(self._trainer, partial(self._run, batches, encoding))
-        self._trainer.discard_gradients()
+        self.trainer.zero_gradients()
+        peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
+        self.trainer.discard_gradients()
         self._clock.times()
         if has_cuda():
-            peak = max(peak, peak_activation_bytes(self._trainer, self.update_ms))
+            peak = max(peak, peak_activation_bytes(self.trainer, self.update_ms))
         return peak
 
     def update_ms(self) -> float:

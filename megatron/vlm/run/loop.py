@@ -27,8 +27,6 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
-    PassTimes,
-    StageRecord,
     StepRecord,
     ValidationRecord,
     append_record,
@@ -167,10 +165,13 @@ class TrainingLoop:
     def _record(
         self, step: int, result: StepResult, step_ms: float, between_ms: float, timed: bool
     ) -> StepRecord:
-        stages, passes = gather_stage_records(self._trainer.links, result.phases_ms), None
-        if timed:
-            stages, passes = self._pass_times(step, result, stages)
+        links, sizes = self._trainer.links, self._trainer.plan.parallel
+        stages, passes = gather_stage_records(links, result.phases_ms), None
         scheduled, rows = self._data.scheduled, self._data.rows(step)
+        if timed:
+            turn = step % sizes.data
+            slots = replace(self._data.sharing, dp_rank=turn).slots(scheduled.take(rows), sizes)
+            stages, passes = gather_pass_times(links, result.intervals, stages, turn, slots)
         offsets = scheduled.packs.offsets
         samples = int(offsets[rows[-1] + 1] - offsets[rows[0]])
         replaced_share = result.replaced_samples / samples
@@ -205,17 +206,6 @@ class TrainingLoop:
             stages=stages,
             passes=passes,
         )
-
-    def _pass_times(
-        self, step: int, result: StepResult, stages: tuple[StageRecord, ...]
-    ) -> tuple[tuple[StageRecord, ...], PassTimes]:
-        """Records of stages with every rank's time, and the passes of the rank whose turn it is;
-        collective over all ranks."""
-        data, plan = self._data, self._trainer.plan
-        turn = step % plan.parallel.data
-        packs = data.scheduled.take(data.rows(step))
-        slots = replace(data.sharing, dp_rank=turn).slots(packs, plan.parallel)
-        return gather_pass_times(self._trainer.links, result.intervals, stages, turn, slots)
 
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options

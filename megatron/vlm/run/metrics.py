@@ -3,23 +3,13 @@
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.job.runlog import StepRecord, ValidationRecord
 
 _WANDB_ID_FILE = "wandb_id.txt"
-
-
-class MetricsSink(Protocol):
-    """Output for named numbers of a step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the named numbers of a step."""
-
-    def close(self) -> None:
-        """Write what is still held back, and end."""
 
 
 class TensorBoardSink:
@@ -42,12 +32,10 @@ class TensorBoardSink:
             ) from error
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one event per value, under its name."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Write what is still held back, and close the file."""
         self._writer.close()
 
 
@@ -74,12 +62,14 @@ class WandbSink:
         self._run = wandb.init(project=project, name=name, resume="allow", **where)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Log all values in one call."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Send what is still held back, and end the run."""
         self._run.finish()
+
+
+MetricsSink: TypeAlias = TensorBoardSink | WandbSink
+"""Output for named numbers of a step."""
 
 
 def step_values(record: StepRecord) -> dict[str, float]:

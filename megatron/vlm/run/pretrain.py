@@ -157,24 +157,22 @@ def plan_for_all(
     if read_plan(directory).parallel.world_size == launch.world_size:
         return directory
     step = latest_step(arguments.save) or 0
-    key = f"plan after {step} steps for {launch.world_size}"
+    processes = launch.world_size
+    key = f"plan after {step} steps for {processes}"
     if launch.rank == 0:
-        store.set(key, json.dumps(_made_for(directory, arguments.save, step, launch.world_size)))
+        try:
+            made = plan_again(directory, arguments.save, step, gpus=processes)
+            assert made is not None, "other devices are not compared"
+            answer = {"plan": str(made[0])}
+        except (UserError, OSError) as error:
+            reason = f"{processes} processes came, and the plan is for others: {error}"
+            answer = {"error": reason}
+        store.set(key, json.dumps(answer))
     told = json.loads(store.get(key))
     if "error" in told:
         raise UserError(told["error"])
-    _log.info(f"planned for the {launch.world_size} processes that came: {told['plan']}")
+    _log.info(f"planned for the {processes} processes that came: {told['plan']}")
     return Path(told["plan"])
-
-
-def _made_for(directory: Path, run: Path, step: int, processes: int) -> dict[str, str]:
-    """The plan for so many processes, or why there is none."""
-    try:
-        made = plan_again(directory, run, step, gpus=processes)
-    except (UserError, OSError) as error:
-        return {"error": f"{processes} processes came, and the plan is for others: {error}"}
-    assert made is not None, "other devices are not compared"
-    return {"plan": str(made[0])}
 
 
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
@@ -280,7 +278,11 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     is_first = True
     with StopSignal() as stop:
         while True:
-            anew = planned_anew(run, done.steps) if _is_due(run, done.steps) else None
+            steps, is_asked = done.steps, done.steps in run.arguments.checkpoints.replan_at
+            is_due = is_asked and steps < run.last_step
+            # Not where it was planned anew already, after these steps.
+            is_due = is_due and MadePlan.of(run.directory).step != steps
+            anew = planned_anew(run, steps) if is_due else None
             if anew is not None:
                 # Its memory is free before the next one takes as much.
                 del trainer
@@ -294,13 +296,6 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
     for sink in sinks:
         sink.close()
     return run, trainer, done
-
-
-def _is_due(run: Run, steps: int) -> bool:
-    """Whether the run is to be planned anew after so many steps, and was not."""
-    if steps not in run.arguments.checkpoints.replan_at or steps >= run.last_step:
-        return False
-    return MadePlan.of(run.directory).step != steps
 
 
 def planned_anew(run: Run, steps: int) -> Run | None:
@@ -358,7 +353,12 @@ def train_plan(
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return done
-    _check_traced_steps(arguments.reports.profile_steps, last_step)
+    traced = arguments.reports.profile_steps
+    if traced and traced[-1] >= last_step:
+        raise UserError(
+            f"--profile-steps: step {traced[-1]} was given, and the run ends with step "
+            f"{last_step - 1}; steps count from 0"
+        )
     if run.plan.prediction is not None:
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
         if note is not None:
@@ -502,14 +502,6 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
     return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
 
 
-def _check_traced_steps(steps: range, last_step: int) -> None:
-    if steps and steps[-1] >= last_step:
-        raise UserError(
-            f"--profile-steps: step {steps[-1]} was given, and the run ends with step "
-            f"{last_step - 1}; steps count from 0"
-        )
-
-
 def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
     """Prepare the run's directory for its first step, and open what is reported to besides; on the
     writing rank.
@@ -534,23 +526,17 @@ def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
 
 def _write_info(run: Run, first_step: int) -> None:
     """Say in the run's directory of which plan its log is, from this step on at the latest."""
-    save, digest = run.arguments.save, plan_sha256(run.plan)
+    save, digest, since_step = run.arguments.save, plan_sha256(run.plan), first_step
+    if (save / RUN_INFO_FILE).exists() and read_run_info(save).plan_sha256 == digest:
+        since_step = min(read_run_info(save).since_step, first_step)
     info = RunInfo(
         model=run.plan.model.name,
         packs_sha256=run.data.packs_sha256,
         provider=run.arguments.provider,
         plan_sha256=digest,
-        since_step=min(_since_step(save, digest, first_step), first_step),
+        since_step=since_step,
     )
     write_run_info(info, save)
-
-
-def _since_step(save: Path, digest: str, first_step: int) -> int:
-    """Step from which on the log in a run's directory is of the plan of this hash."""
-    if not (save / RUN_INFO_FILE).exists():
-        return first_step
-    earlier = read_run_info(save)
-    return earlier.since_step if earlier.plan_sha256 == digest else first_step
 
 
 def _make_directory(path: Path) -> None:

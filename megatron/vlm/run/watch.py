@@ -63,7 +63,7 @@ class Pace:
         return 1.5 * self.stale_s + self.scan_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Failure:
     """Record in the store of the failure that ends the ranks."""
 
@@ -145,13 +145,8 @@ class Watch:
         if is_consequence(error):
             time.sleep(self._pace.patience_s)  # the watch ends the process when it finds the reason
         self._ending.acquire()
-        own = _Failure(
-            reporter=self._launch.rank,
-            node=self._launch.node,
-            message=f"rank {self._launch.rank} failed: {_summary(error)}",
-            exit_code=_exit_code(error),
-            readers=self._launch.world_size,
-        )
+        message = f"rank {self._launch.rank} failed: {_summary(error)}"
+        own = self._failure(message, _exit_code(error), self._launch.world_size)
         try:
             first = self._record(own)
         except RuntimeError:
@@ -183,18 +178,16 @@ class Watch:
         self._store.add(_beat(self._launch.rank), 1)
         if self._store.check(["failure"]):
             self._ending.acquire()
-            self._leave_because_of(self._read_failure(self._store.get("failure")))
-        if self._finishing.is_set() and self._count_finished() == self._launch.world_size:
-            self._part()
-            return True
+            self._leave_because_of(_Failure(**json.loads(self._store.get("failure"))))
+        if self._finishing.is_set():
+            own = self._store.add(f"finished/{self._launch.rank}", 1)
+            if self._store.add("finished", 1 if own == 1 else 0) == self._launch.world_size:
+                self._part()
+                return True
         beat = self._store.add(_beat(self._neighbour), 0)
         if silence.after(beat, pause_s) >= self._pace.stale_s:
             self._report_silent_ranks()
         return False
-
-    def _count_finished(self) -> int:
-        own = self._store.add(f"finished/{self._launch.rank}", 1)
-        return self._store.add("finished", 1 if own == 1 else 0)
 
     def _part(self) -> None:
         """Leave the store; rank 0, which may keep it, is the last."""
@@ -221,32 +214,27 @@ class Watch:
         if not silent:
             return
         self._ending.acquire()
-        own = _Failure(
-            reporter=self._launch.rank,
-            node=self._launch.node,
-            message=(
-                f"{_ranks(silent)} not been heard of for {self._pace.stale_s:g} s (killed, out of "
-                "memory, or the node is gone)"
-            ),
-            exit_code=_EXIT_FAILURE,
-            readers=self._launch.world_size - len(silent),
+        message = (
+            f"{_ranks(silent)} not been heard of for {self._pace.stale_s:g} s (killed, out of "
+            "memory, or the node is gone)"
         )
+        own = self._failure(message, _EXIT_FAILURE, self._launch.world_size - len(silent))
         first = self._record(own)
         if first == own:
             self._say(own)
         self._leave_because_of(first)
+
+    def _failure(self, message: str, exit_code: int, readers: int) -> _Failure:
+        launch = self._launch
+        return _Failure(launch.rank, launch.node, message, exit_code, readers)
 
     def _beats(self) -> list[int]:
         return [self._store.add(_beat(rank), 0) for rank in range(self._launch.world_size)]
 
     def _record(self, own: _Failure) -> _Failure:
         """Record a failure; returns the first of all ranks, which is `own` if there was none."""
-        return self._read_failure(
-            self._store.compare_set("failure", "", json.dumps(asdict(own), sort_keys=True))
-        )
-
-    def _read_failure(self, text: bytes) -> _Failure:
-        return _Failure(**json.loads(text))
+        text = json.dumps(asdict(own), sort_keys=True)
+        return _Failure(**json.loads(self._store.compare_set("failure", "", text)))
 
     def _leave_because_of(self, failure: _Failure) -> NoReturn:
         """Pass the failure on, once a node, and end.

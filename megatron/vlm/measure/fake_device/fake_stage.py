@@ -55,7 +55,11 @@ def run_fake_stage(
         RefusedByDeviceError: a real device would refuse an operation.
     """
     with fake_cuda() as fake_device, standing_in(plan.parallel, stage) as links:
-        replayer = StageReplayer(plan, links, on_phase=_follow(fake_device.device))
+
+        def follow(phase: Phase) -> None:
+            fake_device.device.phase = phase.value
+
+        replayer = StageReplayer(plan, links, on_phase=follow)
         _describe_state(fake_device.device, replayer.trainer)
         on_run()
         worst: FakeStage | None = None
@@ -77,15 +81,6 @@ def run_fake_stage(
         gc.collect()
     assert worst is not None, "a stage has micro-batches"
     return worst
-
-
-def _follow(device: FakeDevice) -> Callable[[Phase], None]:
-    """What tells the device which phase of the step runs."""
-
-    def follow(phase: Phase) -> None:
-        device.phase = phase.value
-
-    return follow
 
 
 def _without_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:

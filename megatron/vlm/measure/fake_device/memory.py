@@ -25,16 +25,14 @@ class Label:
     phase: str
 
 
+@dataclass(slots=True, eq=False)
 class _Allocation:
     """One storage on the device, from its birth to its end on the tracker's own count of both."""
 
-    __slots__ = ("born", "died", "label", "size")
-
-    def __init__(self, size: int, label: Label, born: int) -> None:
-        self.size = size
-        self.label = label
-        self.born = born
-        self.died: int | None = None
+    size: int
+    label: Label
+    born: int
+    died: int | None = None
 
 
 class MemoryTracker:
@@ -47,7 +45,8 @@ class MemoryTracker:
         self._live: dict[int, tuple[weakref.ref, _Allocation]] = {}
         self._made: list[_Allocation] = []
         self._moment = 0
-        self._highest_bytes = 0
+        self.highest_bytes = 0
+        """Bytes at the highest moment since `watch`."""
         self._highest_moment = 0
         self._highest_working: tuple[Label, int] | None = None
         self.highest_label: Label | None = None
@@ -60,28 +59,22 @@ class MemoryTracker:
     def watch(self) -> None:
         """Begin to look for the highest moment anew; `contents` is of the one since then."""
         self._made = [allocation for _, allocation in self._live.values()]
-        self._highest_bytes = 0
-
-    @property
-    def highest_bytes(self) -> int:
-        """Bytes at the highest moment since `watch`."""
-        return self._highest_bytes
+        self.highest_bytes = 0
 
     def hold(self, storage: torch.UntypedStorage, label: Label) -> None:
         """Count a storage, unless it is counted already, for as long as it exists."""
         key = storage._cdata
         if key in self._live:
             return
-        size = block_bytes(storage.nbytes())
         self._moment += 1
-        allocation = _Allocation(size, label, self._moment)
+        ended = weakref.ref(storage, lambda _: self._end(self._live.pop(key)[1]))
+        self._begin(ended, storage, label)
 
-        def gone(_: object, key: int = key) -> None:
-            self._release(key)
-
-        self._live[key] = (weakref.ref(storage, gone), allocation)
+    def _begin(self, reference: weakref.ref, storage: torch.UntypedStorage, label: Label) -> None:
+        allocation = _Allocation(block_bytes(storage.nbytes()), label, self._moment)
+        self._live[storage._cdata] = (reference, allocation)
         self._made.append(allocation)
-        self.now_bytes += size
+        self.now_bytes += allocation.size
 
     def resized(self, storage: torch.UntypedStorage, label: Label) -> None:
         """Count a storage by its new size, if it is counted: an allocation in place of another."""
@@ -90,15 +83,8 @@ class MemoryTracker:
             return
         reference, before = self._live[key]
         self._end(before)
-        allocation = _Allocation(block_bytes(storage.nbytes()), label, self._moment)
-        self._live[key] = (reference, allocation)
-        self._made.append(allocation)
-        self.now_bytes += allocation.size
+        self._begin(reference, storage, label)
         self.settle(label)
-
-    def _release(self, key: int) -> None:
-        _, allocation = self._live.pop(key)
-        self._end(allocation)
 
     def _end(self, allocation: _Allocation) -> None:
         self._moment += 1
@@ -114,8 +100,8 @@ class MemoryTracker:
         most = self.now_bytes + working_bytes
         if most > self.peak_bytes:
             self.peak_bytes = most
-        if most > self._highest_bytes:
-            self._highest_bytes, self._highest_moment = most, self._moment
+        if most > self.highest_bytes:
+            self.highest_bytes, self._highest_moment = most, self._moment
             self._highest_working = (label, working_bytes) if working_bytes else None
             self.highest_label = label
 

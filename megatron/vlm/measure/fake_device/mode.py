@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -46,13 +47,14 @@ Check = Callable[[str, Sequence[Any]], None]
 @dataclass(frozen=True, slots=True)
 class _Rule:
     operation: str
-    launches: bool
-    is_product: bool
-    checks: Check | None
-    working_bytes: Callable[[Sequence[Any]], int] | None
-    results: Callable[..., Any] | None
+    launches: bool = True
+    is_product: bool = False
+    checks: Check | None = None
+    working_bytes: Callable[[Sequence[Any]], int] | None = None
+    results: Callable[..., Any] | None = None
 
 
+@cache
 def _rule_of(func: Any) -> _Rule:
     operation = func.name().partition(".")[0]
     namespace = operation.partition("::")[0]
@@ -65,20 +67,15 @@ def _rule_of(func: Any) -> _Rule:
         checks = kernels.check_attention
     elif namespace not in ("aten", "prim", "c10d", "_c10d_functional", "profiler"):
         checks = kernels.check_own_device
-    return _Rule(
-        operation=operation,
-        launches=launches(func),
-        is_product=is_product,
-        checks=checks,
-        working_bytes=working,
-        results=_results_of(func, operation),
-    )
+    results = kernels.RESULTS.get(func)
+    if namespace == "c10d" and "coalesced" in operation:
+        results = _begun_work
+    return _Rule(operation, launches(func), is_product, checks, working, results)
 
 
-def _results_of(func: Any, operation: str) -> Callable[..., Any] | None:
-    if operation.startswith("c10d::") and "coalesced" in operation:
-        return lambda *_, **__: FakeWork().boxed()  # torch knows no shapes of these
-    return kernels.RESULTS.get(func)
+def _begun_work(*_: object, **__: object) -> Any:
+    """What coalesced collectives give, of which torch knows no shapes."""
+    return FakeWork().boxed()
 
 
 class FakeDevice(TorchDispatchMode):
@@ -91,7 +88,6 @@ class FakeDevice(TorchDispatchMode):
         self.places = Places()
         self.phase = "build"
         """Part of the step that runs; of labels and counts."""
-        self._rules: dict[Any, _Rule] = {}
         self._is_in_body = False
 
     def __torch_dispatch__(
@@ -104,9 +100,7 @@ class FakeDevice(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is _HOST_READ and args[0].constant is None:
             return self.read(args[0])
-        rule = self._rules.get(func)
-        if rule is None:
-            rule = self._rules[func] = _rule_of(func)
+        rule = _rule_of(func)
         if rule.checks is not None:
             rule.checks(rule.operation, args)
         run = func if rule.results is None else rule.results
@@ -116,14 +110,7 @@ class FakeDevice(TorchDispatchMode):
 
     def count_body(self, name: str, body: Body) -> Body:
         """Return a fused operation's body as one launch, which makes its results and no more."""
-        rule = _Rule(
-            operation=f"omnibal::{name}",
-            launches=True,
-            is_product=False,
-            checks=None,
-            working_bytes=None,
-            results=None,
-        )
+        rule = _Rule(f"omnibal::{name}")
 
         def run(*arguments: Any) -> Any:
             kernels.check_own_device(rule.operation, arguments)
