@@ -66,7 +66,9 @@ def chat(
     precision: Annotated[PlainPrecision, typer.Option(help="to compute in")] = "bf16",
 ) -> None:
     checkpoint = open_newest(load)
-    tokenizer = open_tokenizer(_tokenizer_path(load, tokenizer_model))
+    if tokenizer_model is None and not (load / TOKENIZER_FOLDER).is_dir():
+        raise UserError(f"{load}: has no folder {TOKENIZER_FOLDER}; give --tokenizer-model")
+    tokenizer = open_tokenizer(tokenizer_model or load / TOKENIZER_FOLDER)
     check_tokenizer(checkpoint.model, tokenizer)
     sample = _sample(prompt, shown, system)
     # Generation asks the reader about samples that it is given, never for its own.
@@ -91,14 +93,6 @@ def _print_as_it_comes(ids: Iterator[int], tokenizer: Tokenizer) -> None:
         print(text[len(shown) :], end="", flush=True)
         shown = text
     print()
-
-
-def _tokenizer_path(load: Path, given: Path | None) -> Path:
-    if given is not None:
-        return given
-    if not (load / TOKENIZER_FOLDER).is_dir():
-        raise UserError(f"{load}: has no folder {TOKENIZER_FOLDER}; give --tokenizer-model")
-    return load / TOKENIZER_FOLDER
 
 
 def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:

@@ -27,7 +27,6 @@ from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
 from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, trained_whole
 from megatron.vlm.conversion.added_audio import add_audio
 from megatron.vlm.conversion.exporting import (
-    Export,
     plan_export_as,
     plan_export_like,
     write_export,
@@ -50,7 +49,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import run_app
-from omnibal.data.tokenizer import Tokenizer, open_tokenizer
+from omnibal.data.tokenizer import open_tokenizer
 
 _NO_TOKENIZER = (
     "\nnote: no tokenizer goes along, so config.json does not set image_token_id; give one as "
@@ -181,13 +180,19 @@ def export(
         planned = plan_export_like(stored, open_released(like), wanted_dtype)
     else:
         assert layout is not None  # where --like is
-        tokenizer = _tokenizer(run, tokenizer_model)
+        folder = run / TOKENIZER_FOLDER
+        given = tokenizer_model or (folder if folder.is_dir() else None)
+        tokenizer = None if given is None else open_tokenizer(given)
         names_image = not (layout.is_original or layout.is_text_only)
         note = _NO_TOKENIZER if tokenizer is None and names_image else ""
         planned = plan_export_as(stored, layout, wanted_dtype, tokenizer, _bytes(max_shard_size))
     with _progress("exporting", planned.bytes) as advance:
         write_export(planned, output, advance)
-    print(_summary(planned, output) + note)
+    types = {dtype_name(piece.dtype) for file in planned.files for piece in file.pieces}
+    print(
+        f"wrote {output}: step {stored.step} of {stored.path.parent}, layout {planned.layout}, "
+        f"{len(planned.files)} file(s) of {', '.join(sorted(types))}{note}"
+    )
 
 
 def _export_adapter(
@@ -224,25 +229,11 @@ def _export_audio(stored: CheckpointIdentity, like: Path, output: Path, dtype: s
     )
 
 
-def _tokenizer(run: Path, given: Path | None) -> Tokenizer | None:
-    if given is None and not (run / TOKENIZER_FOLDER).is_dir():
-        return None
-    return open_tokenizer(given or run / TOKENIZER_FOLDER)
-
-
 def _bytes(text: str) -> int:
     match = re.fullmatch(r"([1-9]\d*)(MB|GB)", text)
     if match is None:
         raise UserError(f"--max-shard-size {text}: must be a number of MB or GB, such as 5GB")
     return int(match[1]) * _UNITS[match[2]]
-
-
-def _summary(planned: Export, output: Path) -> str:
-    types = {dtype_name(piece.dtype) for file in planned.files for piece in file.pieces}
-    return (
-        f"wrote {output}: step {planned.stored.step} of {planned.stored.path.parent}, layout "
-        f"{planned.layout}, {len(planned.files)} file(s) of {', '.join(sorted(types))}"
-    )
 
 
 @contextmanager

@@ -148,13 +148,10 @@ def _once(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
         assert one.share is not None
         shapes.setdefault(one.model_copy(update={"share": None}), []).append(one.share)
     return tuple(
-        shape.model_copy(update={"share": _harmonic_mean(shares)})
-        for shape, shares in shapes.items()
+        # Of shares the harmonic mean.
+        shape.model_copy(update={"share": _digits(len(all_of) / sum(1 / one for one in all_of))})
+        for shape, all_of in shapes.items()
     )
-
-
-def _harmonic_mean(shares: Sequence[float]) -> float:
-    return _digits(len(shares) / sum(1 / share for share in shares))
 
 
 def _digits(share: float) -> float:
@@ -238,12 +235,9 @@ def _run(arguments: list[str]) -> None:
     try:
         rates = imported(tables, base.intra_node_gb_per_s, kernels_only=options.kernels_only)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        told = error
-        message = (
-            complaint(told.errors()[0])
-            if isinstance(told, ValidationError)
-            else f"{type(told).__name__} {told}"
-        )
+        message = f"{type(error).__name__} {error}"
+        if isinstance(error, ValidationError):
+            message = complaint(error.errors()[0])
         raise UserError(
             f"{options.tables}: {message}; compare with SimuMax's system files"
         ) from error

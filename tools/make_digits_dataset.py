@@ -162,9 +162,9 @@ class Composer:
         return self._composition([image], chosen, [turns[k] for k in asked])
 
     def _composition(
-        self, images: list[Image.Image], chosen: np.ndarray, turns: list[Turn]
+        self, images: list[Image.Image], chosen: np.ndarray, turns: list[Turn], *spoken: Sequence
     ) -> Composition:
-        return Composition(images, self.scans.identities[chosen].tolist(), turns)
+        return Composition(images, self.scans.identities[chosen].tolist(), turns, *spoken)
 
     def choose(self, count: int) -> np.ndarray:
         """Positions of `count` scans; every digit is equally likely."""

@@ -181,14 +181,13 @@ class SpokenComposer(Composer):
         """One digit shown."""
         chosen = self.choose(1)
         turn = Turn("Which digit is shown?", str(self.scans.digits[chosen[0]]), "shown")
-        return Composition([self.draw(chosen, columns=1)], self._identities(chosen), [turn])
+        return self._composition([self.draw(chosen, columns=1)], chosen, [turn])
 
     def shown_line(self) -> Composition:
         """Two to six digits shown in a row."""
         chosen = self.choose(int(self.rng.integers(2, 7)))
         turn = Turn("Read the line.", _listed(self.scans.digits[chosen]), "shown line")
-        images = [self.draw(chosen, columns=len(chosen))]
-        return Composition(images, self._identities(chosen), [turn])
+        return self._composition([self.draw(chosen, columns=len(chosen))], chosen, [turn])
 
     def said(self) -> Composition:
         """One digit said."""
@@ -216,12 +215,7 @@ class SpokenComposer(Composer):
         )
         spoken = self._spoken([said], [*(turns[k] for k in self.rng.permutation(2)), same])
         images = [self.draw(chosen, columns=1)]
-        return Composition(
-            images, self._identities(chosen), spoken.turns, spoken.recordings, spoken.voices
-        )
-
-    def _identities(self, chosen: np.ndarray) -> list[int]:
-        return self.scans.identities[chosen].tolist()
+        return self._composition(images, chosen, spoken.turns, spoken.recordings, spoken.voices)
 
     def _spoken(self, digits: Sequence[int] | np.ndarray, turns: list[Turn]) -> Composition:
         voice = str(self.rng.choice(self.speech.voices))

@@ -40,27 +40,23 @@ def machine_facts(proof: Proof) -> Facts:
 
 def tables_of(proof: Proof) -> list[Table]:
     """All tables, of what has run so far."""
-    parts = {part.name: part for part in proof.parts}
     found = [_parts_table(proof)]
-    for part in parts.values():
-        plain = {name: value for name, value in part.figures.items() if not _is_many(value)}
+    for part in {part.name: part for part in proof.parts}.values():
+        figures = part.figures.items()
+        plain = {name: value for name, value in figures if not isinstance(value, list | dict)}
         if plain:
             found.append(_figures_table(part.name, plain))
         found += [
             _list_table(part, name, value)
-            for name, value in part.figures.items()
+            for name, value in figures
             if isinstance(value, list) and value
         ]
         found += [
             _figures_table(f"{part.name}: {name}", value)
-            for name, value in part.figures.items()
+            for name, value in figures
             if isinstance(value, dict) and value
         ]
     return found
-
-
-def _is_many(value: JsonValue) -> bool:
-    return isinstance(value, list | dict)
 
 
 def _parts_table(proof: Proof) -> Table:

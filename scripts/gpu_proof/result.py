@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Literal
 
 from pydantic import JsonValue
@@ -70,14 +71,8 @@ def describe_machine(pretended: bool) -> Machine:
         asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
         if asked.returncode == 0:
             about = json.loads(asked.stdout)
-    return Machine(**about, python=sys.version.split()[0], versions=dict(_versions()))
-
-
-def _versions() -> list[tuple[str, str]]:
-    found = []
+    versions = {}
     for package in _VERSIONS:
-        try:
-            found.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return Machine(**about, python=sys.version.split()[0], versions=versions)

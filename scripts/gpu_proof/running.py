@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -47,7 +48,10 @@ class Context:
         with log.open("w") as written:
             written.write(" ".join(command) + "\n")
             written.flush()
-            code = run_within(command, written, self.left_s, self._environment(environment))
+            path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+            own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
+            own |= _NO_DEVICE if self.pretended else {}
+            code = run_within(command, written, self.left_s, {**os.environ, **own, **environment})
         if code is None:
             raise PartEndedError("timed-out", f"{name} was ended when the part's time was over")
         if code:
@@ -58,11 +62,6 @@ class Context:
     def left_s(self) -> float:
         """Seconds until the part must end."""
         return self.end_s - time.monotonic()
-
-    def _environment(self, more: Mapping[str, str]) -> dict[str, str]:
-        path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
-        return {**os.environ, **own, **(_NO_DEVICE if self.pretended else {}), **more}
 
 
 Part = Callable[[Context], None]
@@ -104,15 +103,9 @@ def run_within(
         return None
     finally:
         # Also what a program that ended has left behind.
-        _kill_group(process.pid)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def _last_line(log: Path) -> str:

@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 sys.path.append(str(Path(__file__).parents[1] / "training"))
-from adapter_cases import EVERYWHERE, computed_by, computed_here, farthest, plan_of, trained
+from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, trained
+from conversion_cases import computed_by, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, save_released, transformers_model
 
@@ -26,7 +27,7 @@ SOME = adapters_of(rank=3, alpha=9, targets="q_proj,v_proj,down_proj", rank_stab
 def by_peft(links, name, folder):
     """What PEFT computes of an adapter's folder, and gradients of its matrices."""
     model = PeftModel.from_pretrained(transformers_model(KINDS[name]), folder, is_trainable=True)
-    return computed_by(model, name)
+    return computed_by(model, micro_batches(model_of(name)))
 
 
 def gradients_here(gradients, model):
@@ -65,7 +66,7 @@ def saved_by_peft(links, name, folder):
         if "lora_B" in module:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     model.save_pretrained(folder)
-    return computed_by(model, name)
+    return computed_by(model, micro_batches(model_of(name)))
 
 
 def test_an_adapter_that_peft_has_saved_is_imported(tmp_path):

@@ -4,8 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from conversion_cases import keep, micro_batches, model_of, predicting_positions
+from conversion_cases import Computed, keep, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, imported, save_released, transformers_model
 from tensor_parallel_cases import by_name
@@ -23,15 +22,6 @@ from omnibal.model.adapters import AdapterConfig
 EVERYWHERE = AdapterConfig(rank=4, alpha=12, parts=("vision", "projector", "language"))
 FAST = replace(OPTIONS, lr=0.05, min_lr=0.05, clip_grad=0.0)
 """Few steps that move adapters far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computed:
-    """Logits of every micro-batch, their loss, and gradients by name."""
-
-    logits_LW: list[torch.Tensor]
-    loss: float
-    gradients: dict[str, torch.Tensor]
 
 
 def plan_of(name: str, adapters: AdapterConfig | None) -> Plan:
@@ -88,31 +78,6 @@ def computed_here(name: str, adapters: AdapterConfig | None, run: Path) -> Compu
     """What a run's weights compute here."""
     plan = plan_of(name, adapters)
     return run_ranks(plan.parallel, _stepped, plan, run, None)[0]
-
-
-def computed_by(model: torch.nn.Module, name: str) -> Computed:
-    """What a model of Transformers computes, sample by sample, with gradients of what it trains."""
-    logits, losses = [], []
-    for samples in micro_batches(model_of(name)):
-        logits.append([])
-        for sample in samples:
-            ids = torch.tensor(sample.ids)
-            out = model(
-                input_ids=ids.unsqueeze(0),
-                pixel_values=sample.pixels_TCPP if len(sample.pixels_TCPP) else None,
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            )
-            asked = predicting_positions(sample)
-            logits[-1].append(out.logits[0, asked])
-            losses.append(F.cross_entropy(logits[-1][-1], ids[asked + 1], reduction="none"))
-    loss = torch.cat(losses).mean()
-    if loss.requires_grad:
-        loss.backward()
-    return Computed(
-        logits_LW=[torch.cat(each).detach() for each in logits],
-        loss=loss.item(),
-        gradients={n: p.grad for n, p in model.named_parameters() if p.grad is not None},
-    )
 
 
 def farthest(found: Computed, expected: Computed) -> float:

@@ -1,14 +1,22 @@
 """Released checkpoints of toy models."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from released import IMAGE_TOKEN, KINDS
-from toy import ToySample
+from tensor_parallel_cases import by_name, gather_gradients, whole
+from toy import OPTIONS, ToySample
 
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig, load_model
 from omnibal.model.layers import ExpertsConfig, LayerRun
 
@@ -80,6 +88,103 @@ def model_of(name: str) -> ModelConfig:
     )  # fmt: skip
     changes = {"name": name, "encoders": {"vision": vision}, "language": language}
     return toy.model_copy(update=changes)
+
+
+def logits_of(model: torch.nn.Module, sample: ToySample) -> torch.Tensor:
+    """Logits of Transformers' InternVL where the next token is learned."""
+    out = model(
+        input_ids=torch.tensor([sample.ids]),
+        pixel_values=sample.pixels_TCPP if len(sample.pixels_TCPP) else None,
+        attention_mask=torch.ones(1, len(sample.ids), dtype=torch.long),
+    )
+    return out.logits[0, predicting_positions(sample)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """Logits of every micro-batch, their loss, and gradients by name."""
+
+    logits_LW: list[torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def computed_by(
+    model: torch.nn.Module,
+    packs: Iterable[Sequence[ToySample]],
+    logits_of: Callable[[torch.nn.Module, ToySample], torch.Tensor] = logits_of,
+) -> Computed:
+    """What a model of Transformers computes, sample by sample, with gradients of what it trains."""
+    logits, losses = [], []
+    for samples in packs:
+        own = [logits_of(model, sample) for sample in samples]
+        for found, sample in zip(own, samples, strict=True):
+            labels = torch.tensor(sample.ids)[torch.tensor(sample.loss_mask)]
+            losses.append(F.cross_entropy(found, labels, reduction="none"))
+        logits.append(torch.cat(own).detach())
+    loss = torch.cat(losses).mean()
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Computed(logits_LW=logits, loss=loss.item(), gradients=gradients)
+
+
+def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *others: str):
+    """Loss of a step from imported weights, outputs of the head and others in it, and gradients by
+    name."""
+    trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
+    load_weights(run, plan, trainer.stages)
+    seen: dict[str, list[torch.Tensor]] = {part: [] for part in ("head", *others)}
+    for part, module in trainer.stage.named_children():
+        if part in seen:
+            module.register_forward_hook(functools.partial(keep, seen[part]))
+    result = train_step(trainer, MicroBatchStream.of(batches))
+    gather_gradients(trainer.model)
+    gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
+    return result.loss, seen, gradients
+
+
+def train_and_save(links, plan: Plan, run: Path, directory: Path, batches: Sequence[MicroBatch]):
+    """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
+    load_weights(run, plan, trainer.stages)
+    trainer.optimizers[0].reload_model_params()
+    train_step(trainer, MicroBatchStream.of(batches))
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+    writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
+    writer.save(1, {})
+    writer.finish()
+    logits: list[torch.Tensor] = []
+    if trainer.stage.head is not None:
+        trainer.stage.head.register_forward_hook(functools.partial(keep, logits))
+    train_step(trainer, MicroBatchStream.of(batches))
+    return [each.squeeze(1) for each in logits]
+
+
+def groups_of(plan: Plan, ranks: Sequence) -> list[Sequence]:
+    """What ranks gave, by tensor-parallel group."""
+    tensor = plan.parallel.tensor
+    return [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
+
+
+def put_together(
+    plan: Plan, ranks: Sequence[Mapping[str, torch.Tensor]], gated=("language.",)
+) -> dict[str, torch.Tensor]:
+    """Whole tensors of all ranks, by name."""
+    return {
+        name: whole(name, [rank[name] for rank in group], gated)
+        for group in groups_of(plan, ranks)
+        for name in group[0]
+    }
+
+
+def logits_together(plan: Plan, ranks: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Logits of each micro-batch, from what the last stage's ranks have of all words."""
+    words = plan.model.language.vocab_size
+    return [
+        torch.cat([part.squeeze(1) for part in parts], -1)[:, :words]
+        for parts in zip(*groups_of(plan, ranks)[-1], strict=True)
+    ]
 
 
 def keep(outputs: list[torch.Tensor], module, given, output) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
+from megatron.vlm.conversion.tensor_map import Layout
 from omnibal.data.tokenizer import open_tokenizer
 
 SHARD_BYTES = 20_000
@@ -34,11 +35,15 @@ def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
     return target
 
 
-def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+def exported(run: Path, layout: Layout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
     tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
-    planned = plan_export_as(open_newest(run), OURS[layout], dtype, tokenizer, size)
+    planned = plan_export_as(open_newest(run), layout, dtype, tokenizer, size)
     write_export(planned, target, lambda size: None)
     return target
+
+
+def exported_as(run: Path, layout: str, target: Path, dtype=None, size=SHARD_BYTES) -> Path:
+    return exported(run, OURS[layout], target, dtype, size)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from released import randomized
 from safetensors.torch import save_file
 from transformers import (
     PretrainedConfig,
@@ -202,19 +203,7 @@ KINDS = {
 
 
 def transformers_model(name: str, seed: int = 0) -> PreTrainedModel:
-    """Every parameter random: a norm or a bias that goes astray is seen."""
-    model = KINDS[name].make(KINDS[name].config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if ".experts." in key:
-                parameter.copy_(values / parameter.shape[-1] ** 0.5)
-            elif parameter.dim() > 1:
-                parameter.copy_(values / parameter[0].numel() ** 0.5)
-            else:
-                parameter.copy_(values / 4 + (0 if key.endswith("bias") else 1))
-    return model
+    return randomized(KINDS[name].make(KINDS[name].config), seed)
 
 
 def write_companions(folder: Path) -> None:
@@ -238,23 +227,6 @@ def as_released(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         name: torch.stack([matrix.T for matrix in value]) if ".experts." in name else value
         for name, value in tensors.items()
     }
-
-
-def experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same with three matrices of each expert."""
-    found = {}
-    for name, value in tensors.items():
-        stem, _, module = name.rpartition(".experts.")
-        for number, matrix in enumerate(value if stem else ()):
-            own = f"{stem}.experts.{number}"
-            if module == "down_proj":
-                found[f"{own}.down_proj.weight"] = matrix
-            else:
-                found[f"{own}.gate_proj.weight"] = matrix[: len(matrix) // 2]
-                found[f"{own}.up_proj.weight"] = matrix[len(matrix) // 2 :]
-        if not stem:
-            found[name] = value
-    return found
 
 
 def save_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

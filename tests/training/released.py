@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import tokenizers
 import torch
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
+
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 IMAGE_TOKEN = 0
 VISION_HEADS = {"300m": 4, "6b": 3}
@@ -124,20 +127,20 @@ def configuration(kind: Kind) -> InternVLConfig:
 
 
 def transformers_model(kind: Kind, seed: int = 0) -> InternVLForConditionalGeneration:
+    return randomized(InternVLForConditionalGeneration(configuration(kind)), seed)
+
+
+def randomized(model: Model, seed: int = 0) -> Model:
     """Every parameter random: a norm, a bias or a layer scale that goes astray is seen."""
-    model = InternVLForConditionalGeneration(configuration(kind)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in model.eval().named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            if ".experts." in name:
-                parameter.copy_(values / parameter.shape[-1] ** 0.5)
-            elif parameter.dim() > 1:
-                parameter.copy_(values / parameter[0].numel() ** 0.5)
-            elif name.endswith("bias"):
-                parameter.copy_(values / 4)
+            if parameter.dim() > 1:
+                inner = parameter.shape[-1] if ".experts." in name else parameter[0].numel()
+                parameter.copy_(values / inner**0.5)
             else:
-                parameter.copy_(1 + values / 4)
+                parameter.copy_(values / 4 + (0 if name.endswith("bias") else 1))
     return model
 
 
@@ -162,13 +165,13 @@ def renamed(
     them."""
     if layout in ("prefixed", "stacked"):
         return dict(tensors)
-    tensors = dict(_experts_apart(tensors))
+    tensors = dict(experts_apart(tensors))
     if layout == "transformers":
         return {_transformers_name(name): value for name, value in tensors.items()}
     return dict(_original(tensors, config, layout))
 
 
-def _experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def experts_apart(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """As every released file has them; transformers 5 joins them when it loads."""
     for name, value in tensors.items():
         stem, _, module = name.rpartition(".experts.")

@@ -8,13 +8,13 @@ import qwen_vl_cases
 import torch
 from adapter_cases import (
     EVERYWHERE,
-    computed_by,
     computed_here,
     farthest,
     plan_of,
     trained,
 )
 from checkpoint_cases import train_range
+from conversion_cases import computed_by, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, imported, transformers_model
 from safetensors.torch import load_file
@@ -55,14 +55,14 @@ def with_hooks(links, name, folder):
 
         module.register_forward_hook(add)
     assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
-    return computed_by(model, name)
+    return computed_by(model, micro_batches(model_of(name)))
 
 
 def plainly(links, name, folder):
     """Transformers' model of a released folder."""
     model = transformers_model(KINDS[name])
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    return computed_by(model, name)
+    return computed_by(model, micro_batches(model_of(name)))
 
 
 @pytest.mark.parametrize("adapters", [EVERYWHERE, SOME], ids=["everywhere", "some"])

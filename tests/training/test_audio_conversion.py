@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import launcher
+from conversion_file_cases import content
 from ranks import run_ranks
 from released import KINDS, PIECES, save_released, transformers_model, write_tokenizer
 from tensor_parallel_cases import by_name, whole
@@ -127,10 +128,6 @@ def test_export_gives_both_folders_back(folders, tmp_path):
     for released, name in zip(folders[:2], ("internvl", "whisper"), strict=True):
         converted("export", folders[2], "--like", released, "-o", tmp_path / name)
         assert content(tmp_path / name) == content(released)
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def drawn_and_words(links, plan, run):

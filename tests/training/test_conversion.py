@@ -13,10 +13,11 @@ from conversion_cases import (
     OURS,
     as_released,
     assert_near,
-    keep,
+    logits_of,
     micro_batches,
     model_of,
-    predicting_positions,
+    put_together,
+    train_and_save,
 )
 from conversion_file_cases import (
     INDEX,
@@ -48,7 +49,7 @@ from released import (
     write_tokenizer,
 )
 from safetensors.torch import load_file, save_file
-from tensor_parallel_cases import by_name, whole
+from tensor_parallel_cases import by_name
 from toy import OPTIONS, pack, stages_of, toy_plan
 from transformers import (
     InternVLForConditionalGeneration,
@@ -59,15 +60,13 @@ from transformers import (
 )
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.checkpoint.save_load import load_checkpoint, load_weights
 from megatron.vlm.conversion.exporting import plan_export_as, write_export
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
 from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
 from megatron.vlm.conversion.tensor_map import parameters
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
+from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
-from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import load_model
 from omnibal.model.encoders import TilingConfig
 from tools import convert
@@ -338,10 +337,7 @@ def test_every_split_loads_the_released_values(tmp_path, name, cut):
     for cuts, tensor in (((), 1), ((cut,), 2)):
         plan = toy_plan(model_of(name), stages_of(model_of(name), *cuts), tensor=tensor)
         ranks = run_ranks(plan.parallel, loaded, plan, run)
-        groups = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
-        found = {
-            key: whole(key, [rank[key] for rank in group]) for group in groups for key in group[0]
-        }
+        found = put_together(plan, ranks)
         assert_equal_tensors(as_released(found, model_of(name), OURS[layout]), expected)
         for parameter in parameters(model_of(name)):
             real = found[parameter.name][tuple(slice(size) for size in parameter.shape)]
@@ -359,22 +355,8 @@ def test_bf16_plan_rounds_what_is_stored_once(tmp_path):
     assert_equal_tensors(as_released(found, ours, OURS["internlm2"]), expected)
 
 
-def train_and_save(links, plan, run, directory):
-    """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
-    load_weights(run, plan, trainer.stages)
-    trainer.optimizers[0].reload_model_params()
-    batches = [pack(samples) for samples in micro_batches(plan.model)]
-    train_step(trainer, MicroBatchStream.of(batches))
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
-    writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
-    writer.save(1, {})
-    writer.finish()
-    logits: list[torch.Tensor] = []
-    if trainer.stage.head is not None:
-        trainer.stage.head.register_forward_hook(lambda *call: keep(logits, *call))
-    train_step(trainer, MicroBatchStream.of(batches))
-    return [each.squeeze(1) for each in logits]
+def batches_of(model):
+    return [pack(samples) for samples in micro_batches(model)]
 
 
 @pytest.mark.parametrize(
@@ -396,12 +378,9 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     run, trained = imported(source, tmp_path / "run"), tmp_path / "trained"
     model = model_of(name)
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
-    ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained)
-    tokenizer = open_tokenizer(run / "tokenizer")
-    planned = plan_export_as(
-        open_newest(trained), OURS["transformers"], None, tokenizer, SHARD_BYTES
-    )
-    write_export(planned, tmp_path / "out", lambda size: None)
+    ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(plan.model))
+    shutil.copytree(run / "tokenizer", trained / "tokenizer")
+    exported_as(trained, "transformers", tmp_path / "out")
     after, info = InternVLForConditionalGeneration.from_pretrained(
         tmp_path / "out", dtype="auto", local_files_only=True, output_loading_info=True
     )
@@ -423,12 +402,6 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
         assert_near(ours[:, : model.language.vocab_size], theirs, "logits")
 
 
-def logits_of(model: InternVLForConditionalGeneration, sample) -> torch.Tensor:
-    pictures = sample.pixels_TCPP if len(sample.pixels_TCPP) else None
-    out = model(input_ids=torch.tensor([sample.ids]), pixel_values=pictures)
-    return out.logits[0, predicting_positions(sample)]
-
-
 def test_training_export_is_like_the_released_checkpoint(tmp_path):
     """Prevents: a fine-tuned copy that lacks files of the checkpoint it began with."""
     name, layout = "6b-llama", "internlm2"
@@ -439,7 +412,7 @@ def test_training_export_is_like_the_released_checkpoint(tmp_path):
     )
     run, trained = imported(source, tmp_path / "run"), tmp_path / "trained"
     plan = toy_plan(model_of(name), stages_of(model_of(name), 4))
-    run_ranks(plan.parallel, train_and_save, plan, run, trained)
+    run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(plan.model))
     like = exported_like(trained, source, tmp_path / "like")
     assert content(like).keys() == content(source).keys()
     different = {file for file, data in content(source).items() if content(like)[file] != data}

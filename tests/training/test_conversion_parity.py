@@ -2,30 +2,30 @@
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conversion_cases import (
     OURS,
     TOLERANCE,
+    Computed,
     as_released,
     assert_near,
-    keep,
+    computed_by,
+    groups_of,
+    logits_together,
     micro_batches,
     model_of,
+    observed,
     predicting_positions,
+    put_together,
 )
 from ranks import run_ranks
 from released import CASES, KINDS, imported, renamed, save_released, transformers_model
-from tensor_parallel_cases import by_name, gather_gradients, whole
-from toy import OPTIONS, ToySample, pack, stages_of, toy_plan
+from toy import pack, stages_of, toy_plan
 from transformers import InternVLVisionModel, LlamaForCausalLM, Qwen2ForCausalLM
 
-from megatron.vlm.checkpoint.save_load import load_weights
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import Parallel
 
@@ -36,10 +36,7 @@ class Reference:
 
     vision_TVH: torch.Tensor
     projected_KE: torch.Tensor
-    logits_LW: list[torch.Tensor]
-    """Of each micro-batch."""
-    loss: float
-    gradients: dict[str, torch.Tensor]
+    computed: Computed
 
 
 @functools.cache
@@ -48,49 +45,17 @@ def reference(name: str) -> Reference:
 
 
 def computed_by_transformers(links, name: str) -> Reference:
-    model = transformers_model(KINDS[name])
-    ours = model_of(name)
-    vision, projected, logits, losses = [], [], [], []
-    for samples in micro_batches(ours):
-        logits.append([])
-        for sample in samples:
-            ids = torch.tensor(sample.ids)
-            pictures = sample.pixels_TCPP if len(sample.pixels_TCPP) else None
-            out = model(
-                input_ids=ids.unsqueeze(0),
-                pixel_values=pictures,
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-            )
-            if pictures is not None:
-                vision.append(model.model.vision_tower(pictures).last_hidden_state.detach())
-                projected.append(out.image_hidden_states.flatten(0, 1).detach())
-            asked = predicting_positions(sample)
-            logits[-1].append(out.logits[0, asked])
-            losses.append(F.cross_entropy(logits[-1][-1], ids[asked + 1], reduction="none"))
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    return Reference(
-        vision_TVH=torch.cat(vision),
-        projected_KE=torch.cat(projected),
-        logits_LW=[torch.cat(each).detach() for each in logits],
-        loss=loss.item(),
-        gradients={key: value.grad for key, value in model.named_parameters()},
+    model, vision, projected = transformers_model(KINDS[name]), [], []
+    model.model.vision_tower.register_forward_hook(
+        lambda *call: vision.append(call[-1].last_hidden_state.detach())
     )
-
-
-def observed(links, plan: Plan, run, packs: Sequence[Sequence[ToySample]]):
-    """Loss of a step from imported weights, outputs of the units in it, and gradients by name."""
-    trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
-    load_weights(run, plan, trainer.stages)
-    seen: dict[str, list[torch.Tensor]] = {"vision": [], "projector": [], "head": []}
-    for part, module in trainer.stage.named_children():
-        if part in seen:
-            module.register_forward_hook(functools.partial(keep, seen[part]))
-    batches = [pack(samples) for samples in packs]
-    result = train_step(trainer, MicroBatchStream.of(batches))
-    gather_gradients(trainer.model)
-    gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
-    return result.loss, seen, gradients
+    model.model.multi_modal_projector.register_forward_hook(
+        lambda *call: projected.append(call[-1].flatten(0, 1).detach())
+    )
+    computed = computed_by(model, micro_batches(model_of(name)))
+    return Reference(
+        vision_TVH=torch.cat(vision), projected_KE=torch.cat(projected), computed=computed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,30 +69,21 @@ class Found:
     gradients: dict[str, torch.Tensor]
 
 
-def put_together(plan: Plan, ranks: Sequence[tuple]) -> Found:
-    tensor = plan.parallel.tensor
-    groups = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
-    [last_vision] = [
-        group[0][1]["vision"]
-        for group, stage in zip(groups, plan.stages, strict=True)
+def found_by(plan: Plan, ranks: Sequence[tuple]) -> Found:
+    losses, seen, gradients = zip(*ranks, strict=True)
+    first_of_groups = [group[0] for group in groups_of(plan, seen)]
+    last_vision = [
+        own["vision"]
+        for own, stage in zip(first_of_groups, plan.stages, strict=True)
         if stage.layers("vision")
-    ][-1:]
-    [projected] = [group[0][1]["projector"] for group in groups if group[0][1]["projector"]]
-    heads = [rank[1]["head"] for rank in groups[-1]]
-    gradients = {
-        name: whole(name, [rank[2][name] for rank in group])
-        for group in groups
-        for name in group[0][2]
-    }
+    ][-1]
+    [projected] = [own["projector"] for own in first_of_groups if own["projector"]]
     return Found(
         vision_TVH=torch.cat(last_vision, dim=1).transpose(0, 1),
         projected_KE=torch.cat(projected),
-        logits_LW=[
-            torch.cat([each.squeeze(1) for each in parts], -1)[:, : plan.model.language.vocab_size]
-            for parts in zip(*heads, strict=True)
-        ],
-        losses=[rank[0] for rank in ranks],
-        gradients=gradients,
+        logits_LW=logits_together(plan, [own["head"] for own in seen]),
+        losses=list(losses),
+        gradients=put_together(plan, gradients),
     )
 
 
@@ -135,11 +91,13 @@ def assert_same_as_transformers(name: str, layout: str, found: Found) -> None:
     expected = reference(name)
     assert_near(found.vision_TVH, expected.vision_TVH, "vision")
     assert_near(found.projected_KE, expected.projected_KE, "projector")
-    for own, other in zip(found.logits_LW, expected.logits_LW, strict=True):
+    for own, other in zip(found.logits_LW, expected.computed.logits_LW, strict=True):
         assert_near(own, other, "logits")
-    assert found.losses == pytest.approx([expected.loss] * len(found.losses), rel=TOLERANCE)
+    assert found.losses == pytest.approx(
+        [expected.computed.loss] * len(found.losses), rel=TOLERANCE
+    )
     config = transformers_model(KINDS[name]).config
-    theirs = renamed(expected.gradients, config, layout)
+    theirs = renamed(expected.computed.gradients, config, layout)
     ours = as_released(found.gradients, model_of(name), OURS[layout])
     assert ours.keys() == theirs.keys()
     for key, gradient in theirs.items():
@@ -153,7 +111,9 @@ def run_on(name, layout, folder, *cuts, **sizes) -> Found:
     source = save_released(transformers_model(KINDS[name]), folder / "released", layout)
     run = imported(source, folder / "run")
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
-    return put_together(plan, run_ranks(plan.parallel, observed, plan, run, micro_batches(model)))
+    batches = [pack(samples) for samples in micro_batches(model)]
+    parts = ("vision", "projector")
+    return found_by(plan, run_ranks(plan.parallel, observed, plan, run, batches, *parts))
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -59,18 +59,19 @@ def test_what_is_counted_of_single_operations():
     assert [f"passed {case}" in said for case in cases] == [True] * len(cases)
 
 
+def planned_for(folder, parallel, data):
+    """The directory of a plan for the toy model."""
+    cluster = load_cluster("h100-80g")
+    whole = JobSpec(model=toy_model(), cluster=cluster, parallel=parallel, precision="bf16")
+    save_plan(make_plan(PlanRequest(job=whole, data=data)), folder / "plan")
+    return folder / "plan"
+
+
 @pytest.fixture
 def planned(tmp_path):
-    """A plan of shapes for two stages of the toy model."""
-    whole = JobSpec(
-        model=toy_model(),
-        cluster=load_cluster("h100-80g"),
-        parallel=Parallel(pipeline=2, data=2),
-        precision="bf16",
-    )
+    """A plan of shapes for two stages."""
     data = MockData(caps=Caps.of(tiles=3, tokens=100), micro_batches_per_step=4)
-    save_plan(make_plan(PlanRequest(job=whole, data=data)), tmp_path / "plan")
-    return tmp_path / "plan"
+    return planned_for(tmp_path, Parallel(pipeline=2, data=2), data)
 
 
 def test_the_command_goes_on_and_reports(planned, tmp_path):
@@ -102,23 +103,17 @@ def test_the_command_goes_on_and_reports(planned, tmp_path):
 def test_weights_that_ranks_divide_are_counted_and_not_replayed(tmp_path):
     """Prevents: a rank alone that gathers weights from nobody, and empty micro-batches, which join
     other ranks' and have no row among the packs, taken for rows of the next rank."""
-    whole = JobSpec(
-        model=toy_model(),
-        cluster=load_cluster("h100-80g"),
-        parallel=Parallel(pipeline=1, data=2, sharded=2),
-        precision="bf16",
-    )
     lengths = lengths_of(tiles=[1] * 13, tokens=[100] * 13, loss_tokens=[20] * 13)
     levels = (Level(caps=Caps.of(tiles=3, tokens=100)),)
     data = SampleData(lengths=lengths, packs_per_step=4, levels=levels)
-    save_plan(make_plan(PlanRequest(job=whole, data=data)), tmp_path / "plan")
-    replayed = load_replay(tmp_path / "plan", None, None)
+    plan = planned_for(tmp_path, Parallel(pipeline=1, data=2, sharded=2), data)
+    replayed = load_replay(plan, None, None)
     rows, packs = replayed.workload, replayed.packs
     assert np.ptp(np.bincount(packs.dp_rank)) > 0  # so that there are empty ones
     assert [*zip(rows.step, rows.dp_rank, rows.slot, strict=True)] == [
         *zip(packs.step, packs.dp_rank, packs.slot, strict=True)
     ]
-    command = ("tools/replay.py", tmp_path / "plan", "-o", tmp_path / "out")
+    command = ("tools/replay.py", plan, "-o", tmp_path / "out")
     ended = launcher().run(*command)
     assert ended.returncode == 2 and "--fake-device" in ended.stderr
     assert not (tmp_path / "out").exists()

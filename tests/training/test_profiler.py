@@ -1,6 +1,7 @@
 """The profiler's memory against real steps, and its packs against what a fit needs. No timings."""
 
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -80,19 +81,21 @@ def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
     run_ranks(Parallel(pipeline=1), keep_and_let_go)
 
 
+def by_unit_and_whole(stage, batch):
+    """Bytes that units keep one by one, and those that the stage keeps of a forward."""
+    kept = KeptActivations(stage)
+    with kept.recording():
+        loss = stage(batch)
+    whole = kept.now_bytes
+    loss.backward()
+    assert kept.now_bytes == 0
+    return kept_bytes_of_units(stage, batch), whole
+
+
 def units_and_stage(links, plan):
     stage = build_stage(plan, 0)
-    results = []
-    for tiles, segments, loss_tokens in [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]:
-        batch = random_batch(plan.model, tiles, segments, loss_tokens)
-        kept = KeptActivations(stage)
-        with kept.recording():
-            loss = stage(batch)
-        whole = kept.now_bytes
-        loss.backward()
-        assert kept.now_bytes == 0
-        results.append((kept_bytes_of_units(stage, batch), whole))
-    return results
+    sizes = [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]
+    return [by_unit_and_whole(stage, random_batch(plan.model, *each)) for each in sizes]
 
 
 def test_units_add_up_to_what_a_whole_stage_keeps():
@@ -109,7 +112,9 @@ def test_units_of_two_encoders_add_up_and_are_measured():
     counted; features of images that go missing before the language embed."""
     model = toy_omni_model()
     plan = toy_plan(model, stages_of(model))
-    [(by_unit, whole, profile)] = run_ranks(Parallel(pipeline=1), units_of_omni, plan)
+    work = partial(units_and_profile, clips=4)
+    options = replace(PROFILE, max_clips=5)
+    [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, 3, (50, 10), 7)
     assert set(by_unit) == set(unit_names(model))
     assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
     cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
@@ -125,29 +130,11 @@ def test_units_of_two_encoders_add_up_and_are_measured():
             assert kept == pytest.approx(counted.units[name].activation_bytes @ clip, rel=0.35)
 
 
-def units_of_omni(links, plan):
-    stage = build_stage(plan, 0)
-    batch = random_batch(plan.model, 3, (50, 10), 7, clips=4)
-    kept = KeptActivations(stage)
-    with kept.recording():
-        loss = stage(batch)
-    whole = kept.now_bytes
-    loss.backward()
-    options = replace(PROFILE, max_clips=5)
+def units_and_profile(links, plan, options, *sizes, **items):
+    batch = random_batch(plan.model, *sizes, **items)
+    by_unit, whole = by_unit_and_whole(build_stage(plan, 0), batch)
     profiler = Profiler(JobSpec.of_plan(plan), links, options)
-    return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
-
-
-def units_of_images(links, plan):
-    stage = build_stage(plan, 0)
-    batch = random_batch(plan.model, 0, (90, 10), 7, images=(24, 16, 12))
-    kept = KeptActivations(stage)
-    with kept.recording():
-        stage(batch)
-    whole = kept.now_bytes
-    options = replace(PROFILE, max_tiles=0, max_image_tokens=90, max_tokens=150)
-    profiler = Profiler(JobSpec.of_plan(plan), links, options)
-    return kept_bytes_of_units(stage, batch), whole, profiler.result([profiler.round()])
+    return by_unit, whole, profiler.result([profiler.round()])
 
 
 @pytest.mark.parametrize("model", [qwen3_vl(), qwen2_5_vl()], ids=["Qwen3-VL", "Qwen2.5-VL"])
@@ -155,7 +142,9 @@ def test_units_of_images_add_up_and_are_measured(model):
     """Prevents: a kind of encoder layer that no profile has, as few layers are measured, or that
     costs nothing where images are large; deepstack projectors that count for no unit."""
     plan = toy_plan(model, stages_of(model))
-    [(by_unit, whole, profile)] = run_ranks(Parallel(pipeline=1), units_of_images, plan)
+    work = partial(units_and_profile, images=(24, 16, 12))
+    options = replace(PROFILE, max_tiles=0, max_image_tokens=90, max_tokens=150)
+    [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, 0, (90, 10), 7)
     kinds = {kind.name: kind.measured_name for kind in unit_kinds(model)}
     names = [kinds[name] for name in unit_names(model)]
     assert set(by_unit) == set(names)
@@ -201,14 +190,16 @@ def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
     profile = ranks[0][1]
     cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(PACKS)]
-    slot = np.arange(len(PACKS))
-    workload = Workload(
-        features=features_of(batches), step=0 * slot, dp_rank=0 * slot, slot=slot,
-        data_parallel_size=1,
-    )  # fmt: skip
-    memories = stage_memories(cost, [stages], workload)
-    predicted = [memory.activations_gib * GIB for memory in memories]
+    predicted = predicted_bytes(cost, stages, features_of(batches))
     assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.03)
+
+
+def predicted_bytes(cost, stages, features):
+    """Activations that each stage is predicted to keep in a step of these packs."""
+    slot = np.arange(len(features))
+    one_rank = {"step": 0 * slot, "dp_rank": 0 * slot, "slot": slot, "data_parallel_size": 1}
+    memories = stage_memories(cost, [stages], Workload(features=features, **one_rank))
+    return [memory.activations_gib * GIB for memory in memories]
 
 
 def test_predicted_peak_activations_of_two_encoders_are_those_of_a_step():
@@ -226,13 +217,8 @@ def test_predicted_peak_activations_of_two_encoders_are_those_of_a_step():
     clips = [len(batch.frames_CBF) for batch in batches]
     items = {"fixed": fixed, "tiles": tiles, "clips": np.array(clips, np.float64)}
     columns = items | dict(zip(("tokens", "squared_tokens", "loss_tokens"), others, strict=True))
-    slot = np.arange(len(packs))
-    workload = Workload(
-        features=np.stack([columns[name] for name in cost.features], 1),
-        step=0 * slot, dp_rank=0 * slot, slot=slot, data_parallel_size=1,
-    )  # fmt: skip
-    memories = stage_memories(cost, [stages], workload)
-    predicted = [memory.activations_gib * GIB for memory in memories]
+    features = np.stack([columns[name] for name in cost.features], 1)
+    predicted = predicted_bytes(cost, stages, features)
     assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.01)
 
 
@@ -328,13 +314,8 @@ def test_layers_are_also_measured_recomputed():
 def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
     """Prevents packs in which one size follows from the others, so that a fit mixes up costs."""
     model = toy_model()
-    options = ProfileOptions(
-        max_tiles=max_tiles,
-        max_tokens=max_tokens,
-        tokens_per_sample=tokens_per_sample,
-        layers=1,
-        repetitions=1,
-    )
+    sizes = {"max_tiles": max_tiles, "max_tokens": max_tokens, "repetitions": 1}
+    options = ProfileOptions(**sizes, tokens_per_sample=tokens_per_sample, layers=1)
     batches = list(profiled_batches(model, options))
     features = features_of(batches)
     for batch in batches:

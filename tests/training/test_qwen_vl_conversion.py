@@ -13,6 +13,7 @@ from conversion_file_cases import (
     edit_config,
     edit_tensor,
     edit_tensors,
+    exported,
     exported_like,
     tensors_of,
 )
@@ -20,20 +21,18 @@ from qwen_vl_cases import (
     IDS,
     KINDS,
     as_released,
-    experts_apart,
     save_tensors,
     transformers_model,
     write_companions,
 )
-from released import imported
+from released import experts_apart, imported
 from transformers import AutoModelForImageTextToText, Qwen3VLMoeForConditionalGeneration
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
+from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import Layout
 from omnibal.base.errors import UserError
-from omnibal.data.tokenizer import open_tokenizer
 from omnibal.families.named import named_model
 from omnibal.model.config import ModelConfig, config_toml, load_model
 
@@ -48,13 +47,6 @@ def released(name: str, folder: Path, shard_size="20KB", dtype=torch.float32, ow
     model.save_pretrained(folder, max_shard_size=shard_size, save_original_format=not own_names)
     write_companions(folder)
     return folder
-
-
-def exported_as(run: Path, layout: Layout, target: Path, dtype=None) -> Path:
-    tokenizer = open_tokenizer(run / "tokenizer") if (run / "tokenizer").is_dir() else None
-    planned = plan_export_as(open_newest(run), layout, dtype, tokenizer, 20_000)
-    write_export(planned, target, lambda size: None)
-    return target
 
 
 def named(model: ModelConfig, name: str) -> ModelConfig:
@@ -116,7 +108,7 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
     forms = {
         Layout.QWEN3_VL_MOE: as_released(own),
         Layout.QWEN3_VL_MOE_STACKED: own,
-        Layout.QWEN3_VL_MOE_APART: experts_apart(own),
+        Layout.QWEN3_VL_MOE_APART: dict(experts_apart(own)),
     }
     for layout, tensors in forms.items():
         source = released("qwen3-vl-moe", tmp_path / layout / "there")
@@ -125,7 +117,7 @@ def test_experts_are_read_turned_stacked_and_apart(tmp_path):
         assert open_released(source).layout == layout
         assert content(exported_like(run, source, tmp_path / layout / "back")) == content(source)
         for other, expected in forms.items():
-            out = exported_as(run, other, tmp_path / layout / other)
+            out = exported(run, other, tmp_path / layout / other)
             assert_equal_tensors(tensors_of(out), dict(expected))
 
 
@@ -145,10 +137,10 @@ def test_square_experts_are_told_apart_by_the_other_stack(tmp_path, inner):
         save_tensors(tmp_path / "there", tensors)
         assert open_released(tmp_path / "there").layout == layout
         run = imported(tmp_path / "there", tmp_path / f"run-{layout}")
-        out = exported_as(run, Layout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
+        out = exported(run, Layout.QWEN3_VL_MOE_STACKED, tmp_path / f"out-{layout}")
         assert_equal_tensors(tensors_of(out), own)
     with pytest.raises(UserError, match="experts with square matrices, which layout qwen3-vl-moe"):
-        exported_as(run, Layout.QWEN3_VL_MOE, tmp_path / "turned")
+        exported(run, Layout.QWEN3_VL_MOE, tmp_path / "turned")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -160,7 +152,7 @@ def test_export_of_a_layout_is_what_transformers_loads(tmp_path, name, form):
     layout = Layout(kind.layout.removesuffix("-stacked"))
     if form == "own names":
         layout = open_released(released(name, tmp_path / "own", own_names=True)).layout
-    out = exported_as(run, layout, tmp_path / "out")
+    out = exported(run, layout, tmp_path / "out")
     again, told = AutoModelForImageTextToText.from_pretrained(out, output_loading_info=True)
     assert type(again) is type(model) and not any(told.values())
     assert_equal_tensors(dict(again.named_parameters()), dict(model.named_parameters()))

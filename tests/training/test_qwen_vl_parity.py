@@ -3,13 +3,23 @@
 import functools
 import json
 import re
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conversion_cases import TOLERANCE, as_released, assert_near, keep
+from conversion_cases import (
+    TOLERANCE,
+    Computed,
+    as_released,
+    assert_near,
+    computed_by,
+    logits_together,
+    observed,
+    predicting_positions,
+    put_together,
+    train_and_save,
+)
+from conversion_file_cases import exported
 from native_resolution_cases import (
     ImageSample,
     pack_of,
@@ -22,22 +32,17 @@ from native_resolution_cases import (
     transformers_model,
 )
 from ranks import run_ranks
-from released import imported
+from released import imported, randomized
 from safetensors.torch import load_file
-from tensor_parallel_cases import by_name, gather_gradients, whole
-from toy import OPTIONS, stages_of, toy_plan
+from toy import stages_of, toy_plan
 from transformers import AutoModelForImageTextToText
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
 from megatron.vlm.conversion.adapter_files import export_adapter
-from megatron.vlm.conversion.exporting import plan_export_as, write_export
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
+from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.data.native_resolution import Grid
-from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
@@ -70,18 +75,11 @@ def packs_of(model: ModelConfig) -> list[list[ImageSample]]:
 
 
 def theirs(name: str) -> torch.nn.Module:
-    """Transformers' model, of random parameters: a norm or bias that goes astray is seen."""
-    model = transformers_model(MODELS[name]).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                wide = parameter.shape[-1] if ".experts." in key else parameter[0].numel()
-                parameter.copy_(values / wide**0.5)
-            else:
-                parameter.copy_(values / 4 + (0 if key.endswith("bias") else 1))
-    return model
+    return randomized(transformers_model(MODELS[name]))
+
+
+def batches_of(name: str) -> list[MicroBatch]:
+    return [pack_of(samples) for samples in packs_of(MODELS[name])]
 
 
 def run_of(name: str, folder: Path) -> Path:
@@ -92,7 +90,7 @@ def run_of(name: str, folder: Path) -> Path:
 
 def logits_of(model: torch.nn.Module, sample: ImageSample) -> torch.Tensor:
     """Logits of the positions whose next token is learned."""
-    asked = torch.tensor(sample.loss_mask).nonzero().squeeze(1) - 1
+    asked = predicting_positions(sample)
     return model(input_ids=torch.tensor([sample.ids]), **pixel_arguments(sample)).logits[0, asked]
 
 
@@ -101,32 +99,8 @@ def reference(name: str):
     return run_ranks(Parallel(pipeline=1), computed_by_transformers, name)[0]
 
 
-def computed_by_transformers(links, name: str):
-    """Logits of each pack, the mean loss, and every gradient."""
-    model, logits, losses = theirs(name), [], []
-    for samples in packs_of(MODELS[name]):
-        own = [logits_of(model, sample) for sample in samples]
-        for found, sample in zip(own, samples, strict=True):
-            labels = torch.tensor(sample.ids)[torch.tensor(sample.loss_mask)]
-            losses.append(F.cross_entropy(found, labels, reduction="none"))
-        logits.append(torch.cat(own).detach())
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    gradients = {key: value.grad for key, value in model.named_parameters()}
-    return logits, loss.item(), gradients
-
-
-def observed(links, plan: Plan, run: Path, name: str):
-    """Outputs of the head in a step from imported weights, its loss, and gradients by name."""
-    trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
-    load_weights(run, plan, trainer.stages)
-    heads: list[torch.Tensor] = []
-    if trainer.stage.head is not None:
-        trainer.stage.head.register_forward_hook(functools.partial(keep, heads))
-    batches = [pack_of(samples) for samples in packs_of(MODELS[name])]
-    result = train_step(trainer, MicroBatchStream.of(batches))
-    gather_gradients(trainer.model)
-    return heads, result.loss, by_name(trainer.stage, lambda parameter: parameter.main_grad)
+def computed_by_transformers(links, name: str) -> Computed:
+    return computed_by(theirs(name), packs_of(MODELS[name]), logits_of)
 
 
 # Units: 0 vision embed, 1-5 vision layers of which the second and fourth have deepstack features,
@@ -156,42 +130,18 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
     run = run_of(name, tmp_path)
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
-    ranks = run_ranks(plan.parallel, observed, plan, run, name)
-    logits, loss, gradients = reference(name)
-    tensor = plan.parallel.tensor
-    groups = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
-    heads = zip(*(rank[0] for rank in groups[-1]), strict=True)
-    for parts, expected in zip(heads, logits, strict=True):
-        together = torch.cat([part.squeeze(1) for part in parts], -1)
-        assert_near(together[:, : model.language.vocab_size], expected, "logits")
-    assert [rank[1] for rank in ranks] == pytest.approx([loss] * len(ranks), rel=TOLERANCE)
-    found = {
-        key: whole(key, [rank[2][key] for rank in group], GATED.get(name, ("language.",)))
-        for group in groups
-        for key in group[0][2]
-    }
+    ranks = run_ranks(plan.parallel, observed, plan, run, batches_of(name))
+    expected = reference(name)
+    logits = logits_together(plan, [seen["head"] for _, seen, _ in ranks])
+    for own, other in zip(logits, expected.logits_LW, strict=True):
+        assert_near(own, other, "logits")
+    losses = [rank[0] for rank in ranks]
+    assert losses == pytest.approx([expected.loss] * len(ranks), rel=TOLERANCE)
+    found = put_together(plan, [own for *_, own in ranks], GATED.get(name, ("language.",)))
     ours = as_released(found, model, OWN_NAMES[name])
-    assert ours.keys() == gradients.keys()
-    for key, gradient in gradients.items():
+    assert ours.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
         assert_near(ours[key], gradient, key)
-
-
-def train_and_save(links, plan: Plan, run: Path, directory: Path, name: str):
-    """A step of fine-tuning and a save; the next step's logits are those of what was saved."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=4, seed=9)
-    load_weights(run, plan, trainer.stages)
-    trainer.optimizers[0].reload_model_params()
-    batches = [pack_of(samples) for samples in packs_of(MODELS[name])]
-    train_step(trainer, MicroBatchStream.of(batches))
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
-    writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
-    writer.save(1, {})
-    writer.finish()
-    logits: list[torch.Tensor] = []
-    if trainer.stage.head is not None:
-        trainer.stage.head.register_forward_hook(functools.partial(keep, logits))
-    train_step(trainer, MicroBatchStream.of(batches))
-    return [each.squeeze(1) for each in logits]
 
 
 def logits_of_folder(links, folder: Path, model: ModelConfig):
@@ -220,12 +170,8 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     run, trained = run_of(name, tmp_path), tmp_path / "trained"
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
-    ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, name)
-    write_export(
-        plan_export_as(open_newest(trained), layout, None, None, 30_000),
-        tmp_path / "out",
-        lambda size: None,
-    )
+    ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
+    exported(trained, layout, tmp_path / "out")
     given_ids(tmp_path / "out", tmp_path / "released")
     [(expected, weights)] = run_ranks(
         Parallel(pipeline=1), logits_of_folder, tmp_path / "out", MODELS[name]
@@ -266,10 +212,10 @@ def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout)
     model = open_released(tmp_path / "released").model
     adapters = AdapterConfig(rank=4, alpha=64, parts=("vision", "projector", "language"))
     plan = toy_plan(model, stages_of(model)).model_copy(update={"adapters": adapters})
-    [ours] = run_ranks(plan.parallel, train_and_save, plan, run, trained, name)
+    [ours] = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
     assert export_adapter(open_newest(trained), layout, tmp_path / "adapter", None) > 20
     [expected] = run_ranks(Parallel(pipeline=1), with_adapter, tmp_path / "adapter", name)
-    for found, logits, before in zip(ours, expected, reference(name)[0], strict=True):
+    for found, logits, before in zip(ours, expected, reference(name).logits_LW, strict=True):
         assert_near(found[:, : model.language.vocab_size], logits, "logits")
         assert (before - logits).abs().max() > 1e-2, "adapters have moved"
 

@@ -204,12 +204,8 @@ def save_planned(directory, *contexts):
     tokens = tiles * MODEL.vision.tokens_per_item + text
     lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2)
     cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-    job = JobSpec(
-        model=MODEL,
-        cluster=cluster,
-        parallel=Parallel(pipeline=2, data=2),
-        precision="fp32",
-    )
+    sizes = Parallel(pipeline=2, data=2)
+    job = JobSpec(model=MODEL, cluster=cluster, parallel=sizes, precision="fp32")
     data = SampleData(
         lengths=lengths,
         packs_per_step=6,

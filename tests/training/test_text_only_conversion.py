@@ -1,19 +1,30 @@
 """Llama, Qwen2 and Qwen3 by transformers: imported, trained and exported without loss."""
 
-import functools
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from conversion_cases import as_released, assert_near, keep, predicting_positions
-from conversion_file_cases import assert_equal_tensors, content, exported_like, tensors_of
+from conversion_cases import (
+    as_released,
+    assert_near,
+    computed_by,
+    logits_together,
+    observed,
+    predicting_positions,
+    put_together,
+)
+from conversion_file_cases import (
+    assert_equal_tensors,
+    content,
+    exported,
+    exported_like,
+    tensors_of,
+)
 from ranks import run_ranks
-from released import imported, write_tokenizer
-from tensor_parallel_cases import by_name, gather_gradients, whole
-from toy import OPTIONS, pack, stages_of, toy_plan, toy_sample
+from released import imported, randomized, write_tokenizer
+from toy import pack, stages_of, toy_plan, toy_sample
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -24,13 +35,10 @@ from transformers import (
 )
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.checkpoint.save_load import load_weights
-from megatron.vlm.conversion.exporting import plan_export_as, write_export
+from megatron.vlm.conversion.exporting import plan_export_as
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import LanguageConfig, ModelConfig, RopeScaling, config_toml, load_model
@@ -110,17 +118,7 @@ KINDS = {
 
 
 def transformers_model(name: str) -> torch.nn.Module:
-    """Every parameter random: a norm or a bias that goes astray is seen."""
-    model = AutoModelForCausalLM.from_config(KINDS[name].config).eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            values = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() > 1:
-                parameter.copy_(values / parameter[0].numel() ** 0.5)
-            else:
-                parameter.copy_(values / 4 + (0 if key.endswith("bias") else 1))
-    return model
+    return randomized(AutoModelForCausalLM.from_config(KINDS[name].config))
 
 
 def released(name: str, folder: Path) -> Path:
@@ -151,8 +149,7 @@ def test_export_of_the_layout_is_what_transformers_loads(tmp_path, name):
     model, kind = transformers_model(name), KINDS[name]
     run = imported(released(name, tmp_path / "released"), tmp_path / "run")
     tokenizer = open_tokenizer(run / "tokenizer")
-    planned = plan_export_as(open_newest(run), kind.layout, None, tokenizer, 10**9)
-    write_export(planned, tmp_path / "out", lambda size: None)
+    exported(run, kind.layout, tmp_path / "out")
     assert_equal_tensors(tensors_of(tmp_path / "out"), dict(model.named_parameters()))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert type(again) is type(model)
@@ -191,8 +188,7 @@ def test_experts_are_read_apart_and_as_one_tensor(tmp_path, is_stacked, layout, 
     lines = import_checkpoint(checkpoint, run, lambda size: None)
     assert any("without an auxiliary loss" in line for line in lines) != is_stacked
     assert content(exported_like(run, source, tmp_path / "back")) == content(source)
-    planned = plan_export_as(open_newest(run), other, None, None, 10**9)
-    write_export(planned, tmp_path / "out", lambda size: None)
+    exported(run, other, tmp_path / "out")
     again = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert again.config.output_router_logits == is_stacked
     assert again.config.router_aux_loss_coef == (0.003 if is_stacked else 0)
@@ -213,31 +209,10 @@ def packs_of(model: ModelConfig) -> list[list]:
 
 
 def computed_by_transformers(links, name):
-    """Logits of each pack, the mean loss, and every gradient."""
-    model, logits, losses = transformers_model(name), [], []
-    for samples in packs_of(KINDS[name].model):
-        logits.append([])
-        for sample in samples:
-            ids, asked = torch.tensor(sample.ids), predicting_positions(sample)
-            logits[-1].append(model(ids[None]).logits[0, asked])
-            losses.append(F.cross_entropy(logits[-1][-1], ids[asked + 1], reduction="none"))
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    gradients = {key: value.grad for key, value in model.named_parameters()}
-    return [torch.cat(each).detach() for each in logits], loss.item(), gradients
+    def logits_of(model, sample):
+        return model(torch.tensor([sample.ids])).logits[0, predicting_positions(sample)]
 
-
-def observed(links, plan, run):
-    """Outputs of the head in a step from imported weights, its loss, and gradients by name."""
-    trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
-    load_weights(run, plan, trainer.stages)
-    heads: list[torch.Tensor] = []
-    if trainer.stage.head is not None:
-        trainer.stage.head.register_forward_hook(functools.partial(keep, heads))
-    result = train_step(trainer, MicroBatchStream.of([pack(one) for one in packs_of(plan.model)]))
-    gather_gradients(trainer.model)
-    gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
-    return heads, result.loss, gradients
+    return computed_by(transformers_model(name), packs_of(KINDS[name].model), logits_of)
 
 
 # Units: 0 language embed, 1-2 language layers, 3 head.
@@ -248,22 +223,17 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name):
     model = KINDS[name].model
     run = imported(released(name, tmp_path / "released"), tmp_path / "run")
     plan = toy_plan(model, stages_of(model, 2), tensor=2, sequence_parallel=True)
-    ranks = run_ranks(plan.parallel, observed, plan, run)
-    [(logits, loss, gradients)] = run_ranks(Parallel(pipeline=1), computed_by_transformers, name)
-    tensor = plan.parallel.tensor
-    groups = [ranks[first : first + tensor] for first in range(0, len(ranks), tensor)]
-    for parts, expected in zip(
-        zip(*(rank[0] for rank in groups[-1]), strict=True), logits, strict=True
-    ):
-        together = torch.cat([part.squeeze(1) for part in parts], -1)
-        assert_near(together[:, : model.language.vocab_size], expected, "logits")
-    assert [rank[1] for rank in ranks] == pytest.approx([loss] * len(ranks), rel=1e-4)
-    found = {
-        key: whole(key, [rank[2][key] for rank in group]) for group in groups for key in group[0][2]
-    }
+    batches = [pack(samples) for samples in packs_of(model)]
+    ranks = run_ranks(plan.parallel, observed, plan, run, batches)
+    [expected] = run_ranks(Parallel(pipeline=1), computed_by_transformers, name)
+    logits = logits_together(plan, [seen["head"] for _, seen, _ in ranks])
+    for found, other in zip(logits, expected.logits_LW, strict=True):
+        assert_near(found, other, "logits")
+    assert [rank[0] for rank in ranks] == pytest.approx([expected.loss] * len(ranks), rel=1e-4)
+    found = put_together(plan, [gradients for *_, gradients in ranks])
     ours = as_released(found, model, KINDS[name].layout)
-    assert ours.keys() == gradients.keys()
-    for key, gradient in gradients.items():
+    assert ours.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
         # Without RoPE, keys that all move by the same change nothing but by rounding errors.
         assert_near(ours[key], gradient, key, least=1.0 if key.endswith("k_proj.bias") else 0.0)
 

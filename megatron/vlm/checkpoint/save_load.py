@@ -111,7 +111,8 @@ class CheckpointWriter:
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None
         self._is_validated = False
-        self.newest_step: int | None = self._find_newest_step()
+        step = _agree_or_refuse(lambda: latest_step(directory), self._group)
+        self.newest_step: int | None = _gather(step, self._group)[0]
         """Step of the newest whole checkpoint of the directory."""
         self.failures: list[str] = []
         """Reasons of the last failed saves in a row; empty after one that succeeded."""
@@ -154,13 +155,6 @@ class CheckpointWriter:
             error, self._removal = self._removal.exception(), None
             if error is not None:
                 _log.info(f"old checkpoints are not removed: {reason(error)}")
-
-    def _find_newest_step(self) -> int | None:
-        try:
-            step = _agree(lambda: latest_step(self._directory), self._group)
-        except _RankError as error:
-            raise UserError(error.reason) from error
-        return _gather(step, self._group)[0]
 
     def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
         """Plan the save, copy the state and start to write it."""
@@ -331,6 +325,14 @@ def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return result
 
 
+def _agree_or_refuse(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """`work()` of this rank; collective, and the failure of any is a UserError of all."""
+    try:
+        return _agree(work, group)
+    except _RankError as error:
+        raise UserError(error.reason) from error
+
+
 def _gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
@@ -424,7 +426,7 @@ def load_checkpoint(
     options: Mapping[str, float | str],
 ) -> LoadedCheckpoint:
     """Restore weights, optimizer and schedule from the newest checkpoint; collective."""
-    found = _open(directory, plan)
+    found = _agree_or_refuse(lambda: _open(directory, plan))
     path = found.path
     if found.options is None:
         raise UserError(
@@ -453,7 +455,7 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
 
     Adapters keep their first weights where it has none.
     """
-    found = _open(directory, plan)
+    found = _agree_or_refuse(lambda: _open(directory, plan))
     state = state_of(stages, [None] * len(stages))
     has_adapters = plan.adapters is None or found.adapters is not None
     step: int = state.load_weights(found.path, adapters=has_adapters)["step"]
@@ -472,14 +474,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """Open the newest checkpoint and check that it is of the plan's model; collective."""
-    try:
-        return _agree(lambda: _open_alone(directory, plan))
-    except _RankError as error:
-        raise UserError(error.reason) from error
-
-
-def _open_alone(directory: Path, plan: Plan) -> CheckpointIdentity:
+    """Open the newest checkpoint and check that it is of the plan's model."""
     found, model = open_newest(directory), plan.model
     different = architecture_differences(found.model, model)
     if different:

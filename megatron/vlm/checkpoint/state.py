@@ -40,15 +40,15 @@ def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None])
     """State of a rank."""
     pairs = zip(stages, optimizers, strict=True)
     # The names are not in the files.
-    return State({f"{i}": _state_of_stage(*each) for i, each in enumerate(pairs)})
-
-
-def _state_of_stage(stage: VLMStage, optimizer: Optimizer | None) -> "_WholeState | _PartState":
-    if stage.sharded is None:
-        assert optimizer is None or isinstance(optimizer, ChainedOptimizer)
-        return _WholeState(stage, optimizer)
-    assert not isinstance(optimizer, ChainedOptimizer)
-    return _PartState(stage, stage.sharded, optimizer)
+    states: dict[str, _WholeState | _PartState] = {}
+    for number, (stage, optimizer) in enumerate(pairs):
+        if stage.sharded is None:
+            assert optimizer is None or isinstance(optimizer, ChainedOptimizer)
+            states[str(number)] = _WholeState(stage, optimizer)
+        else:
+            assert not isinstance(optimizer, ChainedOptimizer)
+            states[str(number)] = _PartState(stage, stage.sharded, optimizer)
+    return State(states)
 
 
 class State:

@@ -165,22 +165,18 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
     )
 
 
-def check_adapters(stored: CheckpointIdentity, layout: Layout) -> AdapterConfig:
-    """Find the adapters of a checkpoint, which a layout has modules for."""
-    if stored.adapters is None:
+def export_adapter(
+    stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
+) -> int:
+    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them."""
+    adapters = stored.adapters
+    if adapters is None:
         raise UserError(
             f"{stored.path}: has no adapters, which --adapter was given for; leave it out to "
             "export the whole model"
         )
     check_exportable(stored.model, layout)
-    return stored.adapters
-
-
-def export_adapter(
-    stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
-) -> int:
-    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them."""
-    adapters, weights = check_adapters(stored, layout), StoredWeights(stored.path)
+    weights = StoredWeights(stored.path)
     tensors: dict[str, torch.Tensor] = {}
     names: list[str] = []
     for piece in adapted_pieces(stored.model, adapters):
@@ -321,7 +317,14 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
     adapters = _described(source.model, everywhere, found, folder)
     pieces = adapted_pieces(source.model, adapters)
     kept = [_modules(piece, source.model, source.layout) for piece in pieces]
-    _check_files(files, folder, kept)
+    shapes: dict[str, tuple[str, Shape]] = {}
+    for own in kept:
+        piece = own.piece
+        for name_a, name_b in own.tensors():
+            rows = piece.lora_b.shape[0] // len(own.names)
+            shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
+            shapes[name_b] = (piece.lora_b.key, (rows, piece.lora_b.shape[1]))
+    check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")
     return CheckpointWithAdapter(
         directory=source.directory,
         released=source,
@@ -356,14 +359,3 @@ def _described(
     return everywhere.model_copy(
         update={"targets": tuple(sorted(names)), "parts": tuple(dict.fromkeys(parts))}
     )
-
-
-def _check_files(files: ReleasedFiles, folder: Path, modules: Sequence[_Modules]) -> None:
-    shapes: dict[str, tuple[str, Shape]] = {}
-    for own in modules:
-        piece = own.piece
-        for name_a, name_b in own.tensors():
-            rows = piece.lora_b.shape[0] // len(own.names)
-            shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
-            shapes[name_b] = (piece.lora_b.key, (rows, piece.lora_b.shape[1]))
-    check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")

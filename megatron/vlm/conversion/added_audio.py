@@ -15,7 +15,7 @@ from megatron.vlm.conversion.importing import (
     ReleasedCheckpoint,
     found_tokenizer,
 )
-from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, parameters
+from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, embedding_parameter
 from megatron.vlm.conversion.whisper import ReleasedAudio, open_audio, with_audio
 from megatron.vlm.model.initialize import initial_values
 from omnibal.base.errors import UserError
@@ -40,8 +40,8 @@ class CheckpointWithAudio(ImportSource):
         """Type in which the parameter is written: that of its tensors, or of the embedding."""
         if not self._is_audio(parameter):
             return self.released.dtype(parameter)
-        embedding = next(one for one in parameters(self.model) if one.key == _OF_WORDS[0])
-        return self.audio.dtype(parameter) or self.released.dtype(embedding)
+        first = self.audio.first_tensor(parameter)
+        return first.dtype if first else self.released.dtype(embedding_parameter(self.model))
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         if not self._is_audio(parameter):
@@ -51,7 +51,8 @@ class CheckpointWithAudio(ImportSource):
         return self._drawn(parameter, parameter.shape)
 
     def file_order(self) -> list[Parameter]:
-        heard = sorted(audio_parameters(self.model), key=self.audio.file_of)
+        firsts = [(each, self.audio.first_tensor(each)) for each in audio_parameters(self.model)]
+        heard = [each for each, _ in sorted(firsts, key=lambda one: one[1].file if one[1] else "")]
         return [*heard, *(self._in_model(one) for one in self.released.file_order())]
 
     def found_tokenizer(self) -> FoundTokenizer:

@@ -21,8 +21,10 @@ PROCESSOR_FILE = "processor_config.json"
 """What Transformers 5 saves in place of those two."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Family:
+    """What differs between families; of classes the name before what they have in common."""
+
     architecture: str
     processor: str
     language: LanguageType
@@ -65,34 +67,10 @@ def _qwen3_vision(tower: ImagesEncoder, width: int) -> dict[str, Any]:
 
 
 _FAMILIES = {
-    "qwen2_vl": _Family(
-        architecture="Qwen2VLForConditionalGeneration",
-        processor="Qwen2VLProcessor",
-        language="qwen2",
-        vision=_qwen2_vision,
-        video_processor="Qwen2VLVideoProcessor",
-    ),
-    "qwen2_5_vl": _Family(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        processor="Qwen2_5_VLProcessor",
-        language="qwen2",
-        vision=_qwen2_5_vision,
-        video_processor="Qwen2VLVideoProcessor",
-    ),
-    "qwen3_vl": _Family(
-        architecture="Qwen3VLForConditionalGeneration",
-        processor="Qwen3VLProcessor",
-        language="qwen3",
-        vision=_qwen3_vision,
-        video_processor="Qwen3VLVideoProcessor",
-    ),
-    "qwen3_vl_moe": _Family(
-        architecture="Qwen3VLMoeForConditionalGeneration",
-        processor="Qwen3VLProcessor",
-        language="qwen3_moe",
-        vision=_qwen3_vision,
-        video_processor="Qwen3VLVideoProcessor",
-    ),
+    "qwen2_vl": _Family("Qwen2VL", "Qwen2VL", "qwen2", _qwen2_vision, "Qwen2VL"),
+    "qwen2_5_vl": _Family("Qwen2_5_VL", "Qwen2_5_VL", "qwen2", _qwen2_5_vision, "Qwen2VL"),
+    "qwen3_vl": _Family("Qwen3VL", "Qwen3VL", "qwen3", _qwen3_vision, "Qwen3VL"),
+    "qwen3_vl_moe": _Family("Qwen3VLMoe", "Qwen3VL", "qwen3_moe", _qwen3_vision, "Qwen3VL"),
 }
 """By model_type."""
 MODEL_TYPES = tuple(_FAMILIES)
@@ -109,14 +87,9 @@ _LAYOUTS = {
 """model_type of each layout."""
 
 
-def model_type(layout: Layout) -> str:
-    """Type of the models that a layout of a Qwen-VL is of."""
-    return _LAYOUTS[layout]
-
-
 def language_kind(layout: Layout) -> LanguageType:
     """Kind of the language model in a layout of a Qwen-VL."""
-    return _FAMILIES[model_type(layout)].language
+    return _FAMILIES[_LAYOUTS[layout]].language
 
 
 def qwen_layout(kind: str, names: Collection[str]) -> Layout:
@@ -134,12 +107,12 @@ def qwen_files(
     model: ModelConfig, tower: ImagesEncoder, layout: Layout, dtype: str, ids: Mapping[str, int]
 ) -> dict[str, dict[str, Any]]:
     """Contents of config.json and of the processors' files, by file name."""
-    kind, language = model_type(layout), model.language
+    kind, language = _LAYOUTS[layout], model.language
     family = _FAMILIES[kind]
     text = text_entries(language, family.language) | {"model_type": f"{kind}_text"}
     files = {
         CONFIG_FILE: {
-            "architectures": [family.architecture],
+            "architectures": [f"{family.architecture}ForConditionalGeneration"],
             "model_type": kind,
             **dtype_entries(dtype),
             **ids,
@@ -157,7 +130,10 @@ def qwen_files(
             },
         },
         PREPROCESSOR_FILE: _processor(tower, tower.min_pixels, tower.max_pixels)
-        | {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": family.processor},
+        | {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "processor_class": f"{family.processor}Processor",
+        },
     }
     video = tower.video
     if video is not None:
@@ -165,8 +141,8 @@ def qwen_files(
             "fps": video.frames_per_second,
             "max_frames": video.max_frames,
             "min_frames": video.min_frames,
-            "processor_class": family.processor,
-            "video_processor_type": family.video_processor,
+            "processor_class": f"{family.processor}Processor",
+            "video_processor_type": f"{family.video_processor}VideoProcessor",
         }
     return files
 

@@ -176,7 +176,13 @@ def configurations(
     """
     files: dict[str, dict[str, Any]] = {}
     if layout.is_text_only:
-        language = files[CONFIG_FILE] = _text_only(model, layout, dtype)
+        kind = _LANGUAGES[layout]
+        language = files[CONFIG_FILE] = {
+            "architectures": [LANGUAGES[kind].architecture],
+            **dtype_entries(dtype),
+            **text_entries(model.language, kind),
+            **rope_entries(model.language),
+        }
         if ids is not None:
             language["bos_token_id"] = ids.begin
     elif layout.is_original:
@@ -287,16 +293,6 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
             "patch_size": [vision.patch_size, vision.patch_size],
             "use_qk_norm": vision.qk_norm,
         },
-    }
-
-
-def _text_only(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
-    language, kind = model.language, _LANGUAGES[layout]
-    return {
-        "architectures": [LANGUAGES[kind].architecture],
-        **dtype_entries(dtype),
-        **text_entries(language, kind),
-        **rope_entries(language),
     }
 
 

@@ -63,9 +63,13 @@ class ReleasedFiles:
         if index.is_file():
             listed = read_json_model(_Index, index, "fetch it again")
             self.index = listed.model_dump(exclude_unset=True)
-            _check_files(index, listed.weight_map)
-            files = sorted(set(listed.weight_map.values()))
-            found = self._headers(files)
+            for name, file in listed.weight_map.items():
+                if Path(file).name != file:
+                    raise UserError(
+                        f"{index}: has {name} in {file!r}; a tensor must be in a file of the "
+                        "index's own folder: fetch the index again"
+                    )
+            found = self._headers(sorted(set(listed.weight_map.values())))
             _check_index(index, listed.weight_map, found)
         else:
             if not (directory / single_file).is_file():
@@ -87,9 +91,7 @@ class ReleasedFiles:
 
     def joined(self, made_of: Released, parameter: Parameter) -> torch.Tensor:
         """Read the values of a parameter that is made of these tensors."""
-        return made_of.arrangement.join(
-            [self.read(name) for name in made_of.names], parameter.shape
-        )
+        return made_of.arrangement.join(list(map(self.read, made_of.names)), parameter.shape)
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
         """Metadata in a file's header."""
@@ -129,25 +131,14 @@ def _header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
                         f"{path}: {name} is of type {part.get_dtype()}; it must be one of "
                         f"{', '.join(_DTYPES)}, so pass an unquantized checkpoint"
                     )
-                yield (
-                    name,
-                    TensorInfo(file=path.name, shape=tuple(part.get_shape()), dtype=dtype),
-                )
+                shape = tuple(part.get_shape())
+                yield name, TensorInfo(file=path.name, shape=shape, dtype=dtype)
     except (SafetensorError, OSError) as error:
         raise _broken(path, error) from error
 
 
 def _broken(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: is truncated or broken ({error}); fetch it again")
-
-
-def _check_files(index: Path, listed: Mapping[str, str]) -> None:
-    for name, file in listed.items():
-        if Path(file).name != file:
-            raise UserError(
-                f"{index}: has {name} in {file!r}; a tensor must be in a file of the index's own "
-                "folder: fetch the index again"
-            )
 
 
 def _check_index(index: Path, listed: Mapping[str, str], found: Mapping[str, TensorInfo]) -> None:

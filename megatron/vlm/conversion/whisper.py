@@ -82,21 +82,16 @@ class ReleasedAudio:
         """The tensors that a parameter is made of; None where the checkpoint has none."""
         return whisper_tensors(parameter, self.encoder, self.prefix)
 
-    def dtype(self, parameter: Parameter) -> torch.dtype | None:
-        """Type of these tensors."""
+    def first_tensor(self, parameter: Parameter) -> TensorInfo | None:
+        """Header entry of the first of these tensors."""
         made_of = self.tensors_of(parameter)
-        return None if made_of is None else self.files.tensors[made_of.names[0]].dtype
+        return None if made_of is None else self.files.tensors[made_of.names[0]]
 
     def read(self, parameter: Parameter) -> torch.Tensor:
         """Read the parameter's values, of which there must be some here."""
         made_of = self.tensors_of(parameter)
         assert made_of is not None
         return self.files.joined(made_of, parameter)
-
-    def file_of(self, parameter: Parameter) -> str:
-        """Name of the file of the first of these tensors; empty where there are none."""
-        made_of = self.tensors_of(parameter)
-        return "" if made_of is None else self.files.tensors[made_of.names[0]].file
 
 
 def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:

@@ -243,7 +243,11 @@ class Profiler:
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
         if deep > 1:
-            self._shallow_optimizer = [_measure_optimizer(build(depth=1), options.repetitions)]
+            shallow = build(depth=1)
+            update = RepeatedUpdate(shallow)
+            samples_ms = [update.timed_ms() for _ in range(options.repetitions + 1)]
+            self._shallow_optimizer = [_optimizer_measurement(shallow, mean_ms(samples_ms[1:]))]
+            del shallow, update
             gc.collect()  # of the shallow stage, before the deep one needs its memory
         self._trainer = build(depth=deep)
         self._shares = list(
@@ -770,12 +774,6 @@ def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
 def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMeasurement:
     parameters = sum(weight.numel() for weight in trainer.stage.parameters())
     return OptimizerMeasurement(parameters=parameters, optimizer_ms=optimizer_ms)
-
-
-def _measure_optimizer(trainer: Trainer, repetitions: int) -> OptimizerMeasurement:
-    update = RepeatedUpdate(trainer)
-    samples_ms = [update.timed_ms() for _ in range(repetitions + 1)]
-    return _optimizer_measurement(trainer, mean_ms(samples_ms[1:]))
 
 
 class RepeatedUpdate:

@@ -81,16 +81,12 @@ def image_fields(
         if stage is None or stage.holds("vision embed"):
             shape = (sum(sizes) * tower.positions_per_item, tower.values_per_patch)
             fields["patches_YX"] = torch.randn(shape, generator=generator)
-        if stage is None or _takes_features(model, stage):
+        # Of stages that put image features, or add deepstack features, in their places.
+        deep = range(len(deepstack_of(model)))
+        takes = stage is None or any(layer in deep for layer in stage.layers(LANGUAGE))
+        if takes or stage.holds("language embed"):
             fields["image_positions_M"] = torch.arange(sum(sizes))
     if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
         each = [torch.arange(tokens) for tokens in segment_tokens]
         fields["rope_positions_3S"] = torch.cat(each).expand(3, -1).contiguous()
     return fields
-
-
-def _takes_features(model: ModelConfig, stage: Stage) -> bool:
-    """Whether a stage puts image features, or adds deepstack features, in their places."""
-    first_layers = range(len(deepstack_of(model)))
-    takes = any(layer in first_layers for layer in stage.layers(LANGUAGE))
-    return takes or stage.holds("language embed")

@@ -213,6 +213,7 @@ def parse_arguments() -> Arguments:
 
 def _run_arguments(given: argparse.Namespace) -> RunArguments:
     values = vars(given) | {
+        "data_cache_gib": given.data_cache_gib or _CACHE_GIB,
         "samples": DataOptions(
             seed=given.seed,
             loss_weighting=given.loss_weighting,
@@ -220,20 +221,21 @@ def _run_arguments(given: argparse.Namespace) -> RunArguments:
             augment=True,
             drop_path=given.drop_path_rate > 0,
         ),
-        "optimization": OptimizationOptions(**_fields_of(OptimizationOptions, vars(given))),
-        "storage": StorageArguments(
-            data_index=given.data_index,
-            data_cache=given.data_cache,
-            data_cache_gib=given.data_cache_gib or _CACHE_GIB,
-        ),
-        "checkpoints": CheckpointArguments(**_fields_of(CheckpointArguments, vars(given))),
-        "reports": ReportArguments(**_fields_of(ReportArguments, vars(given))),
         "evaluation": None,
     }
-    if given.eval_data is not None:
-        evaluation = EvaluationArguments(**_fields_of(EvaluationArguments, vars(given)))
-        values["evaluation"] = evaluation
+    for name, group in _GROUPS.items():
+        if name != "evaluation" or given.eval_data is not None:
+            values[name] = group(**_fields_of(group, values))
     return RunArguments(**_fields_of(RunArguments, values))
+
+
+_GROUPS: dict[str, type] = {
+    "optimization": OptimizationOptions,
+    "storage": StorageArguments,
+    "checkpoints": CheckpointArguments,
+    "reports": ReportArguments,
+    "evaluation": EvaluationArguments,
+}
 
 
 def _fields_of(group: type, values: Mapping[str, Any]) -> dict[str, Any]:

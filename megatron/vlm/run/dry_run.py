@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 
 from omnibal.job.plan import Plan
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
@@ -21,14 +20,24 @@ def print_dry_run(plan: Plan, console: Console) -> None:
         sharded = plan.beside.sharded
         held = "whole on every rank" if sharded == 1 else f"divided over {sharded} ranks"
         console.print(f"Beside them, {held}: {_words(encoders_stage(plan.model).units)}")
-        console.print(_encoders_table(plan, plan.beside))
+        ranks = plan.beside.pipelines * sizes.pipeline * sizes.tensor
+        titles = ("encoder", "items a pass", "items kept", "ranks that share")
+        table = Table(*titles, box=box.SIMPLE_HEAD)
+        for name in plan.model.encoders:
+            counts = plan.beside.items_per_pass[name], plan.beside.kept_items[name], ranks
+            table.add_row(name, *map(str, counts))
+        console.print(table)
     if plan.levels:
         console.print("Levels of packs")
         console.print(_levels_table(plan))
     console.print(
         f"{sizes.world_size} processes: {sizes}, {per_node} a node of {plan.cluster.name}"
     )
-    console.print(_ranks_table(plan))
+    groups = ["stage" if name == "pipeline" else name for name in sizes.place(0)]
+    ranks_table = Table("node", "rank", *groups, box=box.SIMPLE_HEAD)
+    for rank in range(sizes.world_size):
+        ranks_table.add_row(*map(str, (rank // per_node, rank, *sizes.place(rank).values())))
+    console.print(ranks_table)
 
 
 def _stages_table(plan: Plan) -> Table:
@@ -46,15 +55,6 @@ def _stages_table(plan: Plan) -> Table:
         if plan.prediction is not None:
             cells.append(f"{plan.prediction.stages[number].memory.peak_gib:.2f}")
         table.add_row(*cells)
-    return table
-
-
-def _encoders_table(plan: Plan, beside: DataParallelEncoders) -> Table:
-    ranks = beside.pipelines * plan.parallel.pipeline * plan.parallel.tensor
-    table = Table("encoder", "items a pass", "items kept", "ranks that share", box=box.SIMPLE_HEAD)
-    for name in plan.model.encoders:
-        sizes = beside.items_per_pass[name], beside.kept_items[name], ranks
-        table.add_row(name, *map(str, sizes))
     return table
 
 
@@ -83,13 +83,3 @@ def _levels_table(plan: Plan) -> Table:
 def _loaded(stage: Stage) -> str:
     loads = {"vision embed": "pixels", "language embed": "token ids", "head": "labels"}
     return ", ".join(what for unit, what in loads.items() if stage.holds(unit)) or "nothing"
-
-
-def _ranks_table(plan: Plan) -> Table:
-    parallel = plan.parallel
-    groups = ["stage" if name == "pipeline" else name for name in parallel.place(0)]
-    table = Table("node", "rank", *groups, box=box.SIMPLE_HEAD)
-    for rank in range(parallel.world_size):
-        node = rank // plan.cluster.gpus_per_node
-        table.add_row(*map(str, (node, rank, *parallel.place(rank).values())))
-    return table

@@ -30,24 +30,18 @@ def load_whole_model(
 
     Megatron's parallel state must be initialized for one process.
     """
-    plan = _whole_plan(checkpoint, precision)
-    stage = build_stage(plan, 0)
-    load_weights(directory, plan, [stage])
-    return stage.eval()
-
-
-def _whole_plan(checkpoint: CheckpointIdentity, precision: PlainPrecision) -> Plan:
-    """Plan with all units in one stage, without data; its cluster is not used."""
-    model = checkpoint.model
-    return Plan(
-        model=model,
+    plan = Plan(
+        model=checkpoint.model,
         adapters=checkpoint.adapters,
         precision=precision,
         parallel=Parallel(pipeline=1),
-        stages=stages_from_cuts(model, ()),
-        cluster=load_cluster("laptop-cpu"),
+        stages=stages_from_cuts(checkpoint.model, ()),
+        cluster=load_cluster("laptop-cpu"),  # which is not used
         data=None,
     )
+    stage = build_stage(plan, 0)
+    load_weights(directory, plan, [stage])
+    return stage.eval()
 
 
 @torch.inference_mode()
@@ -82,21 +76,17 @@ def generate(
     features = stage.encode(asked)
     ids_S = ids_S.to(device)
     for answered in range(max_new_tokens):
-        fields = asked_fields(reader, [(prompt, answered)], [])
-        batch = replace(_with_text(asked, ids_S), **fields).to(device)
+        batch = replace(
+            asked,
+            tokens=len(ids_S),
+            segment_tokens=(len(ids_S),),
+            token_ids_S=ids_S,
+            answer_positions_A=torch.tensor([len(ids_S) - 1], device=device),
+            **asked_fields(reader, [(prompt, answered)], []),
+        ).to(device)
         next_id = stage.head_output(batch, stage.read_text(batch, dict(features)))
         token = int(next_id.item())
         if token == reader.answer_end:
             return
         yield token
         ids_S = torch.cat([ids_S, next_id])
-
-
-def _with_text(asked: MicroBatch, ids_S: torch.Tensor) -> MicroBatch:
-    return replace(
-        asked,
-        tokens=len(ids_S),
-        segment_tokens=(len(ids_S),),
-        token_ids_S=ids_S,
-        answer_positions_A=torch.tensor([len(ids_S) - 1], device=ids_S.device),
-    )

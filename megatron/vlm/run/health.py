@@ -47,18 +47,14 @@ class RunHealth:
             self._count_skipped(step, loss)
             return False
         self._in_a_row = 0
-        typical, spread = self._typical()
+        typical, spread = math.inf, 0.0
+        if len(self._recent) >= _ENOUGH:
+            typical, spread = float(np.mean(self._recent)), float(np.std(self._recent))
         spike = loss > typical + _DEVIATIONS * spread
         self._recent.append(loss)
         if spike:
             _log.info(f"step {step}: the loss jumped to {loss:.4f} from about {typical:.4f}")
         return spike
-
-    def _typical(self) -> tuple[float, float]:
-        """Mean and standard deviation of recent losses; infinite while there are too few."""
-        if len(self._recent) < _ENOUGH:
-            return math.inf, 0.0
-        return float(np.mean(self._recent)), float(np.std(self._recent))
 
     def _count_skipped(self, step: int, loss: float) -> None:
         self._in_a_row += 1

@@ -182,19 +182,16 @@ class Watch:
         if self._finishing.is_set():
             own = self._store.add(f"finished/{self._launch.rank}", 1)
             if self._store.add("finished", 1 if own == 1 else 0) == self._launch.world_size:
-                self._part()
+                # Rank 0, which may keep the store, is the last to leave it.
+                if self._launch.rank != 0:
+                    self._store.add("parted", 1)
+                else:
+                    self._linger("parted", self._launch.world_size - 1)
                 return True
         beat = self._store.add(_beat(self._neighbour), 0)
         if silence.after(beat, pause_s) >= self._pace.stale_s:
             self._report_silent_ranks()
         return False
-
-    def _part(self) -> None:
-        """Leave the store; rank 0, which may keep it, is the last."""
-        if self._launch.rank != 0:
-            self._store.add("parted", 1)
-        else:
-            self._linger("parted", self._launch.world_size - 1)
 
     def _linger(self, key: str, count: int) -> None:
         """Wait until `count` ranks have counted up, but no longer than `linger_s`."""
