@@ -43,7 +43,9 @@ def tables_of(proof: Proof) -> list[Table]:
     found = [_parts_table(proof)]
     for part in {part.name: part for part in proof.parts}.values():
         figures = part.figures.items()
-        plain = {name: value for name, value in figures if not isinstance(value, list | dict)}
+        plain: dict[str, JsonValue] = {
+            name: value for name, value in figures if not isinstance(value, list | dict)
+        }
         if plain:
             found.append(_figures_table(part.name, plain))
         found += [

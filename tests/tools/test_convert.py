@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from megatron.vlm.conversion import own_weights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
+from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from omnibal.model.config import load_model
 from tools import convert
@@ -248,33 +249,8 @@ def write_large(folder: Path) -> int:
         made_of = released(parameter, model, Layout.INTERNVL_INTERNLM2)
         shapes |= dict(zip(made_of.names, made_of.shapes, strict=True))
     folder.mkdir()
-    vision = model.vision
-    config = {
-        "architectures": ["InternVLChatModel"],
-        "model_type": "internvl_chat",
-        "ps_version": "v2",
-        "llm_config": {
-            "architectures": ["InternLM2ForCausalLM"],
-            "hidden_size": language.hidden_size,
-            "intermediate_size": language.ffn_hidden_size,
-            "num_attention_heads": language.heads,
-            "num_key_value_heads": language.kv_heads,
-            "num_hidden_layers": language.layers,
-            "vocab_size": language.vocab_size,
-        },
-        "vision_config": {
-            "hidden_size": vision.hidden_size,
-            "intermediate_size": vision.ffn_hidden_size,
-            "num_hidden_layers": vision.layers,
-            "num_attention_heads": vision.heads,
-            "patch_size": vision.patch_size,
-            "image_size": vision.image_size,
-            "norm_type": "layer_norm",
-            "qkv_bias": True,
-            "qk_normalization": True,
-        },
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    made = configurations(model, Layout.INTERNVL_INTERNLM2, "bfloat16", None)
+    (folder / "config.json").write_text(made["config.json"])
     share = sum(2 * math.prod(shape) for shape in shapes.values()) / SHARDS
     weight_map, header, size, number = {}, {}, 0, 1
     for place, (name, shape) in enumerate(shapes.items(), 1):

@@ -101,7 +101,9 @@ def resumed_step(links, plan, directory):
     return load_checkpoint(directory, *parts).step
 
 
-def check_failed_save(plan, directory, results, reason):
+def check_failed_save(directory, asynchronous, fail, reason, work=save_through_failure):
+    plan = two_stages()
+    results = run_ranks(plan.parallel, work, plan, directory, asynchronous, fail)
     (losses, lines, kept), (_, other_lines, _) = results
     assert kept == ["iter_0000001", TRACKER_FILE]
     assert lines == other_lines
@@ -125,12 +127,10 @@ def test_failing_write_on_one_rank_leaves_all_training(tmp_path, failing, asynch
             limit_file_size(2000)
         writer.save(2, {})
 
-    plan = two_stages()
-    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, asynchronous, fail)
     reason = (
         rf"step 2 is not saved: rank {failing}: \S*iter_0000002.part/__{failing}_0.distcp: File"
     )
-    check_failed_save(plan, tmp_path, results, reason)
+    check_failed_save(tmp_path, asynchronous, fail, reason)
 
 
 @pytest.mark.parametrize("limit", [10, 0], ids=["metadata", "empty"])
@@ -146,9 +146,7 @@ def test_failing_metadata_leaves_all_training(tmp_path, limit):
         writer._complete(writer._pending)
         writer._threads = checkpoint.ThreadPoolExecutor(2)
 
-    plan = two_stages()
-    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, True, fail)
-    check_failed_save(plan, tmp_path, results, "step 2 is not saved: rank 0: .*File too large")
+    check_failed_save(tmp_path, True, fail, "step 2 is not saved: rank 0: .*File too large")
 
 
 def test_save_that_does_not_fit_is_not_begun(tmp_path):
@@ -160,9 +158,7 @@ def test_save_that_does_not_fit_is_not_begun(tmp_path):
         writer.save(2, {})
         checkpoint.shutil.disk_usage = whole
 
-    plan = two_stages()
-    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, True, fail)
-    check_failed_save(plan, tmp_path, results, "a checkpoint takes .* GiB, and only .* are free")
+    check_failed_save(tmp_path, True, fail, "a checkpoint takes .* GiB, and only .* are free")
 
 
 def test_folder_that_cannot_be_made_leaves_all_training(tmp_path):
@@ -183,9 +179,8 @@ def test_folder_that_cannot_be_made_leaves_all_training(tmp_path):
         lines[1] = [line.split("; what was written stays")[0] for line in lines[1]]
         return losses, lines, kept
 
-    plan = two_stages()
-    results = run_ranks(plan.parallel, work, plan, tmp_path, False, fail)
-    check_failed_save(plan, tmp_path, results, "step 2 is not saved: rank 0: .*Not a directory")
+    reason = "step 2 is not saved: rank 0: .*Not a directory"
+    check_failed_save(tmp_path, False, fail, reason, work)
 
 
 def save_steps(links, plan, directory, asynchronous, keep_last, steps):

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -78,8 +78,10 @@ def end_ranks(
     launch_of: Callable[[int], Launch] = own_node,
     connect: Callable[[int], dist.Store] | None = None,
     pace: Pace = PACE,
+    codes: Sequence[int] | None = None,
 ) -> list[Ended]:
-    """`work(rank)` under watch in forked processes joined by gloo; none may outlive the limit."""
+    """`work(rank)` under watch in forked processes joined by gloo, which end with these codes; none
+    may outlive the limit."""
     connect = connect or store_of_launcher()
     started = time.monotonic()
     processes = {}
@@ -109,7 +111,9 @@ def end_ranks(
             os.waitpid(process, 0)
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(WORLD)]
     assert len(ended) == WORLD, ("did not end", [processes[p] for p in ended], logs)
-    return [Ended(ended[process], logs[rank]) for process, rank in processes.items()]
+    ranks = [Ended(ended[process], logs[rank]) for process, rank in processes.items()]
+    assert codes is None or [rank.code for rank in ranks] == codes, logs
+    return ranks
 
 
 def _rank(
@@ -157,8 +161,7 @@ def test_error_of_one_rank_ends_all_with_it(tmp_path):
             raise KeyError("no such tensor")
         wait_in_collective()
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [1, 1, 1]
+    ranks = end_ranks(tmp_path, work, codes=[1, 1, 1])
     for rank in ranks:
         assert len(errors_of(rank)) == 1, rank.output
         assert "rank 1 failed: KeyError: 'no such tensor'" in errors_of(rank)[0]
@@ -173,8 +176,7 @@ def test_user_error_is_told_once_a_node(tmp_path):
             raise UserError("no image; give one")
         wait_in_collective()
 
-    ranks = end_ranks(tmp_path, work, one_node)
-    assert [rank.code for rank in ranks] == [2, 2, 2]
+    ranks = end_ranks(tmp_path, work, one_node, codes=[2, 2, 2])
     lines = [line for rank in ranks for line in errors_of(rank)]
     assert lines == ["error: no image; give one"]
     assert not any("Traceback" in rank.output for rank in ranks)
@@ -191,8 +193,7 @@ def test_killed_rank_is_named_and_ends_all(tmp_path, wait):
             os.kill(os.getpid(), signal.SIGKILL)
         wait()
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [1, 1, -signal.SIGKILL]
+    ranks = end_ranks(tmp_path, work, codes=[1, 1, -signal.SIGKILL])
     for rank in ranks[:2]:
         assert len(errors_of(rank)) == 1, rank.output
         assert "rank 2 has not been heard of for 2 s" in errors_of(rank)[0]
@@ -223,8 +224,7 @@ def test_frozen_rank_ends_too_when_it_wakes(tmp_path):
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(SLOW_S)
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [1, 1, 1]
+    ranks = end_ranks(tmp_path, work, codes=[1, 1, 1])
     assert all("rank 1 has not been heard of" in errors_of(rank)[0] for rank in ranks)
 
 
@@ -235,8 +235,7 @@ def test_ranks_may_end_at_different_times(tmp_path, store):
     def work(rank: int) -> None:
         time.sleep(1.3 * PACE.stale_s * rank / (WORLD - 1))
 
-    ranks = end_ranks(tmp_path, work, connect=store())
-    assert [rank.code for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
+    ranks = end_ranks(tmp_path, work, connect=store(), codes=[0, 0, 0])
     # The main thread is the one that is left.
     assert [rank.output for rank in ranks] == ["left 1\n"] * 3
 
@@ -256,8 +255,7 @@ def test_rank_that_learns_late_of_the_end_succeeds(tmp_path, late_s):
             time.sleep(0.5)
 
     pace = Pace(period_s=1.5, stale_s=20)
-    ranks = end_ranks(tmp_path, work, connect=store_of_rank_0(), pace=pace)
-    assert [rank.code for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
+    ranks = end_ranks(tmp_path, work, connect=store_of_rank_0(), pace=pace, codes=[0, 0, 0])
     if late_s < pace.linger_s:
         assert not any("DistNetworkError" in rank.output for rank in ranks)
 
@@ -270,8 +268,7 @@ def test_failure_after_others_have_ended_is_theirs_too(tmp_path):
             time.sleep(0.5)
             raise KeyError("late")
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [1, 1, 1]
+    ranks = end_ranks(tmp_path, work, codes=[1, 1, 1])
     assert all("rank 2 failed: KeyError: 'late'" in errors_of(rank)[0] for rank in ranks)
 
 
@@ -285,8 +282,7 @@ def test_busy_rank_is_not_taken_for_dead(tmp_path, library):
             library(None).usleep(int(busy_s * 1e6))
         wait_in_collective()
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [0, 0, 0], [rank.output for rank in ranks]
+    end_ranks(tmp_path, work, codes=[0, 0, 0])
 
 
 def test_lost_connection_waits_for_its_reason(tmp_path):
@@ -305,8 +301,7 @@ def test_lost_connection_waits_for_its_reason(tmp_path):
             raise ValueError("the reason")
         wait_in_collective()
 
-    ranks = end_ranks(tmp_path, work)
-    assert [rank.code for rank in ranks] == [1, 1, 1]
+    ranks = end_ranks(tmp_path, work, codes=[1, 1, 1])
     assert all("rank 1 failed: ValueError: the reason" in errors_of(rank)[0] for rank in ranks)
     assert not any("gloo" in rank.output for rank in ranks)
 
@@ -320,8 +315,7 @@ def test_lost_connection_without_a_reason_is_reported(tmp_path):
             time.sleep(SLOW_S)
         wait_in_collective()
 
-    ranks = end_ranks(tmp_path, work, one_node)
-    assert [rank.code for rank in ranks] == [1, 1, 1]
+    ranks = end_ranks(tmp_path, work, one_node, codes=[1, 1, 1])
     lines = [line for rank in ranks for line in errors_of(rank)]
     assert len(lines) == 1 and "gloo/transport" in lines[0]
     assert not any("Traceback" in rank.output for rank in ranks)
@@ -345,8 +339,7 @@ def test_store_that_is_gone_ends_all(tmp_path, signal_, reason):
             os.kill(os.getpid(), signal_)
         time.sleep(SLOW_S)
 
-    ranks = end_ranks(tmp_path, work, connect=store_of_rank_0())
-    assert [rank.code for rank in ranks] == [-signal.SIGKILL, 1, 1]
+    ranks = end_ranks(tmp_path, work, connect=store_of_rank_0(), codes=[-signal.SIGKILL, 1, 1])
     for rank in ranks[1:]:
         assert len(errors_of(rank)) == 1, rank.output
         assert f"has lost the store of all ranks ({reason}" in errors_of(rank)[0]
